@@ -1,0 +1,156 @@
+"""A checkpoint: the tree, the file it stands for, and what has been done to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptool.files import FileSource
+from ckptool.model import Path, TensorRef
+
+if TYPE_CHECKING:
+    from ckptool.statedict import Section
+    from ckptool.writing import Receipt
+
+__all__ = ["Change", "Checkpoint", "Details"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that a transform did, for the user to read.
+
+    `kind` is the transform's word (`strip`, `add`, `remap`, ...), `text` one sentence without a
+    full stop, `count` how many tensors (or values) it concerns.
+    """
+
+    kind: str
+    text: str
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a reader learned about the file beside its content."""
+
+    size: int = 0
+    """Bytes on disk, all files of the checkpoint together."""
+    writer: str = ""
+    """Who wrote it, as far as the layout tells: `torch 2.7 or newer`."""
+    torch_version: str | None = None
+    """The version, where the file states it."""
+    byteorder: str = "little"
+    protocol: int | None = None
+    """Pickle protocol of the object, where there is a pickle."""
+    globals: tuple[str, ...] = ()
+    """Every class and function that the pickle names, today's spelling, in order."""
+    opcodes: tuple[str, ...] = ()
+    """Pickle opcodes used that `weights_only=True` refuses whatever their effect."""
+    storage_bytes: int = 0
+    """Bytes of all storages and tensor records in the file, reachable or not."""
+    dead_bytes: int = 0
+    """Bytes that nothing in the file refers to."""
+    notes: tuple[str, ...] = ()
+    """Sentences worth telling the user: compressed records, source text left behind, ..."""
+    layout: Any = None
+    """What the format's own writer may want to know again (a zip's directory, say)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What a file holds, over its header alone. A transform returns a new one, same storages.
+
+    Close it, or use it as a context manager: its tensors read from the open file.
+    """
+
+    root: Any
+    format: str
+    path: str
+    details: Details = field(default_factory=Details)
+    changes: tuple[Change, ...] = ()
+    sources: tuple[FileSource, ...] = ()
+
+    def __enter__(self) -> Checkpoint:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file behind every tensor of this checkpoint and of those made from it."""
+        for source in self.sources:
+            source.close()
+
+    def __getitem__(self, key: Any) -> Any:
+        """The node under a key of the root, else under an address (`paths.resolve`).
+
+        Raises:
+            NotFound: nothing, or several things (`AmbiguousName`), answer to it.
+        """
+        from ckptool.paths import resolve
+
+        if isinstance(self.root, Mapping) and key in self.root:
+            return self.root[key]
+        return resolve(self, key)[1]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The keys of the root."""
+        return iter(self.root if isinstance(self.root, Mapping) else ())
+
+    def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
+        """Every listed tensor with its path, in the order of the file."""
+        from ckptool.paths import walk
+
+        return ((path, leaf) for path, leaf in walk(self.root) if isinstance(leaf, TensorRef))
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The named parts: state dicts, optimizers, schedulers, modules, and the values beside."""
+        from ckptool.statedict import sections
+
+        return sections(self.root)
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """How many tensors each device tag has, in order of first use."""
+        counts: dict[str, int] = {}
+        for _, tensor in self.tensors():
+            counts[tensor.device] = counts.get(tensor.device, 0) + 1
+        return counts
+
+    def with_root(self, root: Any, *changes: Change) -> Checkpoint:
+        """The same file with another tree, and what made the difference."""
+        return replace(self, root=root, changes=(*self.changes, *changes))
+
+    def strip_module(self, **options: Any) -> Checkpoint:
+        """Wrapper components taken off every name; options as `transforms.strip_module`."""
+        from ckptool.transforms import strip_module
+
+        return strip_module(self, **options)
+
+    def add_module(self, **options: Any) -> Checkpoint:
+        """`module.` put before every name; options as `transforms.add_module`."""
+        from ckptool.transforms import add_module
+
+        return add_module(self, **options)
+
+    def remap(self, rules: Mapping[str, str]) -> Checkpoint:
+        """Every device tag rewritten by `rules` (`transforms.remap`)."""
+        from ckptool.transforms import remap
+
+        return remap(self, rules)
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Receipt:
+        """Write it to `path`; options as `writing.save`."""
+        from ckptool.writing import save
+
+        return save(self, path, **options)

@@ -1,0 +1,162 @@
+"""Every error that ckptool raises about a file or a request, one tree.
+
+    CheckpointError
+    ├── UnreadableFile                  the file cannot be opened as a checkpoint
+    │   ├── FileMissing                     (FileNotFoundError)  no such file
+    │   ├── FileDenied                      (PermissionError)    the system refuses it
+    │   ├── NotACheckpoint                  (ValueError)  it is something else, named in the message
+    │   ├── UnsupportedFormat               (ValueError)  a checkpoint of a kind that is not read yet
+    │   ├── CorruptFile                     (ValueError)  it breaks a rule of its own format
+    │   │   └── TruncatedFile               (EOFError)    it ends before its content does
+    │   └── LimitExceeded                   (ValueError)  it asks for more than limits.py allows
+    ├── NotFound                            (KeyError)    no tensor, section or key of that name
+    │   └── AmbiguousName                   several answer to it
+    ├── NameCollision                       (ValueError)  two tensors would get one name
+    ├── DeviceError                         (ValueError)  a device word, or a tag that cannot be moved
+    ├── UsageError                          (ValueError)  options that do not fit together
+    ├── WriteError                      nothing was written, or the old file is still there
+    │   ├── TargetExists                    (FileExistsError)
+    │   ├── NoSpace                         (OSError)
+    │   ├── WriteDenied                     (PermissionError)
+    │   └── NotRepresentable                (ValueError)  the target format cannot hold it
+    └── TorchMissing                        (ImportError)  torch is needed and not installed
+
+A message is one sentence that names the file, the place in it and what is wrong. The hint, where
+there is one, is the command or the step that helps.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "AmbiguousName",
+    "CheckpointError",
+    "CorruptFile",
+    "DeviceError",
+    "FileDenied",
+    "FileMissing",
+    "LimitExceeded",
+    "NameCollision",
+    "NoSpace",
+    "NotACheckpoint",
+    "NotFound",
+    "NotRepresentable",
+    "TargetExists",
+    "TorchMissing",
+    "TruncatedFile",
+    "UnreadableFile",
+    "UnsupportedFormat",
+    "UsageError",
+    "WriteDenied",
+    "WriteError",
+]
+
+
+class CheckpointError(Exception):
+    """The root: one sentence, and a hint where something helps."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        """Keep the parts; `file` is put before the message when it is shown."""
+        super().__init__(message)
+        self.message = message
+        self.file = None if file is None else os.fspath(file)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """The sentence, with the file in front where it is known and not named already."""
+        if self.file is None or self.file in self.message:
+            return self.message
+        return f"{self.file}: {self.message}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive a pickle between processes, keyword-only arguments and all."""
+        return (_rebuild, (type(self), self.message, self.file, self.hint))
+
+
+def _rebuild(
+    kind: type[CheckpointError], message: str, file: str | None, hint: str | None
+) -> CheckpointError:
+    return kind(message, file=file, hint=hint)
+
+
+class UnreadableFile(CheckpointError):
+    """The file cannot be opened as a checkpoint."""
+
+
+class FileMissing(UnreadableFile, FileNotFoundError):
+    """There is no such file."""
+
+
+class FileDenied(UnreadableFile, PermissionError):
+    """The system does not let us read it."""
+
+
+class NotACheckpoint(UnreadableFile, ValueError):
+    """It is something else; the message says what."""
+
+
+class UnsupportedFormat(UnreadableFile, ValueError):
+    """A checkpoint of a kind that is not read; the message names it and the tool that reads it."""
+
+
+class CorruptFile(UnreadableFile, ValueError):
+    """It breaks a rule of its own format."""
+
+
+class TruncatedFile(CorruptFile, EOFError):
+    """It ends before its content does."""
+
+
+class LimitExceeded(UnreadableFile, ValueError):
+    """It asks for more than `limits.Limits` allows."""
+
+
+class NotFound(CheckpointError, KeyError):
+    """No tensor, value, section or key of that name."""
+
+
+class AmbiguousName(NotFound):
+    """Several answer to that name; the message lists them."""
+
+
+class NameCollision(CheckpointError, ValueError):
+    """Two tensors would get one name."""
+
+
+class DeviceError(CheckpointError, ValueError):
+    """A device word that is none, or a tag that cannot be moved."""
+
+
+class UsageError(CheckpointError, ValueError):
+    """Options that do not fit together."""
+
+
+class WriteError(CheckpointError):
+    """Nothing was written; an old file at the target is untouched."""
+
+
+class TargetExists(WriteError, FileExistsError):
+    """The target is there already, or is the source itself."""
+
+
+class NoSpace(WriteError, OSError):
+    """The disk cannot hold the result."""
+
+
+class WriteDenied(WriteError, PermissionError):
+    """The system does not let us write there."""
+
+
+class NotRepresentable(WriteError, ValueError):
+    """The target format cannot hold it."""
+
+
+class TorchMissing(CheckpointError, ImportError):
+    """Torch is needed for this and is not installed."""

@@ -1,0 +1,283 @@
+"""Where bytes come from: a file, a run of memory, a compressed record; and ranges of them.
+
+Nothing is read until asked, and never by mapping the file: a mapped file that something else
+truncates would kill the process.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptool.errors import CorruptFile, FileDenied, FileMissing, TruncatedFile, UnreadableFile
+
+__all__ = ["BLOCK", "ByteRange", "FileSource", "InflatedSource", "MemorySource", "Source"]
+
+BLOCK = 4 << 20
+"""Bytes handled at a time wherever content streams through Python."""
+
+
+class Source(Protocol):
+    """Something with a size that can be read at any offset."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message: the path of the file."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` (bytes) from `offset`, or `TruncatedFile`."""
+        ...
+
+
+class FileSource:
+    """A file, opened once for reading; positions are never shared, so threads may read at will."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`.
+
+        Raises:
+            FileMissing: there is no such file.
+            FileDenied: the system refuses it.
+            UnreadableFile: any other refusal, such as a folder.
+        """
+        self.path = os.fspath(path)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError as error:
+            raise FileMissing("there is no such file", file=self.path) from error
+        except PermissionError as error:
+            raise FileDenied("the system does not let us read it", file=self.path) from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UnreadableFile(f"cannot be opened ({reason})", file=self.path) from error
+        self._size = os.fstat(self._fd).st_size
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self._size
+
+    def fileno(self) -> int:
+        """The open descriptor, for copies by the kernel."""
+        return self._fd
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        self._check(offset, length)
+        data = _pread(self._fd, length, offset)
+        if len(data) == length:
+            return data
+        buffer = bytearray(length)
+        buffer[: len(data)] = data
+        self._fill(offset + len(data), memoryview(buffer)[len(data) :])
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        self._check(offset, len(buffer))
+        self._fill(offset, buffer)
+
+    def close(self) -> None:
+        """Give the descriptor back; harmless a second time."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self._size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,}, "
+                f"but the file ends at {self._size:,}",
+                file=self.path,
+            )
+
+    def _fill(self, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            count = _preadv(self._fd, buffer[done:], offset + done)
+            if count == 0:
+                raise TruncatedFile(
+                    f"the file ended at {offset + done:,} while it was read; "
+                    f"it had {self._size:,} bytes when it was opened",
+                    file=self.path,
+                )
+            done += count
+
+
+def _pread(fd: int, length: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, length, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, length)
+
+
+def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [buffer], offset)
+    data = _pread(fd, min(len(buffer), BLOCK), offset)
+    buffer[: len(data)] = data
+    return len(data)
+
+
+class MemorySource:
+    """Bytes already in memory: a payload that lay inside a pickle."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        """Hold `data`; `name` is the file that it came from."""
+        self._data = data
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The file that the bytes came from."""
+        return self._name
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return len(self._data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        data = self._data[offset : offset + length]
+        if offset < 0 or len(data) != length:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of a payload of {self.size:,}",
+                file=self._name,
+            )
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        buffer[:] = self.read(offset, len(buffer))
+
+
+class InflatedSource:
+    """A deflated zip record, read as what it inflates to, in bounded blocks.
+
+    Reading forwards costs one pass; reading backwards starts the record again.
+    """
+
+    def __init__(self, packed: ByteRange, size: int) -> None:
+        """Read `packed` (raw deflate) as `size` bytes."""
+        self._packed = packed
+        self._size = size
+        self._start()
+
+    @property
+    def name(self) -> str:
+        """The file that the record is in."""
+        return self._packed.source.name
+
+    @property
+    def size(self) -> int:
+        """Bytes when inflated, as the zip directory states them."""
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or an error."""
+        if offset < 0 or length < 0 or offset + length > self._size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of a compressed record "
+                f"of {self._size:,}",
+                file=self.name,
+            )
+        if offset < self._position:
+            self._start()
+        while self._position < offset:
+            self._take(min(BLOCK, offset - self._position))
+        parts = []
+        while length:
+            part = self._take(min(BLOCK, length))
+            parts.append(part)
+            length -= len(part)
+        return b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or an error."""
+        for start in range(0, len(buffer), BLOCK):
+            stop = min(start + BLOCK, len(buffer))
+            buffer[start:stop] = self.read(offset + start, stop - start)
+
+    def _start(self) -> None:
+        self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._blocks = self._packed.blocks()
+        self._pending = b""
+        self._position = 0
+
+    def _take(self, most: int) -> bytes:
+        """Between 1 and `most` inflated bytes."""
+        while True:
+            block = self._pending or next(self._blocks, b"")
+            if not block:
+                raise CorruptFile("a compressed record ends too early", file=self.name)
+            try:
+                data = self._inflater.decompress(block, most)
+            except zlib.error as error:
+                raise CorruptFile(f"a compressed record is damaged ({error})", file=self.name) from error
+            self._pending = self._inflater.unconsumed_tail
+            if data:
+                self._position += len(data)
+                return data
+            if self._inflater.eof:
+                raise CorruptFile("a compressed record ends too early", file=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`length` bytes of `source` from `offset`. Valid: it lies inside the source."""
+
+    source: Source
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        """Refuse a range that the source does not have."""
+        if self.offset < 0 or self.length < 0 or self.offset + self.length > self.source.size:
+            missing = self.offset + self.length - self.source.size
+            raise TruncatedFile(
+                f"{self.length:,} bytes are wanted at offset {self.offset:,}, but the file ends at "
+                f"{self.source.size:,}: {missing:,} bytes are missing",
+                file=self.source.name,
+            )
+
+    def read(self, start: int = 0, length: int | None = None) -> bytes:
+        """`length` bytes (all that remain, if None) from `start` within the range."""
+        length = self.length - start if length is None else length
+        return self.slice(start, length).source.read(self.offset + start, length)
+
+    def read_into(self, buffer: memoryview, start: int = 0) -> None:
+        """Fill `buffer` from `start` within the range."""
+        self.slice(start, len(buffer)).source.read_into(self.offset + start, buffer)
+
+    def slice(self, start: int, length: int) -> ByteRange:
+        """The sub-range of `length` bytes from `start`."""
+        if start < 0 or length < 0 or start + length > self.length:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at {start:,} of a run of {self.length:,}",
+                file=self.source.name,
+            )
+        return ByteRange(self.source, self.offset + start, length)
+
+    def blocks(self, size: int = BLOCK) -> Iterator[bytes]:
+        """The content in order, at most `size` bytes at a time."""
+        for start in range(0, self.length, size):
+            yield self.source.read(self.offset + start, min(size, self.length - start))

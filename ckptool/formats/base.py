@@ -1,0 +1,142 @@
+"""What every format offers: how to recognise it, read it, and (some) plan a file of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+import os
+from typing import Any, Protocol, runtime_checkable
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CheckpointError
+from ckptool.files import ByteRange, FileSource
+from ckptool.files.output import Output
+from ckptool.limits import Limits
+
+__all__ = ["Archive", "Format", "Probe", "Record", "WritableFormat", "WriteOptions", "WritePlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One named run of bytes of an archive; a deflated one reads as what it inflates to."""
+
+    name: str
+    """Without the archive's folder: `data/0`."""
+    data: ByteRange
+    crc32: int | None = None
+    """As the directory states it; None where there is none or it is 0 for a non-empty record."""
+    header_offset: int = 0
+    compressed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Records by name: those of a zip, or the files of an unzipped one."""
+
+    path: str
+    folder: str
+    """The name before the first `/` that all records share (`archive`), empty for a folder."""
+    records: Mapping[str, Record]
+    """In the order of the directory."""
+    sources: tuple[FileSource, ...]
+    size: int
+    dead_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class Probe:
+    """A file or folder that is being recognised; what is asked twice is read once."""
+
+    def __init__(self, path: str | os.PathLike[str], limits: Limits) -> None:
+        """Look at `path`, and open it if it is a file.
+
+        Raises:
+            FileMissing: there is no such file or folder.
+            FileDenied: the system refuses it.
+        """
+        self.path = os.fspath(path)
+        self.limits = limits
+        self.is_folder = os.path.isdir(self.path)
+        self.source = None if self.is_folder else FileSource(self.path)
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 512 bytes, fewer in a shorter file, none of a folder."""
+        return b"" if self.source is None else self.source.read(0, min(512, self.source.size))
+
+    @cached_property
+    def entries(self) -> frozenset[str]:
+        """The names in a folder; empty for a file."""
+        return frozenset(os.listdir(self.path)) if self.is_folder else frozenset()
+
+    @cached_property
+    def archive(self) -> Archive | None:
+        """The zip's records, or those of an unzipped checkpoint; None for anything else.
+
+        Raises:
+            CorruptFile: it begins as a zip and is damaged.
+        """
+        from ckptool.formats.archive import open_archive
+
+        return open_archive(self)
+
+    def close(self) -> None:
+        """Close what was opened here."""
+        if self.source is not None:
+            self.source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """What a writer may be asked for."""
+
+    ties: str = "keep"
+    """`keep`: written once where the format allows it; `copy`: each name its own bytes."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Entries for the header of formats that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """A file that is not written yet: its exact size, what it leaves out, and how to write it."""
+
+    format: str
+    size: int
+    write: Callable[[Output], None]
+    left_out: tuple[str, ...] = ()
+    """What the format cannot hold and this file will not have, a sentence each."""
+    notes: tuple[str, ...] = ()
+    tensors: int = 0
+
+
+class Format(Protocol):
+    """One way of laying a checkpoint out in a file or folder."""
+
+    name: str
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether the content is of this format; looks at as little as will tell."""
+        ...
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The checkpoint, over the header alone.
+
+        Raises:
+            CorruptFile: it breaks a rule of the format.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        ...
+
+
+@runtime_checkable
+class WritableFormat(Format, Protocol):
+    """A format that can be written too."""
+
+    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+        """What writing `checkpoint` would give; nothing is written yet.
+
+        Raises:
+            NotRepresentable: the format cannot hold a tensor that must be carried.
+        """
+        ...

@@ -1,0 +1,414 @@
+"""The leaves and containers of a checkpoint's tree: what every reader makes and every writer takes.
+
+The tree is of plain containers (`dict`, `OrderedMap`, `list`, `tuple`, `Size`) over
+leaves: `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `TensorRef`, `StorageRef`,
+`DeviceValue`, `Global` and `Opaque`. Identity is kept: what the file shares is one object here,
+and tensors that share a storage share the `Storage`.
+
+An object that exists is valid: the checks are where it is made, nothing downstream repeats them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.dtypes import BY_NAME, SUB_BYTE_QUANTIZED
+from ckptool.errors import CorruptFile, UsageError
+from ckptool.files import ByteRange, InflatedSource
+from ckptool.files.strided import flip_signs, narrow, row_major, swap_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DeviceValue",
+    "Global",
+    "Opaque",
+    "OrderedMap",
+    "Path",
+    "Size",
+    "Storage",
+    "StorageRef",
+    "TensorRef",
+    "Wrapping",
+    "children",
+    "find_tensors",
+]
+
+Path = tuple[Any, ...]
+"""The keys from the root to a node: strings and integers, rarely anything else hashable."""
+
+STRIDED_KINDS = frozenset({"strided", "subclass", "numpy"})
+SPARSE_KINDS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+MAX_ELEMENTS = (1 << 63) - 1
+
+
+class OrderedMap(dict[Any, Any]):
+    """A `collections.OrderedDict` of the file; `attributes` is what its `__dict__` held.
+
+    Attributes are kept apart so that a file cannot replace a method of the object.
+    """
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what `dict` takes; there are no attributes yet."""
+        super().__init__(*args, **kwargs)
+        self.attributes: dict[Any, Any] = {}
+
+    @property
+    def metadata(self) -> Any:
+        """The state dict's `_metadata` (module path -> version), or None."""
+        return self.attributes.get("_metadata")
+
+
+class Size(tuple[Any, ...]):
+    """A `torch.Size`: walked like a tuple, written back as what it was."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that the file names, and nobody imports."""
+
+    module: str
+    name: str
+    shown: str = ""
+    """The name in today's Python where the pickle spells it as Python 2 did."""
+
+    @property
+    def qualified(self) -> str:
+        """`module.name`, in today's spelling."""
+        return self.shown or f"{self.module}.{self.name}"
+
+    @property
+    def class_name(self) -> str:
+        """`torch.dtype` for one of torch's element types, else the qualified name."""
+        return "torch.dtype" if self.dtype else self.qualified
+
+    @property
+    def dtype(self) -> str | None:
+        """The element type that this global is, if it is one."""
+        return self.name if self.module == "torch" and self.name in BY_NAME else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceValue:
+    """A `torch.device` among the values; `tag` as torch prints it (`cuda:0`, `cpu`)."""
+
+    tag: str
+    class_name = "torch.device"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """A run of bytes in a file, never read until asked. Compared by identity."""
+
+    key: str
+    data: ByteRange | None
+    """None on the meta device, which has no bytes."""
+    nbytes: int
+    device: str = "cpu"
+    """The location tag: an opaque string."""
+    byteorder: str = "little"
+    crc32: int | None = None
+    """CRC-32 of the bytes, where the file states one that counts."""
+
+    def __post_init__(self) -> None:
+        """Refuse a storage that lies about its length."""
+        if self.data is not None and self.data.length != self.nbytes:
+            raise CorruptFile(
+                f"storage {self.key!r} should take {self.nbytes:,} bytes, "
+                f"but its record has {self.data.length:,}",
+                file=self.data.source.name,
+            )
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the bytes must be inflated first (mapping such a file gives garbage)."""
+        return self.data is not None and isinstance(self.data.source, InflatedSource)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageRef:
+    """A typed view of a whole storage, as the pickle hands it to the tensor functions."""
+
+    storage: Storage
+    dtype: str
+    untyped: bool = False
+
+    @property
+    def class_name(self) -> str:
+        """The class that torch gives it."""
+        if self.untyped:
+            return "torch.storage.UntypedStorage"
+        return f"torch.{BY_NAME[self.dtype].storage}"
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """Anything that is neither plain data nor a tensor: kept as data, written back as it came.
+
+    `func(*args, **kwargs)` made it (`newobj`: `cls.__new__`), then `steps` were applied in order:
+    `("build", state)`, `("append", [item, ...])`, `("set", [(key, value), ...])`,
+    `("add", [item, ...])`. A `persid` is a persistent id of a kind that is not known, in `args`.
+    Filled while the pickle is read, and left alone afterwards.
+    """
+
+    func: Any
+    args: Any = ()
+    kwargs: Any = None
+    maker: str = "reduce"
+    steps: list[tuple[str, Any]] = field(default_factory=list)
+    plain: tuple[str, Any] | None = None
+    """Type and value, where the object is a plain value all the same (a numpy scalar)."""
+
+    @property
+    def class_name(self) -> str:
+        """The qualified name of its class, as far as the file tells."""
+        if self.maker == "persid":
+            return "persistent id"
+        if isinstance(self.func, Global):
+            args = self.args if isinstance(self.args, tuple) else ()
+            if self.func.name in _RECONSTRUCTORS and args and isinstance(args[0], Global):
+                return args[0].qualified
+            return self.func.qualified
+        return self.func.attribute_name if isinstance(self.func, Opaque) else "object"
+
+    @property
+    def attribute_name(self) -> str:
+        """For `getattr(cls, "name")`, which is how old protocols name an inner class."""
+        match (self.func, self.args):
+            case (Global(name="getattr"), (Global() as owner, str() as name)):
+                return f"{owner.qualified}.{name}"
+        return self.class_name
+
+    @property
+    def state(self) -> Any:
+        """What the last BUILD gave it; None where there was none."""
+        return next((value for kind, value in reversed(self.steps) if kind == "build"), None)
+
+    @property
+    def attributes(self) -> dict[Any, Any]:
+        """Its attributes by name: the state dict, slots merged in; empty for any other state."""
+        state = self.state
+        if isinstance(state, dict):
+            return state
+        match state:
+            case (None | dict() as plain, dict() as slots):
+                return {**(plain or {}), **slots}
+        return {}
+
+
+_RECONSTRUCTORS = frozenset({"_reconstructor", "__newobj__", "__newobj_ex__", "_reconstruct"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wrapping:
+    """One layer around a tensor: what made a Parameter or a subclass of it.
+
+    `kind` is `parameter` (`_rebuild_parameter`), `parameter_state` (`_rebuild_parameter_with_state`),
+    `type` (`_rebuild_from_type_v2`) or `old_parameter` (torch < 0.4: the class called, BUILD with
+    a triple). `hooks` is what stood in the place of backward hooks, None for an empty OrderedDict.
+    """
+
+    kind: str
+    requires_grad: bool = True
+    hooks: Any = None
+    type: Any = None
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor that has not been read: what it is, and where its bytes lie.
+
+    `offset` and `stride` count elements of `dtype`, as in torch. Dimensions that are ragged are
+    None. `parts` is what a tensor that is not plainly strided is made of (indices and values,
+    scales, a numpy array, a subclass's state): it belongs to the tensor and is not listed apart.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: Storage | None
+    device: str
+    requires_grad: bool = False
+    kind: str = "strided"
+    flags: tuple[str, ...] = ()
+    """`conj` and `neg`, the lazy bits of torch."""
+    hooks: Any = None
+    """Backward hooks where there are any; None for the usual empty OrderedDict."""
+    parts: Mapping[str, Any] | None = None
+    wrapping: tuple[Wrapping, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a tensor that reaches outside its storage or counts more than 2**63 elements."""
+        if self.storage is None:
+            return
+        shape, stride = self.shape, self.stride
+        if len(shape) != len(stride):
+            raise self._corrupt(f"has {len(shape)} sizes and {len(stride)} strides")
+        first = last = self.offset
+        count = 1
+        for size, step in zip(shape, stride, strict=True):
+            if size is None or size < 0:
+                raise self._corrupt(f"has a size of {size}")
+            count *= size
+            if step >= 0:
+                last += (size - 1) * step
+            else:
+                first += (size - 1) * step
+        if count > MAX_ELEMENTS or first < 0 or self.offset > MAX_ELEMENTS:
+            raise self._corrupt(f"of shape {list(shape)} at offset {self.offset} cannot exist")
+        if count and (last + 1) * self.itemsize > self.storage.nbytes * self._per_byte:
+            raise self._corrupt(
+                f"of shape {list(shape)}, stride {list(stride)} and offset {self.offset} reaches "
+                f"element {last:,}, outside its storage of {self.storage.nbytes:,} bytes"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return BY_NAME[self.dtype].itemsize
+
+    @property
+    def _per_byte(self) -> int:
+        return SUB_BYTE_QUANTIZED.get(self.dtype, 1)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 0 where a dimension is ragged (the parts know)."""
+        return 0 if None in self.shape else math.prod(s for s in self.shape if s is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements take; for sparse and nested tensors, those of the parts."""
+        if self.kind in SPARSE_KINDS or self.kind == "nested":
+            return sum(part.nbytes for part in self.tensors_inside())
+        return -(-self.numel * self.itemsize // self._per_byte)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without holes, as torch defines it."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=False):
+            if size is None:
+                return False
+            if size != 1 and step != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether torch would make a `Parameter` of it."""
+        return any(layer.kind != "type" for layer in self.wrapping)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether it is a plain array of elements with bytes behind it (`content` works)."""
+        return self.storage is not None and self.storage.data is not None and (
+            self.kind in STRIDED_KINDS
+        )
+
+    @property
+    def local(self) -> TensorRef | None:
+        """The local part of a DTensor or ShardedTensor that this file holds."""
+        return next(self.tensors_inside(), None) if self.storage is None else None
+
+    @property
+    def data(self) -> ByteRange:
+        """The bytes of a contiguous tensor, in the byte order of its storage."""
+        if not self.is_contiguous:
+            raise UsageError("the bytes of a tensor that is not contiguous are not one run")
+        return self._stored().slice(self.offset * self.itemsize, self.nbytes)
+
+    def content(self) -> Iterator[bytes]:
+        """The elements in row-major order, little-endian, conjugated and negated, in blocks.
+
+        Raises:
+            UsageError: a tensor that has no plain array of bytes (`has_content`).
+        """
+        dtype = BY_NAME[self.dtype]
+        blocks = row_major(
+            self._stored(),
+            itemsize=dtype.itemsize,
+            shape=tuple(size or 0 for size in self.shape),
+            stride=self.stride,
+            offset=self.offset,
+        )
+        if self.storage is not None and self.storage.byteorder == "big":
+            blocks = (swap_bytes(block, dtype.swap_size) for block in blocks)
+        if self.flags:
+            is_complex = self.dtype.startswith("complex")
+            blocks = (
+                flip_signs(block, dtype.swap_size, is_complex, self.flags) for block in blocks
+            )
+        return blocks
+
+    def read(self) -> bytes:
+        """All of `content` at once."""
+        return b"".join(self.content())
+
+    def tensors_inside(self) -> Iterator[TensorRef]:
+        """The tensors that this one is made of, in the order of its parts."""
+        return find_tensors(dict(self.parts or {}))
+
+    def torch(self, **options: Any) -> torch.Tensor:
+        """The tensor itself, on the CPU. Needs torch; options as `ckptool.load`'s."""
+        from ckptool.tensors import materialise
+
+        return materialise(self, **options)
+
+    def __getitem__(self, index: Any) -> TensorRef:
+        """A view, by basic indexing (integers, slices, `...`); only its bytes are ever read."""
+        if self.kind not in STRIDED_KINDS or self.storage is None:
+            raise UsageError(f"a {self.kind} tensor cannot be sliced")
+        shape = tuple(size or 0 for size in self.shape)
+        shape, stride, offset = narrow(shape, self.stride, self.offset, index)
+        return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
+
+    def _stored(self) -> ByteRange:
+        if not self.has_content or self.storage is None or self.storage.data is None:
+            raise UsageError(f"a {self.kind} tensor on {self.device} has no plain bytes")
+        return self.storage.data
+
+    def _corrupt(self, fact: str) -> CorruptFile:
+        storage = self.storage
+        where = "" if storage is None else f" over storage {storage.key!r}"
+        file = storage.data.source.name if storage is not None and storage.data else None
+        return CorruptFile(f"a {self.dtype} tensor{where} {fact}", file=file)
+
+
+def children(node: Any) -> Iterable[Any]:
+    """What a container or an object holds directly, in the order of the file; nothing for a leaf."""
+    if isinstance(node, OrderedMap):
+        return (*node.keys(), *node.values(), *node.attributes.values())
+    if isinstance(node, dict):
+        return (*node.keys(), *node.values())
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, Opaque):
+        return (node.func, node.args, node.kwargs, *(value for _, value in node.steps))
+    return ()
+
+
+def find_tensors(root: Any) -> Iterator[TensorRef]:
+    """Every tensor below `root`, once each, in the order of the file; objects are looked into."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, TensorRef):
+            if id(node) not in seen:
+                seen.add(id(node))
+                yield node
+        elif isinstance(node, (dict, list, tuple, Opaque)) and id(node) not in seen:
+            seen.add(id(node))
+            todo.extend(reversed(tuple(children(node))))
