@@ -1,0 +1,20 @@
+"""What every test may ask for."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+# No deadline: a loaded machine is not a bug, and torch's first call is slow anywhere.
+settings.register_profile(
+    "ckptool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("ckptool")
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """The folder of real checkpoints, with what each must read as beside it."""
+    return FIXTURES
