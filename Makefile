@@ -1,0 +1,45 @@
+# make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
+# Both set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO = build/demo
+
+.PHONY: demo test lint bench compat clean
+
+# Made once, renewed when what it depends on changes.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (the first time takes a minute or two) ..."
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.ready
+	@rm -rf $(DEMO) && mkdir -p $(DEMO)
+	@cp fixtures/torch-2.13.0/dp_full_cuda3.pth $(DEMO)/model.pth
+	$(BIN)/ckptool list $(DEMO)/model.pth
+	$(BIN)/ckptool strip-module $(DEMO)/model.pth
+	$(BIN)/ckptool remap --to cpu $(DEMO)/model.stripped.pth -o $(DEMO)/laptop.pth
+	@$(BIN)/python -c "import sys, torch; \
+	state = torch.load(sys.argv[1], weights_only=True)['state_dict']; \
+	print(f'torch.load reads {sys.argv[1]}: {len(state)} tensors,', \
+	    f'the first {next(iter(state))} on {next(iter(state.values())).device}')" $(DEMO)/laptop.pth
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m benchmarks $(ARGS)
+
+compat: $(VENV)/.ready
+	$(BIN)/python tests/compat/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
