@@ -1,0 +1,95 @@
+"""Data walks one way: a room imports only from the rooms above it."""
+
+import ast
+
+import pytest
+
+from tests.sources import calls, imports, room, trees
+
+ROOMS = [
+    "_version",
+    "errors",
+    "limits",
+    "dtypes",
+    "files",
+    "model",
+    "modules",
+    "checkpoint",
+    "paths",
+    "statedict",
+    "symbolic",
+    "formats",
+    "tensors",
+    "transforms",
+    "writing",
+    "inspection",
+    "loading",
+    "render",
+    "cli",
+]
+DOORS = {"__init__", "__main__"}
+"""The package's own entrances import from everywhere."""
+
+UPWARD = {"model", "checkpoint"}
+"""Their methods chain and make tensors, by lazy imports: the only calls upward."""
+
+WITH_TORCH = {"tensors", "loading", "trainer"}
+
+
+def files_of(*exempt):
+    return [pytest.param(file, id=file) for file in trees() if room(file) not in exempt]
+
+
+def is_type_hint_or_method(found, here):
+    return found.typing_only or (here in UPWARD and found.scope)
+
+
+@pytest.mark.parametrize("file", files_of(*DOORS))
+def test_a_room_imports_only_from_rooms_above_it(file):
+    here = room(file)
+    assert here in ROOMS, f"{here} has no place in the order of the rooms"
+    for found in imports(file, trees()[file]):
+        if not found.module.startswith("ckptool") or is_type_hint_or_method(found, here):
+            continue
+        for name in [found.module] if found.module != "ckptool" else found.names:
+            there = room(name.removeprefix("ckptool."))
+            assert ROOMS.index(there) <= ROOMS.index(here), (
+                f"{file}:{found.line} imports {there}, which lies below {here}"
+            )
+
+
+@pytest.mark.parametrize("file", files_of())
+def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors(file):
+    for found in imports(file, trees()[file]):
+        if room(found.module) == "torch" and not found.typing_only:
+            assert room(file) in WITH_TORCH, f"{file}:{found.line} imports torch"
+            assert found.scope, f"{file}:{found.line} imports torch outside a function"
+
+
+@pytest.mark.parametrize("file", files_of())
+def test_numpy_is_no_dependency(file):
+    assert not [found for found in imports(file, trees()[file]) if room(found.module) == "numpy"]
+
+
+@pytest.mark.parametrize("file", files_of("cli", "render"))
+def test_the_library_never_prints(file):
+    assert not [
+        f"{file}:{line} calls {name}"
+        for name, line in calls(trees()[file])
+        if name == "print" or name.startswith(("sys.stdout", "sys.stderr", "click."))
+    ]
+
+
+@pytest.mark.parametrize("file", files_of())
+def test_no_assert_stands_for_a_check(file):
+    tree = trees()[file]
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+def test_the_tests_own_eyes_see_nested_and_relative_imports():
+    tree = ast.parse("def f():\n    from ..errors import X\n    import torch.nn\n")
+    found = list(imports("formats/deep.py", tree))
+    assert [(one.module, one.scope) for one in found] == [
+        ("ckptool.errors", ("f",)),
+        ("torch.nn", ("f",)),
+    ]

@@ -1,0 +1,123 @@
+"""What the project promises about itself: its package, its version, its public names."""
+
+import ast
+import configparser
+import importlib.metadata
+import io
+import os
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import ckptool
+from ckptool._version import __version__
+from tests.sources import PROJECT, calls, imports, room, trees
+
+RUNS_CODE = re.compile(
+    r"(.*\.)?(eval|exec|execfile|__import__|import_module|run_module|run_path|find_class)$"
+    r"|(c?[pP]ickle|_pickle|dill|cloudpickle|marshal|shelve|joblib)\..*"
+    r"|torch\.(load|jit\.load|package\..*|hub\..*)"
+    r"|(os\.(system|popen|exec.*|spawn.*)|subprocess\..*)"
+    r"|(builtins\.)?compile$"
+)
+CODE_MODULES = {
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy",
+    "subprocess", "code", "codeop", "imp", "pydoc", "ctypes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The built wheel, from a copy so that the tree stays clean."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "ckptool"):
+        os.symlink(PROJECT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(source / "dist"), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (built,) = (source / "dist").glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        yield archive
+
+
+@pytest.mark.parametrize("name", ckptool.__all__)
+def test_a_public_name_exists(name):
+    assert getattr(ckptool, name) is not None
+
+
+def test_the_public_names_are_listed_and_sorted():
+    assert list(ckptool.__all__) == sorted(set(ckptool.__all__), key=ckptool.__all__.index)
+    assert set(ckptool.__all__) <= set(dir(ckptool))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        ckptool.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_torch_nor_the_command_line():
+    code = "import sys, ckptool; print(sorted({'torch', 'numpy', 'click'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_one():
+    assert ckptool.__version__ == __version__
+    assert re.search(rf"^## {re.escape(__version__)}\b", changelog(), re.MULTILINE)
+
+
+def test_the_installed_version_is_that_of_the_source():
+    try:
+        installed = importlib.metadata.version("ckptool")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("run from the source tree, not installed")
+    assert installed == __version__
+
+
+def changelog():
+    return (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_wheel_ships_the_package_and_its_types(wheel):
+    names = set(wheel.namelist())
+    assert "ckptool/py.typed" in names
+    assert {f"ckptool/{file}" for file in trees()} <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+
+
+def test_the_wheel_states_version_and_command(wheel):
+    (folder,) = {n.split("/")[0] for n in wheel.namelist() if ".dist-info/" in n}
+    entries = configparser.ConfigParser()
+    entries.read_file(io.StringIO(wheel.read(f"{folder}/entry_points.txt").decode()))
+    assert entries["console_scripts"]["ckptool"] == "ckptool.cli:main"
+    assert f"\nVersion: {__version__}\n" in wheel.read(f"{folder}/METADATA").decode()
+
+
+@pytest.mark.parametrize("file", list(trees()))
+def test_nothing_in_the_library_can_run_what_a_file_says(file):
+    tree = trees()[file]
+    found = [f"{name} in line {line}" for name, line in calls(tree) if RUNS_CODE.match(name)]
+    found += [
+        f"import of {one.module} in line {one.line}"
+        for one in imports(file, tree)
+        if room(one.module) in CODE_MODULES
+    ]
+    allowed = LAZY_NAMES.get(file, ())
+    assert not [one for one in found if not one.startswith(allowed or "\0")]
+
+
+LAZY_NAMES = {
+    # The package's own modules, by names that stand in its own source.
+    "__init__.py": ("import_module", "importlib.import_module"),
+    "cli/__init__.py": ("import_module", "importlib.import_module"),
+}
+
+
+def test_a_lazy_import_names_a_module_of_the_package():
+    for file in LAZY_NAMES:
+        for node in ast.walk(trees()[file]):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                assert "ckptool" in ast.unparse(node.args[0]) or len(node.args) == 2
