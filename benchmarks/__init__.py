@@ -1,0 +1,1 @@
+"""ckptool beside what people use today: the same work, as whole processes, in one run."""

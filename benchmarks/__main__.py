@@ -1,0 +1,90 @@
+"""`python -m benchmarks`: make the inputs, measure every row, print the table, keep the page."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.report import growth, page, table
+from benchmarks.rows import Inputs, Result, rows, run_row
+
+FOLDER = Path("build/bench")
+PAGE = Path("docs/benchmarks.md")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("--size", type=int, default=5 * 10**9, help="bytes of the large file")
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        default=100_000,
+        help="most tensors in one file (default %(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tenth of both")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each command")
+    parser.add_argument("--only", metavar="REGEX", help="rows whose work matches")
+    parser.add_argument("--keep", action="store_true", help=f"leave the inputs in {FOLDER}")
+    parser.add_argument("--output", type=Path, help=f"page to write (default {PAGE}, if whole)")
+    return parser.parse_args()
+
+
+def make(kind: str, path: Path, amount: int) -> Path:
+    """One input, by a process that may grow as it likes; kept if it is there already."""
+    if not path.exists():
+        print(f"making {path} ...", file=sys.stderr)
+        part = path.with_suffix(".part")
+        command = [sys.executable, "-m", "benchmarks.inputs", kind, str(part), str(amount)]
+        subprocess.run(command, check=True)
+        part.rename(path)
+    return path
+
+
+def inputs(size: int, tensors: int) -> Inputs:
+    """All inputs, made where they are missing.
+
+    Raises:
+        SystemExit: the disk has no room for the large file and two of its like.
+    """
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(FOLDER).free < 3 * size:
+        raise SystemExit(f"{FOLDER} needs {3 * size:,} free bytes; try --quick")
+    counts = (tensors // 10, tensors // 2, tensors)
+    return Inputs(
+        make("large", FOLDER / f"large-{size}.pth", size),
+        {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
+        FOLDER,
+    )
+
+
+def main() -> int:
+    """Run; 1 where a bound was missed."""
+    wanted = arguments()
+    scale = 10 if wanted.quick else 1
+    try:
+        made = inputs(wanted.size // scale, wanted.tensors // scale)
+        results: list[Result] = []
+        for row in rows(made):
+            if re.search(wanted.only or "", row.work):
+                print(f"{row.work} ...", file=sys.stderr)
+                results.append(run_row(row, wanted.repeats))
+        print(table(results, "simple"))
+        misses = [f"{r.row.work}: {miss}" for r in results for miss in r.misses()]
+        print("", *misses or ["Every bound was kept."], sep="\n")
+        if not wanted.only and (wanted.output or not wanted.quick):
+            steps = growth(results, list(made.many))
+            text = page(results, steps, made.large.stat().st_size, wanted.repeats)
+            (wanted.output or PAGE).write_text(text, encoding="utf-8")
+        return 1 if misses else 0
+    finally:
+        if not wanted.keep:
+            shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

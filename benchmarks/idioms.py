@@ -1,0 +1,60 @@
+"""The programs that are run beside ckptool, as people write them. Arguments: source, target."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CKPTOOL_LOAD",
+    "CKPTOOL_LOAD_MAPPED",
+    "CONVERT",
+    "LIST",
+    "LOAD",
+    "LOAD_MAPPED",
+    "REMAP",
+    "STRIP",
+]
+
+LIST = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+for name, tensor in state.items():
+    print(name, tensor.dtype, tuple(tensor.shape), tensor.device)
+"""
+
+STRIP = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu")
+torch.save({name.removeprefix("module."): tensor for name, tensor in state.items()}, sys.argv[2])
+"""
+
+REMAP = """
+import sys, torch
+torch.save(torch.load(sys.argv[1], map_location="cpu"), sys.argv[2])
+"""
+
+CONVERT = """
+import sys, torch
+from safetensors.torch import save_file
+state = torch.load(sys.argv[1], map_location="cpu")
+state = {name.removeprefix("module."): tensor.contiguous() for name, tensor in state.items()}
+save_file(state, sys.argv[2], metadata={"format": "pt"})
+"""
+
+LOAD = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu")
+"""
+
+LOAD_MAPPED = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+"""
+
+CKPTOOL_LOAD = """
+import sys, ckptool
+state = ckptool.load_state_dict(sys.argv[1])
+"""
+
+CKPTOOL_LOAD_MAPPED = """
+import sys, ckptool
+state = ckptool.load_state_dict(sys.argv[1], mmap=True)
+"""

@@ -1,0 +1,83 @@
+"""The files that are measured on: one large, several with many tensors.
+
+Made by a process of its own: the driver must stay small (a child's peak memory counts its parent's
+until it starts), so torch is imported here, in `python -m benchmarks.inputs`, and never there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LAYERS", "large", "many"]
+
+LAYERS = 37
+"""With six tensors each, and three beside them: 225."""
+VOCABULARY = 32_000
+HALF = 2
+"""Bytes of a float16."""
+
+
+def shapes(size: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a float16 decoder of about `size` bytes, under DataParallel."""
+    # 12 hidden^2 a layer, twice the embedding: solve for the width, rounded to a head of 64.
+    a, b, c = 12 * LAYERS, 2 * VOCABULARY, -size / HALF
+    hidden = max(64, round((-b + math.sqrt(b * b - 4 * a * c)) / (2 * a) / 64) * 64)
+    inner = hidden * 8 // 3
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        found[f"{at}.self_attn.qkv_proj.weight"] = (3 * hidden, hidden)
+        found[f"{at}.self_attn.o_proj.weight"] = (hidden, hidden)
+        found[f"{at}.mlp.gate_up_proj.weight"] = (2 * inner, hidden)
+        found[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
+        found[f"{at}.input_layernorm.weight"] = (hidden,)
+        found[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+    found["model.norm.weight"] = (hidden,)
+    found["lm_head.weight"] = (VOCABULARY, hidden)
+    return {f"module.{name}": shape for name, shape in found.items()}
+
+
+def large(path: Path, size: int) -> None:
+    """A state dict of 225 float16 tensors, about `size` bytes, tagged cuda:3.
+
+    All tensors look into one buffer of random bytes, each from a place of its own, so that
+    making the file takes the memory of its largest tensor only.
+    """
+    import torch
+
+    wanted = shapes(size)
+    elements = {name: math.prod(shape) for name, shape in wanted.items()}
+    buffer = bytearray(os.urandom(1 << 20))
+    buffer *= (HALF * (max(elements.values()) + 64 * len(elements))) // len(buffer) + 1
+    state = {
+        name: torch.frombuffer(
+            buffer, dtype=torch.float16, count=elements[name], offset=64 * HALF * index
+        ).reshape(shape)
+        for index, (name, shape) in enumerate(wanted.items())
+    }
+    save_tagged(state, path)
+
+
+def many(path: Path, count: int) -> None:
+    """A state dict of `count` small float32 tensors, a storage each, tagged cuda:3."""
+    import torch
+
+    state = {f"module.layers.{index}.weight": torch.rand(2, 3) for index in range(count)}
+    save_tagged(state, path)
+
+
+def save_tagged(state: dict[str, Any], path: Path) -> None:
+    """Save as a machine with four GPUs would: every storage tagged `cuda:3`."""
+    import torch
+
+    torch.serialization.register_package(0, lambda _: "cuda:3", lambda _storage, _location: None)
+    torch.save(state, path)
+
+
+if __name__ == "__main__":
+    kind, target, amount = sys.argv[1:]
+    {"large": large, "many": many}[kind](Path(target), int(amount))

@@ -1,0 +1,142 @@
+"""The results as a table for people, and the page that keeps them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.rows import MB, Result
+from benchmarks.timing import ratio
+
+__all__ = ["Growth", "growth", "page", "table"]
+
+HEADERS = ("work", "who", "median s", "peak MB", "ckptool / it", "wanted")
+PAGE = """# Benchmarks
+
+`make bench` made this page: whole processes, run in turn (A B A B ...), {repeats} times each.
+Seconds are medians of wall time; "ckptool / it" is the median of the rounds' own ratios, below 1
+where ckptool is faster. Memory is the highest peak of any run. Inputs lie in the page cache. What
+ckptool and `cp && sync` write is on the disk when they end; the torch idioms do not sync.
+
+{machine}
+
+Large file: {size:,} bytes, 225 float16 tensors, names with `module.`, storages tagged `cuda:3`.
+
+{table}
+
+{growth}
+
+{verdict}
+
+To repeat: `make bench`, or `make bench ARGS=--quick` with a tenth of the size. The programs run
+beside ckptool are in `benchmarks/idioms.py`.
+"""
+
+
+def table(results: Sequence[Result], style: str = "github") -> str:
+    """Every row and every command that was run for it."""
+    lines = [line for result in results for line in lines_of(result)]
+    return tabulate(lines, HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def lines_of(result: Result) -> Iterator[tuple[str, ...]]:
+    """Ours first, then each of the others with our time as a multiple of its."""
+    ours = result.ours
+    wanted = "; ".join(result.row.bounds())
+    yield (result.row.work, "ckptool", seconds(ours.seconds), memory(ours.peak), "", wanted)
+    for other in result.theirs:
+        times = f"{ratio(ours, other):.2f}"
+        yield ("", other.command.label, seconds(other.seconds), memory(other.peak), times, "")
+
+
+def seconds(value: float) -> str:
+    """Three digits that matter."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def memory(value: int) -> str:
+    """Bytes as MB."""
+    return f"{value / MB:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What one more tensor costs between two files, in seconds and bytes."""
+
+    fewer: int
+    more: int
+    seconds: float
+    peak: float
+
+    def __str__(self) -> str:
+        """For a line of the report."""
+        return (
+            f"{self.fewer:,} to {self.more:,} tensors: {self.seconds * 1e6:.1f} us "
+            f"and {self.peak:,.0f} bytes a tensor"
+        )
+
+
+def growth(results: Sequence[Result], counts: Sequence[int]) -> tuple[Growth, ...]:
+    """From file to file, as the number of tensors grows: equal where the cost is linear."""
+    ours = [
+        next(r.ours for r in results if f" {count:,} tensors" in r.row.work) for count in counts
+    ]
+    steps = zip(counts, counts[1:], ours, ours[1:], strict=False)
+    return tuple(
+        Growth(few, many, (b.seconds - a.seconds) / (many - few), (b.peak - a.peak) / (many - few))
+        for few, many, a, b in steps
+    )
+
+
+def page(results: Sequence[Result], steps: Sequence[Growth], size: int, repeats: int) -> str:
+    """The whole page in Markdown."""
+    misses = [f"- {result.row.work}: {miss}" for result in results for miss in result.misses()]
+    verdict = "\n".join(["Missed:", "", *misses]) if misses else "Every bound was kept."
+    linear = "`list` as the number of tensors grows: " + "; ".join(map(str, steps)) + "."
+    return PAGE.format(
+        repeats=repeats,
+        machine=machine(),
+        size=size,
+        table=table(results),
+        growth=linear,
+        verdict=verdict,
+    )
+
+
+def machine() -> str:
+    """Date, hardware and versions in one line."""
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("torch", "safetensors", "click")
+    )
+    memory_size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{datetime.now(timezone.utc):%Y-%m-%d}; {processor()}, {os.cpu_count()} cores, "
+        f"{memory_size:.0f} GiB memory, {file_system(Path.cwd())}, {platform.system()} "
+        f"{platform.release()}; Python {platform.python_version()}, {versions}."
+    )
+
+
+def processor() -> str:
+    """The processor's own name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that the files lie on."""
+    command = ["stat", "-f", "-c", "%T", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or sys.platform

@@ -1,0 +1,199 @@
+"""What is measured: each row a piece of work, by ckptool and by what people use today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import idioms
+from benchmarks.timing import Command, Measured, measure, ratio, warm
+
+__all__ = ["Inputs", "Result", "Row", "rows", "run_row"]
+
+MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The files that are there to measure on; `many` by number of tensors."""
+
+    large: Path
+    many: dict[int, Path]
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One piece of work. The first command is ours; a bound that is None is not held.
+
+    `most_times` bounds our time as a multiple of the command named `beside`'s, `most_seconds` and
+    `most_bytes` bound our own, `peak_beside` bounds our memory by that command's too.
+    """
+
+    work: str
+    source: Path
+    commands: tuple[Command, ...]
+    output: Path | None = None
+    beside: str = ""
+    most_times: float | None = None
+    most_seconds: float | None = None
+    most_bytes: int | None = None
+    peak_beside: bool = False
+
+    def bounds(self) -> Iterator[str]:
+        """Each bound in words."""
+        if self.most_seconds is not None:
+            yield f"<= {self.most_seconds:g} s"
+        if self.most_times is not None:
+            yield f"<= {self.most_times:g} x {self.beside}"
+        if self.most_bytes is not None:
+            yield f"<= {self.most_bytes // MB} MB"
+        if self.peak_beside:
+            yield "no more memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row, measured."""
+
+    row: Row
+    measured: tuple[Measured, ...]
+
+    @property
+    def ours(self) -> Measured:
+        """The runs of ckptool."""
+        return self.measured[0]
+
+    @property
+    def theirs(self) -> tuple[Measured, ...]:
+        """The runs of the others."""
+        return self.measured[1:]
+
+    def misses(self) -> Iterator[str]:
+        """Each bound that was not kept, in words."""
+        row, ours = self.row, self.ours
+        if row.most_seconds is not None and ours.seconds > row.most_seconds:
+            yield f"{ours.seconds:.2f} s, at most {row.most_seconds:g} s wanted"
+        if row.most_bytes is not None and ours.peak > row.most_bytes:
+            yield f"{ours.peak / MB:.0f} MB, at most {row.most_bytes / MB:.0f} MB wanted"
+        for other in self.theirs:
+            if other.command.label != row.beside:
+                continue
+            times = ratio(ours, other)
+            if row.most_times is not None and times > row.most_times:
+                yield f"{times:.2f} x {row.beside}, at most {row.most_times:g} x wanted"
+            if row.peak_beside and ours.peak > other.peak:
+                yield f"{ours.peak / MB:.0f} MB, at most {other.peak / MB:.0f} MB wanted"
+
+
+def run_row(row: Row, repeats: int) -> Result:
+    """Measure a row: its source warm, its output gone before each run."""
+
+    def before() -> None:
+        clear(row)
+        warm(row.source)
+
+    try:
+        return Result(row, measure(row.commands, repeats, before))
+    finally:
+        clear(row)
+
+
+def clear(row: Row) -> None:
+    """Remove what the last run wrote."""
+    if row.output is not None:
+        row.output.unlink(missing_ok=True)
+
+
+def rows(inputs: Inputs) -> tuple[Row, ...]:
+    """Every row, the quick ones first."""
+    return (
+        *list_rows(inputs),
+        *rewrite_rows(inputs.large, inputs.folder),
+        *load_rows(inputs.large),
+    )
+
+
+def list_rows(inputs: Inputs) -> Iterator[Row]:
+    """Questions about the header."""
+    source = inputs.large
+    yield Row(
+        "`list`, large file",
+        source,
+        (
+            Command.ckptool("list", source),
+            Command.program("torch.load(mmap=True) and a loop", idioms.LIST, source),
+        ),
+        most_seconds=0.15,
+        most_bytes=40 * MB,
+    )
+    for count, path in inputs.many.items():
+        alone = Command.program("torch.load(mmap=True) alone", idioms.LOAD_MAPPED, path)
+        yield Row(
+            f"`list`, {count:,} tensors",
+            path,
+            (Command.ckptool("list", path), alone),
+            beside=alone.label,
+            most_times=0.5 if count == max(inputs.many) else None,
+        )
+
+
+def rewrite_rows(source: Path, folder: Path) -> Iterator[Row]:
+    """The file written anew, synced; the idioms do not sync."""
+    torch_file, safetensors_file = folder / "out.pth", folder / "out.safetensors"
+    yield rewrite_row(
+        "strip-module", source, torch_file, ("-o", torch_file), idioms.STRIP, most_times=1.0
+    )
+    yield rewrite_row(
+        "remap", source, torch_file, ("--to", "cpu", "-o", torch_file), idioms.REMAP, most_times=1.0
+    )
+    yield rewrite_row(
+        "convert", source, safetensors_file, (safetensors_file,), idioms.CONVERT, most_times=1.1
+    )
+
+
+def rewrite_row(
+    verb: str,
+    source: Path,
+    output: Path,
+    options: tuple[object, ...],
+    idiom: str,
+    *,
+    most_times: float,
+) -> Row:
+    """A rewriting verb beside a synced copy of the file and beside the torch idiom."""
+    copy = Command.copy(source, output)
+    return Row(
+        f"`{verb}` to a new `{output.suffix}`, large file",
+        source,
+        (
+            Command.ckptool(verb, source, *options),
+            copy,
+            Command.program("torch idiom, not synced", idiom, source, output),
+        ),
+        output=output,
+        beside=copy.label,
+        most_times=most_times,
+        most_bytes=60 * MB,
+    )
+
+
+def load_rows(source: Path) -> Iterator[Row]:
+    """Tensors in memory, in Python."""
+    for name, ours, theirs in (
+        ("load_state_dict", idioms.CKPTOOL_LOAD, idioms.LOAD),
+        ("load_state_dict(mmap=True)", idioms.CKPTOOL_LOAD_MAPPED, idioms.LOAD_MAPPED),
+    ):
+        label = name.replace("load_state_dict", "torch.load").replace("()", "")
+        yield Row(
+            f"`{name}`, large file",
+            source,
+            (
+                Command.program(name, ours, source),
+                Command.program(label, theirs, source),
+            ),
+            beside=label,
+            most_times=1.0,
+            peak_beside=True,
+        )

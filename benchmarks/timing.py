@@ -1,0 +1,124 @@
+"""Whole processes, run in turn: wall time and peak memory of each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Command", "Measured", "Sample", "measure", "ratio", "warm"]
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""`ru_maxrss` is in bytes on macOS and in KiB elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to measure; `label` is how the report calls it."""
+
+    label: str
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def ckptool(cls, *arguments: object) -> Command:
+        """The command line, by this interpreter."""
+        words = tuple(map(str, arguments))
+        return cls("ckptool " + words[0], (sys.executable, "-m", "ckptool", *words))
+
+    @classmethod
+    def program(cls, label: str, text: str, *arguments: object) -> Command:
+        """A Python program given as text."""
+        return cls(label, (sys.executable, "-c", text.strip(), *map(str, arguments)))
+
+    @classmethod
+    def copy(cls, source: Path, target: Path) -> Command:
+        """The floor for anything that writes the file anew and means it."""
+        script = 'cp "$1" "$2" && sync "$2"'
+        return cls("cp && sync", ("sh", "-c", script, "sh", str(source), str(target)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run: seconds of wall time, bytes of peak resident memory."""
+
+    seconds: float
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All runs of one command, in order."""
+
+    command: Command
+    samples: tuple[Sample, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median wall time."""
+        return statistics.median(sample.seconds for sample in self.samples)
+
+    @property
+    def peak(self) -> int:
+        """The highest peak memory of any run, in bytes."""
+        return max(sample.peak for sample in self.samples)
+
+
+def measure(
+    commands: Sequence[Command], repeats: int, before: Callable[[], None]
+) -> tuple[Measured, ...]:
+    """Run the commands in turn, `repeats` times: A B A B, so that a busy moment hits both.
+
+    `before` is called ahead of every run, outside its time.
+    """
+    runs: list[list[Sample]] = [[] for _ in commands]
+    for _ in range(repeats):
+        for command, samples in zip(commands, runs, strict=True):
+            before()
+            samples.append(run(command))
+    return tuple(
+        Measured(command, tuple(samples)) for command, samples in zip(commands, runs, strict=True)
+    )
+
+
+def run(command: Command) -> Sample:
+    """One run; its output goes nowhere.
+
+    Raises:
+        RuntimeError: it failed; its standard error is in the message.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command.arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        error = process.stderr.read() if process.stderr else b""
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        words = shlex.join(command.arguments)
+        raise RuntimeError(f"{words} exited {process.returncode}: {error.decode()[-2000:]}")
+    return Sample(seconds, usage.ru_maxrss * RSS_UNIT)
+
+
+def ratio(ours: Measured, theirs: Measured) -> float:
+    """The median of the rounds' own ratios: what disturbed a round disturbed both its runs."""
+    pairs = zip(ours.samples, theirs.samples, strict=True)
+    return statistics.median(a.seconds / b.seconds for a, b in pairs)
+
+
+def warm(path: Path) -> None:
+    """Bring a file into the page cache."""
+    buffer = bytearray(1 << 22)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
