@@ -108,6 +108,8 @@ class WritePlan:
     """What the format cannot hold and this file will not have, a sentence each."""
     notes: tuple[str, ...] = ()
     tensors: int = 0
+    blockers: tuple[str, ...] = ()
+    """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
 
 
 class Format(Protocol):

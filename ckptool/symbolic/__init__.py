@@ -1,0 +1,81 @@
+"""Pickle without execution: read as a tree of data, written back from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.files import ByteRange
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import Encoded, encode
+from ckptool.symbolic.machine import Machine
+
+__all__ = ["Encoded", "Unpickled", "blockers", "blocking", "encode", "unpickle"]
+
+_WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Unpickled:
+    """One object of a pickle, as data."""
+
+    root: Any
+    end: int
+    """Position behind its STOP, in the range that was read."""
+    protocol: int
+    globals: tuple[str, ...]
+    """Classes and functions that the pickle names, today's spelling, in order."""
+    opcodes: tuple[str, ...]
+    """Opcodes used that `weights_only=True` refuses."""
+
+
+def unpickle(
+    data: ByteRange,
+    *,
+    persistent_load: Callable[[Any], Any] | None = None,
+    nested: Callable[[bytes], Any] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    start: int = 0,
+) -> Unpickled:
+    """The object whose pickle begins at `start` of `data`; nothing of it is imported or called.
+
+    A pickle does not tell its length, so of a large file a window is read, and one eight times as
+    large where the pickle goes on. `persistent_load` gets each persistent id and returns what it
+    stands for; `nested` gets the bytes of a whole torch file inside the pickle.
+
+    Raises:
+        CorruptFile: no pickle, or a damaged one.
+        LimitExceeded: it is longer, or asks for more, than `limits` allows.
+    """
+    file = data.source.name
+    rest = data.length - start
+    window = rest if rest <= _WHOLE else _FIRST_WINDOW
+    while True:
+        if window > limits.max_pickle_bytes:
+            raise LimitExceeded(
+                f"its pickle is longer than {limits.max_pickle_bytes:,} bytes", file=file
+            )
+        machine = Machine(
+            data.read(start, window),
+            file=file,
+            limits=limits,
+            persistent_load=persistent_load,
+            nested=nested,
+        )
+        try:
+            root, end = machine.run(0)
+        except CorruptFile:
+            if window == rest:
+                raise
+            window = min(window * 8, rest)
+            continue
+        found = tuple(dict.fromkeys(known.qualified for known in machine.globals.values()))
+        return Unpickled(root, start + end, machine.protocol, found, tuple(machine.opcodes))
+
+
+def blockers(root: Any) -> tuple[str, ...]:
+    """What would keep `weights_only=True` from loading a file of this tree."""
+    return encode(root).blockers

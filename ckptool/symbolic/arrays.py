@@ -1,0 +1,149 @@
+"""numpy arrays and scalars inside a pickle, without numpy.
+
+An array becomes a `TensorRef` of kind `numpy` over the payload in memory, and keeps the call that
+made it, so that it is written back as it came. Forms after numpy/core/src/multiarray
+(`_reconstruct`, `scalar`, `array_setstate`) and numpy/core/numeric.py (`_frombuffer`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile
+from ckptool.files import ByteRange, MemorySource
+from ckptool.model import Global, Opaque, Storage, TensorRef
+from ckptool.symbolic.text import raw_bytes
+
+if TYPE_CHECKING:
+    from ckptool.symbolic.machine import Machine
+
+__all__ = ["CALLS", "finished", "row_major_strides"]
+
+_CODES = {
+    "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
+    "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64",
+    "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128",
+    "bool": "bool", "int64": "int64", "float32": "float32", "float64": "float64",
+    "bfloat16": "bfloat16",
+}  # fmt: skip
+_FORMATS = {
+    "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
+    "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d",
+    "complex64": "ff", "complex128": "dd",
+}  # fmt: skip
+_RECONSTRUCT = frozenset(
+    {"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
+)
+
+
+def element_type(node: Any) -> tuple[str, str] | None:
+    """Torch's name and the byte order of a pickled `numpy.dtype`; None for one torch has not."""
+    if not isinstance(node, Opaque) or not isinstance(node.func, Global):
+        return None
+    if node.func.qualified != "numpy.dtype" or not isinstance(node.args, tuple) or not node.args:
+        return None
+    code, state = node.args[0], node.state
+    order = "little"
+    if isinstance(state, tuple) and len(state) >= 5:
+        if state[2] is not None or state[3] is not None:
+            return None  # a sub-array or a record
+        order = "big" if state[1] == ">" else "little"
+    name = _CODES.get(code) if isinstance(code, str) else None
+    return None if name is None else (name, order)
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of that shape."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def finished(made: Opaque, file: str) -> Any:
+    """A `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
+    if not isinstance(made.func, Global) or made.func.qualified not in _RECONSTRUCT:
+        return made
+    match made.state:
+        case (_, tuple() as shape, Opaque() as dtype, fortran, payload):
+            raw = raw_bytes(payload)
+            if raw is not None:
+                made.steps[-1] = ("build", (*made.state[:4], raw))
+                return _array(made, shape, dtype, bool(fortran), raw, file)
+    return made
+
+
+def _array(
+    made: Opaque, shape: tuple[Any, ...], dtype: Opaque, fortran: bool, raw: bytes, file: str
+) -> Any:
+    known = element_type(dtype)
+    if known is None:
+        return made
+    name, order = known
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise CorruptFile(f"a numpy array has the shape {list(shape)!r}", file=file)
+    expected = math.prod(shape) * BY_NAME[name].itemsize
+    if expected != len(raw):
+        raise CorruptFile(
+            f"a numpy array of shape {list(shape)} takes {expected:,} bytes, "
+            f"but {len(raw):,} are there",
+            file=file,
+        )
+    stride = row_major_strides(shape)
+    if fortran:
+        stride = tuple(reversed(row_major_strides(tuple(reversed(shape)))))
+    storage = Storage(
+        key=f"numpy:{id(made):x}",
+        data=ByteRange(MemorySource(raw, file), 0, len(raw)),
+        nbytes=len(raw),
+        byteorder=order,
+    )
+    return TensorRef(
+        name, shape, stride, 0, storage, "cpu", kind="numpy", parts={"array": made}
+    )
+
+
+def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
+    """`numpy.core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5's spelling."""
+    match args:
+        case (payload, Opaque() as dtype, tuple() as shape, str() as order):
+            if isinstance(payload, Opaque) and payload.class_name == "builtins.bytearray":
+                payload = payload.args[0]
+            raw = raw_bytes(payload)
+            if raw is not None:
+                made = Opaque(machine.find(f"{package}.numeric", "_frombuffer"), args)
+                return _array(made, shape, dtype, order == "F", raw, machine.file)
+    return NotImplemented
+
+
+def _scalar(package: str, machine: Machine, args: Any) -> Any:
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is a plain value all the same."""
+    match args:
+        case (Opaque() as dtype, payload):
+            known, raw = element_type(dtype), raw_bytes(payload)
+            if known is not None and raw is not None and known[0] in _FORMATS:
+                func = machine.find(f"{package}.multiarray", "scalar")
+                plain = (known[0], _scalar_value(*known, raw, machine.file))
+                return Opaque(func, (dtype, raw), plain=plain)
+    return NotImplemented
+
+
+def _scalar_value(name: str, order: str, raw: bytes, file: str) -> Any:
+    layout = (">" if order == "big" else "<") + _FORMATS[name]
+    if struct.calcsize(layout) != len(raw):
+        raise CorruptFile(f"a numpy {name} scalar has {len(raw)} bytes", file=file)
+    parts = struct.unpack(layout, raw)
+    return complex(*parts) if len(parts) == 2 else parts[0]
+
+
+CALLS = {
+    f"{package}.{name}": partial(handler, package)
+    for package in ("numpy.core", "numpy._core")  # the second since numpy 2
+    for name, handler in (("multiarray.scalar", _scalar), ("numeric._frombuffer", _from_buffer))
+}

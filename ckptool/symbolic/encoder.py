@@ -1,0 +1,387 @@
+"""A tree written as a pickle: protocol 2, and of its opcodes those that `weights_only=True` takes.
+
+What was one object in the tree is one object in the pickle. No recursion: a work list, so that
+depth costs nothing. Opcode choices after Lib/pickle.py; the accepted subset is that of
+torch/_weights_only_unpickler.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotRepresentable
+from ckptool.model import (
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    Size,
+    Storage,
+    StorageRef,
+    TensorRef,
+)
+from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.rebuild import call_of
+
+__all__ = ["Encoded", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A pickle and the storages that it refers to, in order of first use: key = position.
+
+    `dtypes` and `untyped` tell, for each storage, the element type under which it is first
+    mentioned, and whether that mention was an `UntypedStorage` (its size then counts bytes).
+    """
+
+    data: bytes
+    storages: tuple[Storage, ...]
+    dtypes: tuple[str, ...]
+    untyped: tuple[bool, ...]
+    globals: tuple[str, ...] = ()
+    """Classes and functions that the pickle names."""
+
+    @property
+    def blockers(self) -> tuple[str, ...]:
+        """The names that keep `torch.load(weights_only=True)` from taking the pickle."""
+        return blocking(self.globals)
+
+
+def encode(root: Any, *, legacy: bool = False) -> Encoded:
+    """The pickle of `root`; `legacy` adds the sixth item that legacy streams have in storage ids.
+
+    Raises:
+        NotRepresentable: an object whose arguments hold itself, a name that cannot be spelled.
+    """
+    return _Encoder(legacy).run(root)
+
+
+class _Raw(bytes):
+    """Opcodes to put out as they are, on a work list where plain bytes are values."""
+
+    __slots__ = ()
+
+
+class _Put:
+    """Memoize the object on top of the stack as `node`."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+class _EndTuple:
+    """The items of `node` are on the stack: make the tuple."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: tuple[Any, ...]) -> None:
+        self.node = node
+
+
+_MARK, _REDUCE, _BUILD = _Raw(b"("), _Raw(b"R"), _Raw(b"b")
+_END_OF_STEP = {"append": _Raw(b"e"), "set": _Raw(b"u"), "add": _Raw(b"\x90")}
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+class _Encoder:
+    def __init__(self, legacy: bool) -> None:
+        self.legacy = legacy
+        self.out = bytearray(b"\x80\x02")
+        self.memo: dict[Any, int] = {}
+        self.kept: list[Any] = []  # made here and memoized by identity: must not be collected
+        self.open: set[int] = set()
+        self.storages: dict[int, int] = {}
+        self.order: list[tuple[Storage, str, bool]] = []
+        self.todo: list[Any] = []
+        self.named: list[str] = []
+
+    def run(self, root: Any) -> Encoded:
+        self.todo.append(root)
+        todo, writers = self.todo, _WRITERS
+        while todo:
+            node = todo.pop()
+            kind = type(node)
+            writer = writers.get(kind) or _writer_for(node)
+            writer(self, node)
+        self.out += b"."
+        storages, dtypes, untyped = zip(*self.order, strict=True) if self.order else ((), (), ())
+        named = tuple(dict.fromkeys(self.named))
+        return Encoded(bytes(self.out), storages, dtypes, untyped, named)
+
+    # Memo
+
+    def recall(self, key: Any) -> bool:
+        """Mention what is memoized under `key`; False if nothing is."""
+        index = self.memo.get(key)
+        if index is None:
+            return False
+        self.out += b"h%c" % index if index < 256 else b"j" + struct.pack("<I", index)
+        return True
+
+    def remember(self, key: Any) -> None:
+        """Memoize the top of the stack under `key`."""
+        index = self.memo[key] = len(self.memo)
+        self.out += b"q%c" % index if index < 256 else b"r" + struct.pack("<I", index)
+
+    # Leaves
+
+    def raw(self, node: _Raw) -> None:
+        self.out += node
+
+    def put(self, node: _Put) -> None:
+        self.remember(id(node.node))
+        self.open.discard(id(node.node))
+
+    def none(self, node: None) -> None:
+        self.out += b"N"
+
+    def boolean(self, node: bool) -> None:
+        self.out += b"\x88" if node else b"\x89"
+
+    def integer(self, node: int) -> None:
+        if 0 <= node < 256:
+            self.out += b"K%c" % node
+        elif 0 <= node < 65536:
+            self.out += b"M" + struct.pack("<H", node)
+        elif -0x80000000 <= node < 0x80000000:
+            self.out += b"J" + struct.pack("<i", node)
+        else:
+            raw = node.to_bytes((node.bit_length() >> 3) + 1, "little", signed=True)
+            short = len(raw) < 256
+            self.out += b"\x8a%c" % len(raw) if short else b"\x8b" + struct.pack("<i", len(raw))
+            self.out += raw
+
+    def real(self, node: float) -> None:
+        self.out += b"G" + struct.pack(">d", node)
+
+    def text(self, node: str) -> None:
+        key = ("text", str(node))
+        if not self.recall(key):
+            raw = node.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(raw)) + raw
+            self.remember(key)
+
+    def complex(self, node: complex) -> None:
+        self.call(Global("builtins", "complex"), (node.real, node.imag))
+
+    def bytes(self, node: bytes) -> None:
+        """As protocol 2 has no bytes: `_codecs.encode(text, 'latin1')`."""
+        if not self.recall(id(node)):
+            self.call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
+
+    def device(self, node: DeviceValue) -> None:
+        word, _, index = node.tag.partition(":")
+        args = (word, int(index)) if index.isdecimal() else (node.tag,)
+        self.call(Global("torch", "device"), args)
+
+    def name(self, node: Global) -> None:
+        key = ("global", node.module, node.name)
+        if self.recall(key):
+            return
+        owner, dot, attribute = node.name.rpartition(".")
+        if dot:  # protocol 2 cannot name an inner class: getattr, as Lib/pickle.py does
+            self.call(Global("builtins", "getattr"), (Global(node.module, owner), attribute))
+            return
+        try:
+            spelled = f"c{node.module}\n{node.name}\n".encode()
+        except UnicodeEncodeError:
+            spelled = b""
+        if spelled.count(b"\n") != 2:
+            raise NotRepresentable(f"the name {node.qualified!r} cannot be written in a pickle")
+        self.out += spelled
+        self.named.append(node.qualified)
+        self.remember(key)
+
+    # Containers
+
+    def list(self, node: list[Any]) -> None:
+        if self.recall(id(node)):
+            return
+        self.out += b"]"
+        self.remember(id(node))
+        if node:
+            self.push(_MARK, *node, _END_OF_STEP["append"])
+
+    def dict(self, node: dict[Any, Any]) -> None:
+        if self.recall(id(node)):
+            return
+        self.out += b"}"
+        self.remember(id(node))
+        self.push(*self.items(node))
+
+    def ordered(self, node: OrderedMap) -> None:
+        if self.recall(id(node)):
+            return
+        self.name(_ORDERED_DICT)
+        self.out += b")R"
+        self.remember(id(node))
+        attributes = (node.attributes, _BUILD) if node.attributes else ()
+        self.kept.append(node)
+        self.push(*self.items(node), *attributes)
+
+    def items(self, node: Any) -> list[Any]:
+        if not node:
+            return []
+        work: list[Any] = [_MARK]
+        for pair in node.items():
+            work.extend(pair)
+        work.append(_END_OF_STEP["set"])
+        return work
+
+    def tuple(self, node: tuple[Any, ...]) -> None:
+        if not node:
+            self.out += b")"
+        elif not self.recall(id(node)):
+            if len(node) > 3:
+                self.out += b"("
+            self.push(*node, _EndTuple(node))
+
+    def end_tuple(self, end: _EndTuple) -> None:
+        node = end.node
+        if id(node) in self.memo:  # it holds itself, by way of a list: made while it was written
+            self.out += b"0" * len(node) if len(node) <= 3 else b"1"
+            self.recall(id(node))
+            return
+        self.out += b"t" if len(node) > 3 else _SHORT_TUPLES[len(node)]
+        self.remember(id(node))
+
+    def size(self, node: Size) -> None:
+        if not self.recall(id(node)):
+            self.call(Global("torch", "Size"), (tuple(node),), node)
+
+    # Calls and objects
+
+    def call(self, func: Any, args: tuple[Any, ...], node: Any = None) -> None:
+        """Put `func(*args)` on the work list, memoized as `node`; args are not shared."""
+        self.kept.append(args)
+        put = () if node is None else (_Put(node),)
+        self.push(func, _MARK, *args, _Raw(b"t"), _REDUCE, *put)
+
+    def push(self, *work: Any) -> None:
+        """Do these next, in this order."""
+        self.todo.extend(reversed(work))
+
+    def opaque(self, node: Opaque) -> None:
+        if self.recall(id(node)):
+            return
+        if id(node) in self.open:
+            raise NotRepresentable(
+                f"an object of class {node.class_name} holds itself among its arguments"
+            )
+        self.open.add(id(node))
+        steps: list[Any] = []
+        for kind, value in node.steps:
+            if kind == "build":
+                steps += (value, _BUILD)
+            elif kind == "set":
+                steps += (_MARK, *(part for pair in value for part in pair), _END_OF_STEP[kind])
+            else:
+                steps += (_MARK, *value, _END_OF_STEP[kind])
+        if node.maker == "persid":
+            made = (node.args[0], _Raw(b"Q"))
+        elif node.kwargs is not None:
+            made = (
+                Global("copyreg", "__newobj_ex__"), _MARK, node.func, node.args, node.kwargs,
+                _Raw(b"t"), _REDUCE,
+            )  # fmt: skip
+        else:
+            made = (node.func, node.args, _REDUCE if node.maker == "reduce" else _Raw(b"\x81"))
+        self.push(*made, _Put(node), *steps)
+
+    # Tensors
+
+    def storage(self, node: StorageRef) -> None:
+        """The persistent id: class, key, location, and size in elements of that class."""
+        storage = node.storage
+        index = self.storages.setdefault(id(storage), len(self.order))
+        if index == len(self.order):
+            self.order.append((storage, node.dtype, node.untyped))
+        self.out += b"("
+        self.text("storage")
+        self.name(_storage_class(node))
+        self.text(str(index))
+        self.text(storage.device)
+        size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
+        self.integer(storage.nbytes // size)
+        self.out += b"NtQ" if self.legacy else b"tQ"
+
+    def tensor(self, node: TensorRef) -> None:
+        if self.recall(id(node)):
+            return
+        if node.kind == "numpy" and node.parts:
+            self.push(node.parts["array"])
+        elif node.wrapping or node.parts or node.flags or node.hooks or not self.plain(node):
+            func, args = call_of(node)
+            self.call(func, args, node)
+
+    def plain(self, node: TensorRef) -> bool:
+        """Put out an ordinary tensor at once; False for one that is not ordinary."""
+        storage = node.storage
+        if storage is None or BY_NAME[node.dtype].storage is None:
+            return False
+        self.name(_REBUILD_V2)
+        self.out += b"("
+        self.storage(StorageRef(storage, node.dtype))
+        self.integer(node.offset)
+        self.integers(node.shape)
+        self.integers(node.stride)
+        self.boolean(node.requires_grad)
+        self.name(_ORDERED_DICT)
+        self.out += b")RtR"
+        self.remember(id(node))
+        return True
+
+    def integers(self, values: tuple[int | None, ...]) -> None:
+        if len(values) > 3:
+            self.out += b"("
+        for value in values:
+            self.integer(value or 0)
+        self.out += b"t" if len(values) > 3 else _SHORT_TUPLES[len(values)]
+
+
+def _storage_class(ref: StorageRef) -> Global:
+    if ref.untyped:
+        return Global("torch.storage", "UntypedStorage")
+    name = BY_NAME[ref.dtype].storage
+    if name is None:
+        return Global("torch.storage", "UntypedStorage")
+    return Global("torch", name)
+
+
+_WRITERS: dict[type, Any] = {
+    _Raw: _Encoder.raw,
+    _Put: _Encoder.put,
+    _EndTuple: _Encoder.end_tuple,
+    type(None): _Encoder.none,
+    bool: _Encoder.boolean,
+    int: _Encoder.integer,
+    float: _Encoder.real,
+    str: _Encoder.text,
+    complex: _Encoder.complex,
+    bytes: _Encoder.bytes,
+    list: _Encoder.list,
+    dict: _Encoder.dict,
+    OrderedMap: _Encoder.ordered,
+    tuple: _Encoder.tuple,
+    Size: _Encoder.size,
+    Global: _Encoder.name,
+    DeviceValue: _Encoder.device,
+    Opaque: _Encoder.opaque,
+    StorageRef: _Encoder.storage,
+    TensorRef: _Encoder.tensor,
+}
+
+
+def _writer_for(node: Any) -> Any:
+    """The writer for a subclass of a known type (a Python 2 string)."""
+    for kind, writer in _WRITERS.items():
+        if isinstance(node, kind):
+            return writer
+    raise NotRepresentable(f"a {type(node).__name__} cannot be written in a pickle")

@@ -1,0 +1,84 @@
+"""Text as pickles spell it: Python 2 strings and names, escapes, persistent ids as a repr."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ckptool.model import ByteString, Global
+
+__all__ = ["decode_python2", "modern_name", "parse_text_pid", "raw_bytes", "unescape"]
+
+
+def decode_python2(raw: bytes) -> str:
+    """A Python 2 `str` as text: UTF-8 where it is that, else Latin-1; the bytes are kept."""
+    if raw.isascii():
+        return str(raw, "ascii")
+    try:
+        text = ByteString(str(raw, "utf-8"))
+    except UnicodeDecodeError:
+        text = ByteString(str(raw, "latin-1"))
+    text.raw = raw
+    return text
+
+
+def raw_bytes(node: Any) -> bytes | None:
+    """The bytes of something that held bytes, whichever protocol spelled it; else None."""
+    if isinstance(node, bytes):
+        return node
+    if isinstance(node, ByteString):
+        return node.raw
+    if isinstance(node, str):
+        try:
+            return node.encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    return None
+
+
+def unescape(text: bytes) -> bytes:
+    """The bytes of a quoted Python 2 string literal."""
+    quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
+    if not quoted:
+        raise ValueError("a string has no quotes around it")
+    return codecs.escape_decode(text[1:-1])[0]  # type: ignore[attr-defined, no-any-return]
+
+
+_PYTHON2_NAMES = {
+    "__builtin__.xrange": "builtins.range",
+    "__builtin__.long": "builtins.int",
+    "__builtin__.unicode": "builtins.str",
+    "itertools.izip": "builtins.zip",
+    "UserDict.UserDict": "collections.UserDict",
+    "UserList.UserList": "collections.UserList",
+}
+_PYTHON2_MODULES = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "cPickle": "pickle",
+    "Queue": "queue",
+    "ConfigParser": "configparser",
+}
+
+
+def modern_name(module: str, name: str) -> str:
+    """The qualified name in today's spelling (as `_compat_pickle` maps what pickles use)."""
+    qualified = f"{module}.{name}"
+    return _PYTHON2_NAMES.get(qualified) or f"{_PYTHON2_MODULES.get(module, module)}.{name}"
+
+
+_TEXT_PID = re.compile(
+    r"\('storage', <class '([\w.]+)\.(\w+)'>, '([^']*)', '([^']*)', (\d{1,19})(?:, (None))?\)"
+)
+
+
+def parse_text_pid(text: str, find: Callable[[str, str], Global]) -> Any:
+    """The tuple behind a protocol-0 persistent id, which is its repr; any other text as it is."""
+    found = _TEXT_PID.fullmatch(text)
+    if found is None:
+        return text
+    module, name, key, location, count, view = found.groups()
+    pid = ("storage", find(module, name), key, location, int(count))
+    return pid if view is None else (*pid, None)
