@@ -15,6 +15,7 @@ ROOMS = [
     "model",
     "modules",
     "checkpoint",
+    "rebuilding",
     "paths",
     "statedict",
     "symbolic",

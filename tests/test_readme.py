@@ -1,0 +1,164 @@
+"""The README's commands run, and what they write loads."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.sources import PROJECT
+
+README = (PROJECT / "README.md").read_text(encoding="utf-8")
+FIXTURES = PROJECT / "fixtures"
+CURRENT = FIXTURES / "torch-2.13.0"
+
+PREPARED = {
+    "model.pth": CURRENT / "dp_full_cuda3.pth",
+    "single.pth": CURRENT / "single.pth",
+    "whole.pth": CURRENT / "whole_dp.pth",
+    "scripted.pt": CURRENT / "scripted.pt",
+    "with-args.pth": CURRENT / "misc.pth",
+    "compiled.pth": FIXTURES / "ecosystem" / "dp_compiled.pth",
+    "ema.pth": FIXTURES / "ecosystem" / "ema.pth",
+    "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
+}
+"""What each name of a file in the README stands for."""
+
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 83000000
+"""
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 10)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of the README."""
+
+    heading: str
+    language: str
+    text: str
+
+    @property
+    def lines(self):
+        """Its commands, without comments."""
+        return [line for line in self.text.splitlines() if line.split("#")[0].strip()]
+
+
+def blocks(language):
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    found = [
+        Block(part.partition("\n")[0], language, text)
+        for part in re.split(r"^#+ ", README, flags=re.MULTILINE)
+        for text in fence.findall(part)
+    ]
+    return [pytest.param(block, id=f"{n}-{block.heading}") for n, block in enumerate(found)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with every file that the README names, and a `ckptool` on the path."""
+    import torch
+
+    for name, source in PREPARED.items():
+        shutil.copyfile(source, tmp_path / name)
+    state = torch.load(PREPARED["single.pth"])
+    torch.save(state, tmp_path / "protocol4.pth", pickle_protocol=4)
+    (tmp_path / "pointer.pth").write_text(POINTER)
+    (tmp_path / "net.py").write_text(NET)
+    script = tmp_path / "bin" / "ckptool"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptool "$@"\n')
+    script.chmod(0o755)
+    return tmp_path
+
+
+def run(arguments, folder):
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def loads(path):
+    """That torch (or safetensors) reads it, without running anything."""
+    import torch
+    from safetensors.torch import load_file
+
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_a_shell_block_runs(block, folder):
+    before = set(folder.iterdir())
+    for line in block.lines:
+        word = line.split()[0]
+        if word == "make":
+            assert re.search(rf"^{line.split()[1]}:", makefile(), re.MULTILINE), line
+            continue
+        if word == "pip":
+            continue
+        assert word == "ckptool", f"what is {line!r}?"
+        wanted = re.search(r"exit code (\d+)", line)
+        done = run(["sh", "-c", line], folder)
+        assert done.returncode == (int(wanted[1]) if wanted else 0), f"{line}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        assert done.stdout.strip() or done.stderr.strip()
+    for path in set(folder.iterdir()) - before:
+        assert loads(path), f"{path.name} is empty"
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_a_python_block_runs(block, folder):
+    done = run([sys.executable, "-c", block.text], folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_a_transcript_is_what_comes_out(block, folder):
+    for step in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, shown = step.partition("\n")
+        done = run(["sh", "-c", f"{command} 2>&1"], folder)
+        assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
+
+
+def test_the_file_that_the_readme_says_is_written_is_written(folder):
+    said = re.findall(r"^(ckptool .*?) +# writes (\S+)$", README, re.MULTILINE)
+    assert said
+    for command, name in said:
+        assert run(["sh", "-c", command], folder).returncode == 0
+        assert (folder / name).exists(), command
+
+
+def test_a_file_remapped_to_the_cpu_needs_no_map_location(folder):
+    import torch
+
+    assert run(["ckptool", "remap", "--to", "cpu", "model.pth"], folder).returncode == 0
+    state = torch.load(folder / "model.cpu.pth")["state_dict"]
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+
+
+def test_every_link_of_the_documentation_leads_somewhere():
+    for page in [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def makefile():
+    return (PROJECT / "Makefile").read_text(encoding="utf-8")
