@@ -17,6 +17,7 @@ ROOMS = [
     "checkpoint",
     "rebuilding",
     "paths",
+    "wrappers",
     "statedict",
     "symbolic",
     "formats",
@@ -25,6 +26,7 @@ ROOMS = [
     "writing",
     "inspection",
     "loading",
+    "api",
     "render",
     "cli",
 ]

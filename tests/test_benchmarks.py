@@ -1,0 +1,124 @@
+"""The benchmarks measure what they say: the inputs, the turns, the bounds."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.inputs import large, many, shapes
+from benchmarks.report import growth, table
+from benchmarks.rows import MB, Inputs, Result, Row, rows
+from benchmarks.timing import Command, Measured, Sample, measure, ratio
+
+OURS = Command("ckptool list", ("ckptool", "list"))
+THEIRS = Command("cp", ("cp",))
+
+
+@pytest.fixture(autouse=True)
+def no_device_tag_left_behind():
+    """`save_tagged` registers a tag for the whole process; take it back."""
+    import torch
+
+    registry = torch.serialization._package_registry
+    before = list(registry)
+    yield
+    registry[:] = before
+
+
+def timed(command, *seconds, peak=MB):
+    return Measured(command, tuple(Sample(second, peak) for second in seconds))
+
+
+def test_the_large_file_has_225_tensors_of_about_the_size_asked_for(tmp_path):
+    import torch
+
+    size = 20 * MB
+    large(tmp_path / "large.pth", size)
+    state = torch.load(tmp_path / "large.pth", map_location="meta", weights_only=True)
+    assert len(state) == 225
+    assert all(name.startswith("module.") for name in state)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("size", [500 * MB, 5000 * MB])
+def test_the_shapes_fill_the_size(size):
+    import math
+
+    assert 2 * sum(map(math.prod, shapes(size).values())) == pytest.approx(size, rel=0.08)
+
+
+def test_the_tensors_of_the_many_have_a_storage_each_and_a_tag(tmp_path):
+    import torch
+
+    many(tmp_path / "many.pth", 7)
+    tags = []
+    state = torch.load(
+        tmp_path / "many.pth", map_location=lambda storage, tag: tags.append(tag) or storage
+    )
+    assert tags == ["cuda:3"] * 7
+    assert len({tensor.data_ptr() for tensor in state.values()}) == 7
+
+
+def test_commands_take_turns(tmp_path):
+    log = tmp_path / "log"
+    a, b = (
+        Command.program(name, f"open({str(log)!r}, 'a').write({name!r})") for name in ("a", "b")
+    )
+    seen = []
+    measured = measure([a, b], 2, before=lambda: seen.append(1))
+    assert log.read_text() == "abab"
+    assert len(seen) == 4
+    assert [len(one.samples) for one in measured] == [2, 2]
+    assert all(sample.peak > MB for one in measured for sample in one.samples)
+
+
+def test_a_command_that_fails_says_how():
+    with pytest.raises(RuntimeError, match=r"exited 3: it broke"):
+        measure(
+            [Command.program("x", "import sys; sys.stderr.write('it broke'); sys.exit(3)")], 1, int
+        )
+
+
+def test_the_ratio_is_of_rounds_not_of_medians():
+    assert ratio(timed(OURS, 1, 10, 3), timed(THEIRS, 2, 20, 1)) == 0.5
+
+
+def test_a_bound_that_is_missed_is_named():
+    row = Row(
+        "work",
+        Path("x"),
+        (OURS, THEIRS),
+        beside="cp",
+        most_times=1.0,
+        most_seconds=0.5,
+        most_bytes=10 * MB,
+        peak_beside=True,
+    )
+    slow = Result(row, (timed(OURS, 2, peak=20 * MB), timed(THEIRS, 1)))
+    assert list(slow.misses()) == [
+        "2.00 s, at most 0.5 s wanted",
+        "20 MB, at most 10 MB wanted",
+        "2.00 x cp, at most 1 x wanted",
+        "20 MB, at most 1 MB wanted",
+    ]
+    assert not list(Result(row, (timed(OURS, 0.4), timed(THEIRS, 1))).misses())
+    assert "2.00" in table([slow])
+
+
+def test_growth_is_what_one_more_tensor_costs():
+    results = [
+        Result(Row(f"`list`, {n:,} tensors", Path("x"), (OURS,)), (timed(OURS, n / 1000),))
+        for n in (1000, 5000)
+    ]
+    (step,) = growth(results, [1000, 5000])
+    assert step.seconds == pytest.approx(0.001)
+    assert step.peak == 0
+
+
+def test_every_row_compares_ckptool_with_something():
+    inputs = Inputs(Path("large"), {10: Path("few"), 100: Path("many")}, Path("out"))
+    for row in rows(inputs):
+        assert len(row.commands) > 1
+        assert "ckptool" in " ".join(row.commands[0].arguments)
+        assert row.commands[0].arguments[0] == sys.executable
+        assert not row.beside or row.beside in [command.label for command in row.commands]
