@@ -9,6 +9,7 @@ from typing import Any
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import ByteRange
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.blockers import blocking
 from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.symbolic.machine import Machine

@@ -104,9 +104,7 @@ def _array(
         nbytes=len(raw),
         byteorder=order,
     )
-    return TensorRef(
-        name, shape, stride, 0, storage, "cpu", kind="numpy", parts={"array": made}
-    )
+    return TensorRef(name, shape, stride, 0, storage, "cpu", kind="numpy", parts={"array": made})
 
 
 def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
@@ -123,7 +121,7 @@ def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
 
 
 def _scalar(package: str, machine: Machine, args: Any) -> Any:
-    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is a plain value all the same."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is a plain value too."""
     match args:
         case (Opaque() as dtype, payload):
             known, raw = element_type(dtype), raw_bytes(payload)

@@ -54,7 +54,9 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
     if not isinstance(key, (str, int)) or isinstance(key, bool):
         raise CorruptFile(f"a storage's key is {_kind(key)}, not text", file=file)
     if not isinstance(location, str):
-        raise CorruptFile(f"the device of storage {key!r} is {_kind(location)}, not text", file=file)
+        raise CorruptFile(
+            f"the device of storage {key!r} is {_kind(location)}, not text", file=file
+        )
     if not _is_count(numel):
         raise CorruptFile(f"the length of storage {key!r} is no count of elements", file=file)
     view = _parse_view(pid[5], str(key), numel, file) if len(pid) == 6 else None
