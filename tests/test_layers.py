@@ -26,6 +26,7 @@ ROOMS = [
     "writing",
     "inspection",
     "loading",
+    "conversion",
     "api",
     "render",
     "cli",
