@@ -1,0 +1,302 @@
+"""Reading one legacy torch stream, wherever it stands: a file of its own, or bytes in a pickle.
+
+Pickles one behind the other (magic number, version, facts about the writer's machine, the object,
+the list of storage keys), then for each key its element count (int64) and its bytes; everything
+little-endian. Nothing says where a storage lies: the counts are walked. After torch's
+serialization.py (`_legacy_load`) and csrc/generic/serialization.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile, UnsupportedFormat
+from ckptool.files import ByteRange, MemorySource
+from ckptool.limits import Limits
+from ckptool.model import Storage, StorageRef
+from ckptool.symbolic import Unpickled, unpickle
+from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
+
+__all__ = [
+    "COUNT",
+    "MAGIC",
+    "MAGIC_BYTES",
+    "MAGIC_NUMBER",
+    "VERSION",
+    "LegacyStream",
+    "NestedStreams",
+    "SourceTexts",
+    "load_from_bytes",
+    "unpickle_record",
+]
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+VERSION = 1001
+MAGIC = re.compile(
+    rb"(?:\x80[\x02\x03]|\x80[\x04\x05](?:\x95.{8})?)\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L%dL\n\."
+    % MAGIC_NUMBER,
+    re.DOTALL,
+)
+"""The pickled magic number in protocols 2 to 5, and in the text of 0 and 1."""
+
+MAGIC_BYTES = 40
+"""Enough of a file's head for `MAGIC` in its longest form."""
+
+RECORD_BYTES = 4096
+"""More than any pickle of a few numbers and names takes."""
+
+COUNT = struct.Struct("<q")
+"""The element count before the bytes of a storage."""
+
+_NESTED_TENSOR = "torch._utils._rebuild_nested_tensor"
+_SHARED_PATH = (
+    "download or copy it again; a file that several processes saved to at once looks like this too"
+)
+
+
+class SourceTexts:
+    """The source code of modules that old torch kept beside each class it pickled."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        self.names: dict[str, None] = {}
+
+    def take(self, cls: Any, text: Any) -> Any:
+        """The class itself; that it came with a text is remembered."""
+        if text:
+            self.names[getattr(cls, "qualified", str(cls))] = None
+        return cls
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for the user, if there is anything to say."""
+        if not self.names:
+            return ()
+        shown = ", ".join(list(self.names)[:5])
+        more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
+        return (f"the file holds the source code of {shown}{more}; a rewrite leaves it out",)
+
+
+class NestedStreams:
+    """Reads the streams that `torch.storage._load_from_bytes` was given, at bounded cost.
+
+    Bytes inside a pickle can be mentioned many times, and hold such bytes themselves. An honest
+    file holds each stream once, so that all streams together are no longer than the file is, at
+    each depth.
+    """
+
+    def __init__(self, file: str, limits: Limits, outer_bytes: int) -> None:
+        """For the pickle of `outer_bytes` bytes in `file`."""
+        self.file = file
+        self.limits = limits
+        self.depth = 0
+        self.bytes_left = outer_bytes * limits.max_nested_pickles
+
+    def load(self, data: bytes) -> Any:
+        """The root of the stream that `data` is.
+
+        Raises:
+            CorruptFile: it is no legacy stream, or a damaged one.
+            LimitExceeded: nested too deep, or mentioned too often.
+        """
+        self.bytes_left -= len(data)
+        if self.bytes_left < 0 or self.depth >= self.limits.max_nested_pickles:
+            raise LimitExceeded(
+                "pickles inside its pickle are nested too deep, or mentioned too often",
+                file=self.file,
+            )
+        source = MemorySource(bytes(data), self.file)
+        self.depth += 1
+        try:
+            return LegacyStream(ByteRange(source, 0, source.size), self.limits, self.load).root
+        finally:
+            self.depth -= 1
+
+
+def load_from_bytes(data: bytes, file: str, limits: Limits) -> Any:
+    """What `torch.storage._load_from_bytes(data)` stands for; its tensors' bytes lie in `data`.
+
+    Raises:
+        CorruptFile: it is no legacy stream, or a damaged one.
+        LimitExceeded: it asks for more than `limits`.
+    """
+    return NestedStreams(file, limits, len(data)).load(data)
+
+
+def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
+    """A small pickle at `start` of `data`: little is read, whatever follows it.
+
+    Raises:
+        TruncatedFile: nothing is there.
+        CorruptFile: no pickle, a damaged one, or one that is not small.
+    """
+    near = data.slice(0, min(start + RECORD_BYTES, data.length))
+    return unpickle(near, limits=limits, start=start)
+
+
+class _Stored:
+    """A storage that the pickle names: its bytes are found when the walk comes by.
+
+    The pickle stands before the storages and its tensors need them, so they are made without
+    bytes, and `place` gives them theirs before anyone else sees them.
+    """
+
+    def __init__(self, pid: StoragePid) -> None:
+        """What the first mention says is what counts, as for torch."""
+        self.numel = pid.numel
+        self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
+        self.views: dict[str, tuple[Storage, int]] = {}
+
+    def meant_by(self, pid: StoragePid, file: str) -> Storage:
+        """The whole, or the part of it that was saved as a view."""
+        if pid.nbytes != self.whole.nbytes:
+            raise CorruptFile(
+                f"storage {pid.key!r} has {self.whole.nbytes:,} bytes at its first mention "
+                f"and {pid.nbytes:,} at another",
+                file=file,
+            )
+        if pid.view is None:
+            return self.whole
+        key, offset, numel = pid.view
+        itemsize = BY_NAME[pid.dtype].itemsize
+        if key not in self.views:
+            part = Storage(key, None, numel * itemsize, pid.device)
+            self.views[key] = (part, offset * itemsize)
+        return self.views[key][0]
+
+    def place(self, data: ByteRange) -> None:
+        """Give the storage and its views their bytes."""
+        _give_bytes(self.whole, data)
+        for storage, offset in self.views.values():
+            _give_bytes(storage, data.slice(offset, storage.nbytes))
+
+
+def _give_bytes(storage: Storage, data: ByteRange) -> None:
+    object.__setattr__(storage, "data", data)  # frozen from here on: nobody has seen it yet
+
+
+class LegacyStream:
+    """One legacy stream, read from the start of `data`: the tree, the storages, what is behind."""
+
+    def __init__(
+        self, data: ByteRange, limits: Limits, nested: Callable[[bytes], Any] | None = None
+    ) -> None:
+        """Read it.
+
+        Raises:
+            CorruptFile: a pickle is damaged, or the storages are not those that it names.
+            TruncatedFile: `data` ends before the last storage does.
+            UnsupportedFormat: another version of the stream.
+        """
+        self.data = data
+        self.file = data.source.name
+        self.limits = limits
+        self.nested = nested or NestedStreams(self.file, limits, data.length).load
+        self.stored: dict[str, _Stored] = {}
+        self.sources = SourceTexts()
+        start = self._header()
+        self.unpickled = self._object(start)
+        listed = unpickle(data, limits=limits, start=self.unpickled.end)
+        self.end = self._walk(self._keys(listed.root), listed.end)
+        if _NESTED_TENSOR in self.unpickled.globals:
+            self.unpickled = self._object(start)  # its shape is in its storages: now they are there
+        self.root = self.unpickled.root
+
+    def _header(self) -> int:
+        """Where the object's pickle begins."""
+        magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
+        if magic is None:
+            raise CorruptFile(
+                "bytes that should be a legacy torch stream do not begin as one", file=self.file
+            )
+        version = unpickle_record(self.data, magic.end(), self.limits)
+        if version.root != VERSION:
+            raise UnsupportedFormat(
+                f"its legacy stream is of version {version.root!r:.20}; only {VERSION} is known",
+                file=self.file,
+            )
+        return unpickle_record(self.data, version.end, self.limits).end
+
+    def _object(self, start: int) -> Unpickled:
+        return unpickle(
+            self.data,
+            persistent_load=self._persistent,
+            nested=self.nested,
+            limits=self.limits,
+            start=start,
+        )
+
+    def _persistent(self, pid: Any) -> Any:
+        match pid:
+            case ("module", cls, _, text):
+                return self.sources.take(cls, text)
+        if not is_storage_pid(pid):
+            raise CorruptFile("its pickle refers to something that is no storage", file=self.file)
+        storage = parse_storage_pid(pid, self.file)
+        stored = self.stored.get(storage.key)
+        if stored is None:
+            stored = self.stored[storage.key] = _Stored(storage)
+        return StorageRef(stored.meant_by(storage, self.file), storage.dtype, storage.untyped)
+
+    def _keys(self, listed: Any) -> list[str]:
+        """The order of the storages in the file: each that the pickle names, once."""
+        if not isinstance(listed, list):
+            raise CorruptFile("there is no list of storages behind its pickle", file=self.file)
+        keys: dict[str, None] = {}
+        for item in listed:
+            key = str(item) if isinstance(item, (str, int)) else f"of type {type(item).__name__}"
+            if key in keys:
+                raise CorruptFile(f"storage {key!r:.80} is listed twice", file=self.file)
+            if key not in self.stored:
+                raise CorruptFile(
+                    f"storage {key!r:.80} is listed, but the pickle does not name it: "
+                    "the size of its elements cannot be told",
+                    file=self.file,
+                )
+            keys[key] = None
+        missing = next((key for key in self.stored if key not in keys), None)
+        if missing is not None:
+            raise CorruptFile(
+                f"storage {missing!r:.80} is named in the pickle and not listed", file=self.file
+            )
+        return list(keys)
+
+    def _walk(self, keys: list[str], position: int) -> int:
+        """Give each storage its bytes; the position behind the last."""
+        length = self.data.length
+        for index, key in enumerate(keys):
+            stored = self.stored[key]
+            nbytes = stored.whole.nbytes
+            if position + COUNT.size > length:
+                raise self._cut(keys, index, position)
+            self._check_count(key, stored.numel, position)
+            position += COUNT.size
+            if position + nbytes > length:
+                raise self._cut(keys, index, position - COUNT.size)
+            stored.place(self.data.slice(position, nbytes))
+            position += nbytes
+        return position
+
+    def _check_count(self, key: str, numel: int, position: int) -> None:
+        (count,) = COUNT.unpack(self.data.read(position, COUNT.size))
+        if count != numel:
+            raise CorruptFile(
+                f"storage {key!r:.80} should have {numel:,} elements, "
+                f"but the count before its bytes, at offset {position:,}, is {count:,}",
+                file=self.file,
+                hint=_SHARED_PATH,
+            )
+
+    def _cut(self, keys: list[str], index: int, position: int) -> TruncatedFile:
+        """The error for a stream that ends before storage number `index` does."""
+        wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
+        missing = position + wanted - self.data.length
+        return TruncatedFile(
+            f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
+            f"{missing:,} of {position + wanted:,} bytes are missing",
+            file=self.file,
+            hint="download or copy it again",
+        )

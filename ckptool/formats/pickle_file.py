@@ -1,0 +1,80 @@
+"""A bare pickle: what `pickle.dump` of a dict of arrays or tensors wrote, or joblib, or numpy.
+
+Python writes `PROTO n` first from protocol 2 on. Protocols 0 and 1 have no mark: such a file is a
+pickle if it reads as one, and as something that holds something.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.errors import CheckpointError, UnsupportedFormat
+from ckptool.files import ByteRange, FileSource
+from ckptool.formats.base import Probe
+from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.model import Opaque
+from ckptool.symbolic import Unpickled, unpickle
+
+__all__ = ["PICKLE", "PickleFile"]
+
+_WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
+_WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
+_DCP_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
+
+
+class PickleFile:
+    """The format `pickle`: read only."""
+
+    name = "pickle"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
+        if probe.source is None:
+            return False
+        if _WITH_PROTOCOL.match(probe.head):
+            return True
+        if not _WITHOUT.match(probe.head):
+            return False
+        try:
+            root = _unpickle(probe, probe.source).root
+        except CheckpointError:
+            return False
+        return isinstance(root, (dict, list, tuple, Opaque))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The checkpoint; numpy arrays and plain pickled tensors keep their bytes in memory.
+
+        Raises:
+            CorruptFile: the pickle is damaged.
+            LimitExceeded: it asks for more than `probe.limits`.
+            UnsupportedFormat: it is the index of a distributed checkpoint.
+        """
+        source = probe.source or FileSource(probe.path)
+        found = _unpickle(probe, source)
+        if isinstance(found.root, Opaque) and found.root.class_name == _DCP_METADATA:
+            raise UnsupportedFormat(
+                f"{probe.path} is the index of a distributed checkpoint (DCP), "
+                "whose tensors lie in the .distcp files beside it",
+                file=probe.path,
+                hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT",
+            )
+        rest = source.size - found.end
+        details = Details(
+            size=source.size,
+            writer="pickle.dump",
+            protocol=found.protocol,
+            globals=found.globals,
+            opcodes=found.opcodes,
+            dead_bytes=rest,
+            notes=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),
+        )
+        return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
+
+
+def _unpickle(probe: Probe, source: FileSource) -> Unpickled:
+    nested = NestedStreams(source.name, probe.limits, source.size)
+    return unpickle(ByteRange(source, 0, source.size), nested=nested.load, limits=probe.limits)
+
+
+PICKLE = PickleFile()

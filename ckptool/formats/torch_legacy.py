@@ -1,0 +1,155 @@
+"""The legacy torch stream: what `torch.save` wrote from 0.1.10 to 1.5, and still can.
+
+How it is laid out stands in `legacy_stream`, which reads it; here are the file and the writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotRepresentable
+from ckptool.files import ByteRange, FileSource
+from ckptool.files.output import Output
+from ckptool.files.strided import swap_bytes
+from ckptool.formats.base import Probe, WriteOptions, WritePlan
+from ckptool.formats.legacy_stream import (
+    COUNT,
+    MAGIC,
+    MAGIC_BYTES,
+    MAGIC_NUMBER,
+    VERSION,
+    LegacyStream,
+    NestedStreams,
+    load_from_bytes,
+)
+from ckptool.model import Storage
+from ckptool.symbolic import encode
+
+__all__ = ["TORCH_LEGACY", "NestedStreams", "TorchLegacy", "load_from_bytes"]
+
+
+class TorchLegacy:
+    """The format `torch-legacy`: read in every pickle protocol, written in protocol 2."""
+
+    name = "torch-legacy"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it begins with the pickled magic number."""
+        return MAGIC.match(probe.head) is not None
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The checkpoint, over its pickles and the counts before its storages.
+
+        Raises:
+            CorruptFile: a pickle is damaged, or the storages are not those that it names.
+            TruncatedFile: it ends before its last storage does.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        source = probe.source or FileSource(probe.path)
+        stream = LegacyStream(ByteRange(source, 0, source.size), probe.limits)
+        unpickled = stream.unpickled
+        details = Details(
+            size=source.size,
+            writer=_writer(unpickled.globals),
+            protocol=unpickled.protocol,
+            globals=unpickled.globals,
+            opcodes=unpickled.opcodes,
+            storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
+            dead_bytes=source.size - stream.end,
+            notes=(*stream.sources.notes(), *_behind(source, stream.end)),
+        )
+        return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
+
+    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+        """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
+
+        Raises:
+            NotRepresentable: a storage on the meta device, which has no bytes.
+        """
+        encoded = encode(checkpoint.root, legacy=True)
+        payloads = [
+            _Payload(storage, dtype, checkpoint.path)
+            for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
+        ]
+        keys = [str(index) for index in range(len(payloads))]
+        head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, _SYS_INFO))
+        head += encoded.data + encode(keys).data
+
+        def write(output: Output) -> None:
+            output.write(head)
+            for payload in payloads:
+                payload.write(output)
+
+        return WritePlan(
+            self.name,
+            len(head) + sum(payload.size for payload in payloads),
+            write,
+            tensors=sum(1 for _ in checkpoint.tensors()),
+        )
+
+
+_SYS_INFO = {
+    "protocol_version": VERSION,
+    "little_endian": True,
+    "type_sizes": {"short": 2, "int": 4, "long": 4},
+}
+"""Read by nobody, but unpickled by every torch."""
+
+
+class _Payload:
+    """A storage as the stream holds it: its element count, then its bytes, little-endian."""
+
+    def __init__(self, storage: Storage, dtype: str, file: str) -> None:
+        """Count in elements of `dtype`, as the pickle does at the storage's first mention."""
+        if storage.data is None:
+            raise NotRepresentable(
+                f"storage {storage.key!r} is on the meta device and has no bytes: "
+                "a legacy stream cannot hold it",
+                file=file,
+                hint="write it as torch-zip",
+            )
+        self.data = storage.data
+        self.size = COUNT.size + storage.nbytes
+        self.count = storage.nbytes // BY_NAME[dtype].itemsize
+        swap = BY_NAME[dtype].swap_size
+        self.swap = swap if storage.byteorder == "big" else 1
+
+    def write(self, output: Output) -> None:
+        """Write it where `output` stands."""
+        output.write(COUNT.pack(self.count))
+        if self.swap == 1:
+            output.copy(self.data)
+        else:
+            output.stream(self._swapped())
+
+    def _swapped(self) -> Iterator[bytes]:
+        return (swap_bytes(block, self.swap) for block in self.data.blocks())
+
+
+def _writer(names: tuple[str, ...]) -> str:
+    """Which torch wrote it, as far as the functions that it names tell."""
+    if "torch._utils._rebuild_tensor" in names:
+        return "torch 0.1 to 0.3"
+    return "torch 0.4 to 1.5, or a newer one asked for the legacy format"
+
+
+def _behind(source: FileSource, end: int) -> tuple[str, ...]:
+    """A sentence on what follows the stream, which torch does not look at."""
+    rest = source.size - end
+    if not rest:
+        return ()
+    head = source.read(end, min(MAGIC_BYTES, rest))
+    if MAGIC.match(head):
+        what = "another torch.save stream follows (torch.load reads one a call)"
+    elif head.startswith(b"PK\x03\x04"):
+        what = "a zip archive follows"
+    elif not head.strip(b"\0"):
+        what = "zero bytes follow"
+    else:
+        what = "bytes of another kind follow"
+    return (f"the checkpoint ends at offset {end:,}: {what}, {rest:,} bytes that are not read",)
+
+
+TORCH_LEGACY = TorchLegacy()

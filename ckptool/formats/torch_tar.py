@@ -1,0 +1,221 @@
+"""The tar of torch 0.1.1 to 0.1.9: `sys_info`, `pickle`, `tensors` and `storages`.
+
+`storages` holds a count, then for each storage a pickled (key, location, class), its element count
+(int64) and its bytes; behind the last, a pickled list of views (key, root key, offset, elements).
+`tensors` holds a count, then for each tensor a pickled (key, storage key, class) and its geometry.
+The object in `pickle` refers to both by key. After torch/serialization.py (`legacy_load`).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, TruncatedFile
+from ckptool.files import ByteRange, FileSource
+from ckptool.formats.base import Probe
+from ckptool.formats.legacy_stream import COUNT, NestedStreams, SourceTexts, unpickle_record
+from ckptool.formats.tar_members import is_tar, read_members
+from ckptool.limits import Limits
+from ckptool.model import Storage, StorageRef, TensorRef
+from ckptool.symbolic import Unpickled, unpickle
+from ckptool.symbolic.persistent import storage_type
+
+__all__ = ["TORCH_TAR", "TorchTar"]
+
+_MEMBERS = ("pickle", "tensors", "storages")
+
+
+class TorchTar:
+    """The format `torch-tar`: read only; nothing has written it since 2017."""
+
+    name = "torch-tar"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a tar with the members that torch's had."""
+        if probe.source is None or not is_tar(probe.head):
+            return False
+        members = read_members(probe.source, probe.limits)
+        return all(name in members for name in _MEMBERS)
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The checkpoint; the bytes of its storages are not read.
+
+        Raises:
+            CorruptFile: a member breaks a rule of the format.
+            TruncatedFile: the tar, or a member, ends too early.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        source = probe.source or FileSource(probe.path)
+        tar = _Tar(read_members(source, probe.limits), probe.limits)
+        unpickled = tar.unpickled
+        details = Details(
+            size=source.size,
+            writer="torch 0.1.1 to 0.1.9",
+            protocol=unpickled.protocol,
+            globals=unpickled.globals,
+            opcodes=unpickled.opcodes,
+            storage_bytes=tar.storage_bytes,
+            notes=tar.sources.notes(),
+        )
+        return Checkpoint(unpickled.root, self.name, probe.path, details, sources=(source,))
+
+
+class _Tar:
+    """What the members hold: storages and tensors by key, and the object over them."""
+
+    def __init__(self, members: dict[str, ByteRange], limits: Limits) -> None:
+        self.limits = limits
+        self.sources = SourceTexts()
+        self.storages: dict[int, StorageRef] = {}
+        self.tensors: dict[int, TensorRef] = {}
+        data = members["pickle"]
+        self.file = data.source.name
+        self._read_storages(_Member("storages", members["storages"], limits))
+        self.storage_bytes = sum(ref.storage.nbytes for ref in self.storages.values())
+        self._read_views(members["storages"])
+        self._read_tensors(_Member("tensors", members["tensors"], limits))
+        self.unpickled: Unpickled = unpickle(
+            data,
+            persistent_load=self._persistent,
+            nested=NestedStreams(self.file, limits, data.length).load,
+            limits=limits,
+        )
+
+    def _read_storages(self, member: _Member) -> None:
+        for _ in range(member.count()):
+            key, location, storage_class = _storage_record(member.record())
+            if type(key) is not int or not isinstance(location, str) or key in self.storages:
+                raise member.corrupt("a storage without a key or a device, or a second of one key")
+            dtype, untyped = storage_type(storage_class, self.file)
+            (numel,) = member.integers(1)
+            nbytes = numel * BY_NAME[dtype].itemsize
+            storage = Storage(str(key), member.take(nbytes), nbytes, location)
+            self.storages[key] = StorageRef(storage, dtype, untyped)
+        self._views_at = member.position
+
+    def _read_views(self, data: ByteRange) -> None:
+        """Make a storage of each view: a part of the storage that it looks at."""
+        listed = unpickle(data, limits=self.limits, start=self._views_at).root
+        for view in listed if isinstance(listed, list) else ():
+            match view:
+                case (int() as key, int() as root_key, int() as offset, int() as numel) if (
+                    root_key in self.storages and min(offset, numel) >= 0
+                ):
+                    root = self.storages[root_key]
+                    self.storages[key] = _view(root, str(key), offset, numel)
+                case _:
+                    raise CorruptFile("a view of a storage is of unknown form", file=self.file)
+
+    def _read_tensors(self, member: _Member) -> None:
+        for _ in range(member.count()):
+            record = member.record()
+            match record:
+                case (int() as key, int() as storage_key, _) if storage_key in self.storages:
+                    self.tensors[key] = self._tensor(member, self.storages[storage_key])
+                case _:
+                    raise member.corrupt(
+                        "a tensor without a key, or over a storage that is not there"
+                    )
+
+    def _tensor(self, member: _Member, ref: StorageRef) -> TensorRef:
+        dimensions = member.short_integer()
+        if not 0 <= dimensions <= self.limits.max_dimensions:
+            raise member.corrupt(f"a tensor of {dimensions:,} dimensions")
+        shape, stride = member.integers(dimensions), member.integers(dimensions)
+        (offset,) = member.integers(1)
+        return TensorRef(ref.dtype, shape, stride, offset, ref.storage, ref.storage.device)
+
+    def _persistent(self, pid: Any) -> Any:
+        match pid:
+            case (cls, _, text):
+                return self.sources.take(cls, text)
+            case str() | int() if str(pid).isdecimal() and len(str(pid)) < 30:
+                key = int(pid)
+                if key in self.tensors:
+                    return self.tensors[key]
+                if key in self.storages:
+                    return self.storages[key]
+        raise CorruptFile(
+            f"its pickle refers to {pid!r:.80}, which is neither a tensor nor a storage of the tar",
+            file=self.file,
+        )
+
+
+def _storage_record(record: Any) -> tuple[Any, Any, Any]:
+    """(key, location, class) of a storage; the first version of the tar had no location."""
+    match record:
+        case (key, location, storage_class):
+            return key, location, storage_class
+        case (key, storage_class):
+            return key, "cpu", storage_class
+    return None, None, None
+
+
+def _view(root: StorageRef, key: str, offset: int, numel: int) -> StorageRef:
+    """The part of `root` that a view looks at, as a storage of its own."""
+    itemsize = BY_NAME[root.dtype].itemsize
+    whole = root.storage
+    data = None if whole.data is None else whole.data.slice(offset * itemsize, numel * itemsize)
+    part = Storage(key, data, numel * itemsize, whole.device)
+    return StorageRef(part, root.dtype, root.untyped)
+
+
+@dataclass
+class _Member:
+    """A member that is read from front to back: small pickles and binary numbers in turn."""
+
+    name: str
+    data: ByteRange
+    limits: Limits
+    position: int = 0
+
+    def count(self) -> int:
+        """The number of entries that follow; each takes more than a byte."""
+        found = self.record()
+        if type(found) is not int or not 0 <= found <= self.data.length:
+            raise self.corrupt(f"a number of entries of {found!r:.40}")
+        return found
+
+    def record(self) -> Any:
+        """The small pickle that stands here."""
+        found = unpickle_record(self.data, self.position, self.limits)
+        self.position = found.end
+        return found.root
+
+    def integers(self, count: int) -> tuple[int, ...]:
+        """`count` integers of eight bytes."""
+        raw = self.take(count * COUNT.size).read()
+        return struct.unpack(f"<{count}q", raw)
+
+    def short_integer(self) -> int:
+        """An integer of four bytes, and four that mean nothing: it was eight bytes once."""
+        return int.from_bytes(self.take(8).read()[:4], "little", signed=True)
+
+    def take(self, length: int) -> ByteRange:
+        """The next `length` bytes."""
+        if length < 0:
+            raise self.corrupt(f"a length of {length:,}")
+        missing = self.position + length - self.data.length
+        if missing > 0:
+            raise TruncatedFile(
+                f"its member {self.name!r} ends {missing:,} bytes too early",
+                file=self.data.source.name,
+                hint="download or copy it again",
+            )
+        taken = self.data.slice(self.position, length)
+        self.position += length
+        return taken
+
+    def corrupt(self, what: str) -> CorruptFile:
+        """The error for something that cannot be."""
+        return CorruptFile(
+            f"its member {self.name!r} holds {what} before byte {self.position:,}",
+            file=self.data.source.name,
+        )
+
+
+TORCH_TAR = TorchTar()
