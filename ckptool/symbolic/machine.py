@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.symbolic import calls
@@ -69,21 +69,28 @@ class Machine:
         start = position
         try:
             while True:
-                opcode = data[position]
-                if opcode == STOP:
-                    return self.stack.pop(), position + 1
                 start = position
-                position = handlers[opcode](self, position + 1)
-        except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise self.corrupt(start, data[start : start + 1], error) from error
+                opcode = data[start]
+                if opcode == STOP:
+                    return self.stack.pop(), start + 1
+                position = handlers[opcode](self, start + 1)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            if start >= len(data):
+                raise self.cut_short() from error
+            raise self.damaged(start, error) from error
+        except (EOFError, struct.error) as error:
+            raise self.cut_short() from error
 
-    def corrupt(self, position: int, opcode: bytes, error: Exception) -> CorruptFile:
+    def cut_short(self) -> CorruptFile:
+        """The error for a pickle that goes on behind the end of its data."""
+        return TruncatedFile("its pickle ends in the middle", file=self.file)
+
+    def damaged(self, position: int, error: Exception) -> CorruptFile:
         """The error for an opcode that cannot be carried out."""
-        if position >= len(self.data) - 1:
-            return CorruptFile("its pickle ends in the middle", file=self.file)
         reason = f" ({error})" if str(error) else ""
+        opcode = self.data[position : position + 1]
         return CorruptFile(
             f"its pickle is damaged at byte {position:,}: opcode {opcode!r} cannot be carried out"
             f"{reason}",
@@ -158,12 +165,14 @@ class Machine:
 
     def line(self, position: int) -> tuple[bytes, int]:
         """The argument that ends with a newline, and the position behind it."""
-        end = self.data.index(b"\n", position)
+        end = self.data.find(b"\n", position)
+        if end < 0:
+            raise EOFError
         return self.data[position:end], end + 1
 
     def counted(self, position: int, length: int) -> bytes:
         """`length` bytes from `position`, all of them."""
         part = self.data[position : position + length]
         if len(part) != length:
-            raise IndexError(f"{length:,} bytes are announced, {len(part):,} are there")
+            raise EOFError
         return part
