@@ -180,7 +180,10 @@ class InflatedSource:
         """Read `packed` (raw deflate) as `size` bytes."""
         self._packed = packed
         self._size = size
-        self._start()
+        self._inflater: zlib._Decompress | None = None  # tens of kilobytes, only while it is read
+        self._blocks: Iterator[bytes] = iter(())
+        self._pending = b""
+        self._position = 0
 
     @property
     def name(self) -> str:
@@ -200,7 +203,9 @@ class InflatedSource:
                 f"of {self._size:,}",
                 file=self.name,
             )
-        if offset < self._position:
+        if length == 0:
+            return b""
+        if self._inflater is None or offset < self._position:
             self._start()
         while self._position < offset:
             self._take(min(BLOCK, offset - self._position))
@@ -225,20 +230,37 @@ class InflatedSource:
 
     def _take(self, most: int) -> bytes:
         """Between 1 and `most` inflated bytes."""
-        while True:
+        data = self._inflate(most)
+        if not data:
+            raise CorruptFile("a compressed record ends too early", file=self.name)
+        self._position += len(data)
+        if self._position == self._size:
+            if self._inflate(1):
+                raise CorruptFile(
+                    f"a compressed record inflates to more than the {self._size:,} bytes "
+                    "that the zip directory states",
+                    file=self.name,
+                )
+            self._inflater = None
+        return data
+
+    def _inflate(self, most: int) -> bytes:
+        """Up to `most` more bytes, none at the end of the stream."""
+        inflater = self._inflater
+        while inflater is not None and not inflater.eof:
             block = self._pending or next(self._blocks, b"")
             if not block:
-                raise CorruptFile("a compressed record ends too early", file=self.name)
+                break
             try:
-                data = self._inflater.decompress(block, most)
+                data = inflater.decompress(block, most)
             except zlib.error as error:
-                raise CorruptFile(f"a compressed record is damaged ({error})", file=self.name) from error
-            self._pending = self._inflater.unconsumed_tail
+                raise CorruptFile(
+                    f"a compressed record is damaged ({error})", file=self.name
+                ) from error
+            self._pending = inflater.unconsumed_tail
             if data:
-                self._position += len(data)
                 return data
-            if self._inflater.eof:
-                raise CorruptFile("a compressed record ends too early", file=self.name)
+        return b""
 
 
 @dataclass(frozen=True, slots=True)

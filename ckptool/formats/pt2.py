@@ -1,0 +1,275 @@
+"""PT2 archives (`torch.export.save`): the weights of an exported program.
+
+Today a zip with `archive_format` = pt2, where `data/weights/MODEL_weights_config.json` tells
+name, element type, shape and record of each weight (torch/export/pt2_archive/_package.py); at
+first it had `data/weights/MODEL.pt` instead, a torch.save file as a record; up to 2.7 a plain zip
+held `serialized_state_dict.pt`, another one. Compiled packages (AOTInductor) name views of saved
+tensors in `data/aotinductor/MODEL/weights_config.json`.
+
+Listed is what `ExportedProgram.state_dict` has: parameters and persistent buffers. Constants and
+buffers that are not persistent are no part of it, and are counted in a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.errors import CorruptFile
+from ckptool.formats.archive import read_json, read_text, zip_archive
+from ckptool.formats.base import Archive, Probe, Record
+from ckptool.formats.torch_zip import read_contents
+from ckptool.limits import Limits
+from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
+
+__all__ = ["PT2", "PT2Archive"]
+
+_FORMAT = "archive_format"
+_FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
+"""Up to 2.7; 2.1 called the same bytes `.json`."""
+_FLAT_PROGRAM = "serialized_exported_program.json"
+_MODELS, _WEIGHTS, _CONSTANTS = "models/", "data/weights/", "data/constants/"
+_COMPILED, _COMPILED_CONFIG = "data/aotinductor/", "/weights_config.json"
+
+_DTYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32",
+    8: "float64", 9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16",
+    28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz",
+    32: "float8_e5m2fnuz", 33: "float8_e8m0fnu", 34: "uint32", 35: "uint64",
+}  # fmt: skip
+"""`ScalarType` of torch/_export/serde/schema.py."""
+
+_VERSION = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
+_TAIL = 4096
+
+
+class PT2Archive:
+    """The format `pt2`."""
+
+    name = "pt2"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether `archive_format` says pt2, or a serialised program lies beside its state."""
+        archive = probe.archive
+        if archive is None:
+            return False
+        mark = archive.records.get(_FORMAT)
+        if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
+            return True
+        return _FLAT_PROGRAM in archive.records and _flat_record(archive) is not None
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The weights by name; of an archive with several models, those of each under its name.
+
+        Raises:
+            CorruptFile: the archive or a description in it is damaged.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        archive = probe.archive
+        if archive is None:
+            raise CorruptFile("this is no zip", file=probe.path)
+        reader = _Reader(archive, probe.limits)
+        flat = _flat_record(archive)
+        if flat is not None:
+            root = _nested(flat, probe.limits)
+        else:
+            models = reader.models()
+            root = next(iter(models.values())) if len(models) == 1 else models
+        return Checkpoint(
+            root, self.name, probe.path, _details(archive, reader), sources=archive.sources
+        )
+
+
+PT2 = PT2Archive()
+
+
+def _flat_record(archive: Archive) -> Record | None:
+    return next((archive.records[name] for name in _FLAT if name in archive.records), None)
+
+
+def _nested(record: Record, limits: Limits) -> Any:
+    """What a whole torch.save file in a record holds."""
+    return read_contents(zip_archive(record.data, limits), limits).unpickled.root
+
+
+class _Reader:
+    """Reads the descriptions of one archive; weights of one record share a storage."""
+
+    def __init__(self, archive: Archive, limits: Limits) -> None:
+        self.archive = archive
+        self.limits = limits
+        self.storages: dict[str, Storage] = {}
+        self.saved: dict[str, TensorRef] = {}
+        order = archive.records.get("byteorder")
+        self.byteorder = "little" if order is None else read_text(order, 64)
+
+    def models(self) -> OrderedMap:
+        """The weights of each model, by the model's name."""
+        models = OrderedMap()
+        names = self.archive.records
+        for name in names:
+            if name.startswith(_MODELS) and name.endswith(".json"):
+                model = name[len(_MODELS) : -len(".json")]
+                models[model] = self._exported(model)
+        for name in names:
+            if name.startswith(_COMPILED) and name.endswith(_COMPILED_CONFIG):
+                model = name[len(_COMPILED) : -len(_COMPILED_CONFIG)]
+                if model not in models:
+                    models[model] = self._compiled(names[name])
+        return models
+
+    def _exported(self, model: str) -> Any:
+        saved = self.archive.records.get(f"{_WEIGHTS}{model}.pt")
+        if saved is not None:
+            return _nested(saved, self.limits)
+        config = self._config(f"{_WEIGHTS}{model}_weights_config.json")
+        return OrderedMap((name, self._weight(name, about)) for name, about in config.items())
+
+    def _config(self, name: str) -> Mapping[str, Any]:
+        record = self.archive.records.get(name)
+        if record is None:
+            raise CorruptFile(f"record {name!r} is missing", file=self.archive.path)
+        config = read_json(record, self.limits).get("config")
+        if not isinstance(config, dict):
+            raise CorruptFile(f"record {name!r} describes no tensors", file=self.archive.path)
+        return config
+
+    def _weight(self, name: str, about: Any) -> TensorRef:
+        match about:
+            case {"path_name": str() as path, "use_pickle": True}:
+                return self._saved(path)
+            case {"path_name": str() as path, "tensor_meta": dict() as meta}:
+                tensor = self._tensor(name, path, meta)
+            case _:
+                raise self._corrupt(name, "has no description")
+        if about.get("is_param") is True:
+            return replace(tensor, wrapping=(Wrapping("parameter", tensor.requires_grad),))
+        return tensor
+
+    def _tensor(self, name: str, path: str, meta: dict[str, Any]) -> TensorRef:
+        dtype = meta.get("dtype")
+        if not isinstance(dtype, int) or dtype not in _DTYPES:
+            raise self._corrupt(name, f"has element type {dtype!r:.20}, which is not known")
+        tensor = TensorRef(
+            dtype=_DTYPES[dtype],
+            shape=self._counts(name, meta.get("sizes")),
+            stride=self._counts(name, meta.get("strides")),
+            offset=self._count(name, meta.get("storage_offset")),
+            storage=None,
+            device=self._device(name, meta.get("device")),
+            requires_grad=meta.get("requires_grad") is True,
+            kind="meta",
+        )
+        record = self._record(name, path)
+        if record.data.length == 0 and tensor.numel:
+            return tensor  # exported with fake weights: torch makes zeros of it
+        return replace(tensor, storage=self._storage(record, tensor.device), kind="strided")
+
+    def _storage(self, record: Record, device: str) -> Storage:
+        if record.name not in self.storages:
+            data = record.data
+            self.storages[record.name] = Storage(
+                record.name.rsplit("/", 1)[-1], data, data.length, device, self.byteorder,
+                record.crc32,
+            )  # fmt: skip
+        return self.storages[record.name]
+
+    def _saved(self, path: str) -> TensorRef:
+        """The tensor of a record that is a torch.save file."""
+        if path not in self.saved:
+            tensor = _nested(self._record(path, path), self.limits)
+            if not isinstance(tensor, TensorRef):
+                raise self._corrupt(path, "is no tensor")
+            self.saved[path] = tensor
+        return self.saved[path]
+
+    def _compiled(self, record: Record) -> OrderedMap:
+        weights = OrderedMap()
+        for name, about in read_json(record, self.limits).items():
+            match about:
+                case [str() as path, list() as shape, list() as stride, offset]:
+                    weights[name] = replace(
+                        self._saved(path),
+                        shape=tuple(self._count(name, size) for size in shape),
+                        stride=tuple(self._count(name, step) for step in stride),
+                        offset=self._count(name, offset),
+                    )
+                case _:
+                    raise self._corrupt(name, "has no description")
+        return weights
+
+    def _record(self, name: str, path: str) -> Record:
+        record = self.archive.records.get(f"{_WEIGHTS}{path}")
+        if record is None:
+            raise self._corrupt(name, f"should be in record '{_WEIGHTS}{path}', which is missing")
+        return record
+
+    def _device(self, name: str, device: Any) -> str:
+        match device:
+            case {"type": str() as kind, "index": int() as index}:
+                return f"{kind}:{index}"
+            case {"type": str() as kind}:
+                return kind
+        raise self._corrupt(name, "has no device")
+
+    def _counts(self, name: str, values: Any) -> tuple[int, ...]:
+        if not isinstance(values, list) or len(values) > self.limits.max_dimensions:
+            raise self._corrupt(name, "has no sizes")
+        return tuple(self._count(name, value) for value in values)
+
+    def _count(self, name: str, value: Any) -> int:
+        """A count, plain or as the schema's `SymInt`."""
+        if isinstance(value, dict):
+            value = value.get("as_int")
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        raise self._corrupt(name, "has a size that is no count")
+
+    def _corrupt(self, name: str, fact: str) -> CorruptFile:
+        return CorruptFile(f"weight {name!r} {fact}", file=self.archive.path)
+
+
+def _details(archive: Archive, reader: _Reader) -> Details:
+    payloads = [
+        record
+        for name, record in archive.records.items()
+        if name.startswith((_WEIGHTS, _CONSTANTS)) and not name.endswith(".json")
+    ]
+    flat = _flat_record(archive)
+    return Details(
+        size=archive.size,
+        writer="torch.export of torch 2.1 to 2.7" if flat else "torch.export of torch 2.8 or newer",
+        torch_version=_torch_version(archive),
+        byteorder=reader.byteorder,
+        storage_bytes=sum(record.data.length for record in (flat and [flat]) or payloads),
+        dead_bytes=archive.dead_bytes,
+        notes=(*archive.notes, *_notes(archive)),
+        layout=archive,
+    )
+
+
+def _torch_version(archive: Archive) -> str | None:
+    """The version that an exported program states, at the end of what may be many megabytes."""
+    for name, record in archive.records.items():
+        if name.startswith(_MODELS) and name.endswith(".json"):
+            start = max(record.data.length - _TAIL, 0)
+            stated = _VERSION.search(record.data.read(start))
+            return stated[1].decode() if stated else None
+    return None
+
+
+def _notes(archive: Archive) -> Iterator[str]:
+    yield "the exported program is left alone: its weights are read"
+    constants = [
+        name
+        for name in archive.records
+        if name.startswith(_CONSTANTS) and not name.endswith(".json")
+    ]
+    if constants:
+        yield (
+            f"{len(constants):,} records of constants and non-persistent buffers, which are no "
+            "part of its state dict, are not listed"
+        )

@@ -1,0 +1,302 @@
+"""What `torch.save` writes since 1.6, and since 1.4 when asked: a zip of a pickle and storages.
+
+Records in one folder: `data.pkl`, whose persistent ids name storages; `data/KEY` (`tensors/KEY` in
+1.4) with the bytes of each; `version`; since 2.1 `byteorder`; since 2.7 `.format_version` and
+`.storage_alignment`. After torch/serialization.py (`_save`, `_load`) and
+caffe2/serialize/inline_container.cc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, NotRepresentable
+from ckptool.files.output import Output
+from ckptool.files.strided import swap_bytes
+from ckptool.formats.archive import read_text
+from ckptool.formats.base import Archive, Probe, Record, WriteOptions, WritePlan
+from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
+from ckptool.limits import Limits
+from ckptool.model import Opaque, Storage, StorageRef
+from ckptool.symbolic import Unpickled, encode, unpickle
+from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
+
+__all__ = ["TORCH_ZIP", "Contents", "Storages", "TorchZip", "few", "read_contents"]
+
+PICKLE = "data.pkl"
+_PAYLOADS = ("data/", "tensors/")
+_FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
+_OURS = frozenset({PICKLE, *_FACTS, ".data/serialization_id", ".data/version"})
+_SHORT = 64
+"""Bytes that a record of a fact may have."""
+_POINTER = 1 << 16
+"""A key beyond it is no count but an address: torch before 1.9 used those."""
+ALIGNMENT = 64
+
+
+class Storages:
+    """The storages of an archive, made as a pickle names them; each key gives one object."""
+
+    def __init__(self, archive: Archive, byteorder: str) -> None:
+        """Look keys up in `archive`."""
+        self.archive = archive
+        self.byteorder = byteorder
+        self.by_key: dict[str, Storage] = {}
+        self.used: set[str] = set()
+        """Names of the records that a storage stands for."""
+        self._folded: dict[str, Record] | None = None
+
+    def load(self, pid: Any) -> Any:
+        """What a persistent id stands for.
+
+        Raises:
+            CorruptFile: the pid is malformed, its record is missing or of another length, or an
+                earlier pid of that key says something else.
+        """
+        if not is_storage_pid(pid):
+            return Opaque(None, (pid,), maker="persid")
+        parsed = parse_storage_pid(pid, self.archive.path)
+        storage = self.by_key.get(parsed.key)
+        if storage is None:
+            storage = self.by_key[parsed.key] = self._find(parsed)
+        elif storage.nbytes != parsed.nbytes or storage.device != parsed.device:
+            raise CorruptFile(
+                f"storage {parsed.key!r} has {storage.nbytes:,} bytes on {storage.device} at its "
+                f"first mention and {parsed.nbytes:,} on {parsed.device} at another",
+                file=self.archive.path,
+            )
+        return StorageRef(storage, parsed.dtype, parsed.untyped)
+
+    def find(self, name: str) -> Record | None:
+        """A record by name; as torch does it, without regard to ASCII case."""
+        record = self.archive.records.get(name)
+        if record is None:
+            if self._folded is None:
+                self._folded = {key.lower(): value for key, value in self.archive.records.items()}
+            record = self._folded.get(name.lower())
+        return record
+
+    def _find(self, pid: StoragePid) -> Storage:
+        record = self.find(f"data/{pid.key}") or self.find(f"tensors/{pid.key}")
+        if record is not None:
+            self.used.add(record.name)
+            return Storage(
+                pid.key, record.data, pid.nbytes, pid.device, self.byteorder, record.crc32
+            )
+        if pid.device == "meta":
+            return Storage(pid.key, None, pid.nbytes, pid.device)
+        raise CorruptFile(
+            f"storage {pid.key!r} is missing: the pickle names it and there is no record "
+            f"'data/{pid.key}'",
+            file=self.archive.path,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """An archive's pickle as a tree, with what else its records say."""
+
+    unpickled: Unpickled
+    storages: Storages
+    facts: dict[str, str]
+    """The text of `version`, `byteorder`, ... where there is such a record."""
+
+
+def read_contents(archive: Archive, limits: Limits) -> Contents:
+    """Read `data.pkl` and the records that state a fact.
+
+    Raises:
+        CorruptFile: there is no `data.pkl`, the pickle is damaged, or a storage lies.
+        LimitExceeded: the pickle asks for more than `limits`.
+    """
+    storages = Storages(archive, "little")
+    facts = {
+        name: read_text(record, _SHORT).strip()
+        for name in _FACTS
+        if (record := storages.find(name)) is not None
+    }
+    storages.byteorder = facts.get("byteorder", "little")
+    if storages.byteorder not in ("little", "big"):
+        raise CorruptFile(
+            f"its byte order is {storages.byteorder!r}, neither 'little' nor 'big'",
+            file=archive.path,
+        )
+    record = storages.find(PICKLE)
+    if record is None:
+        raise CorruptFile("the archive has no record 'data.pkl'", file=archive.path)
+    unpickled = unpickle(
+        record.data,
+        persistent_load=storages.load,
+        nested=NestedStreams(archive.path, limits, record.data.length).load,
+        limits=limits,
+    )
+    return Contents(unpickled, storages, facts)
+
+
+class TorchZip:
+    """The format `torch-zip`."""
+
+    name = "torch-zip"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
+        archive = probe.archive
+        if archive is None:
+            return False
+        storages = Storages(archive, "little")
+        return storages.find(PICKLE) is not None and storages.find("constants.pkl") is None
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The checkpoint, over the zip directory and the pickle.
+
+        Raises:
+            CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        archive = probe.archive
+        if archive is None:
+            raise CorruptFile("this is no zip", file=probe.path)
+        contents = read_contents(archive, probe.limits)
+        return Checkpoint(
+            contents.unpickled.root,
+            self.name,
+            probe.path,
+            _details(archive, contents, is_zip=not probe.is_folder),
+            sources=archive.sources,
+        )
+
+    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+        """The zip that torch 2.13 would write, but for its `.data/serialization_id`.
+
+        That record is a hash for torch's own logging, which nothing reads.
+
+        Raises:
+            NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
+        """
+        encoded = encode(checkpoint.root)
+        records = [
+            literal(PICKLE, encoded.data),
+            literal(".format_version", b"1"),
+            literal(".storage_alignment", str(ALIGNMENT).encode()),
+            literal("byteorder", b"little"),
+        ]
+        for index, storage in enumerate(encoded.storages):
+            records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
+        records.append(literal("version", b"3\n"))
+        new = plan_zip("archive", records, ALIGNMENT)
+        return WritePlan(
+            self.name, new.size, new.write, tensors=sum(1 for _ in checkpoint.tensors())
+        )
+
+
+TORCH_ZIP = TorchZip()
+
+
+def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
+    """The record `data/INDEX`, its bytes little-endian; `dtype` tells what a change reverses."""
+    data = storage.data
+    if data is None:
+        raise NotRepresentable(
+            f"storage {storage.key!r} is on the {storage.device} device and has no bytes to write",
+            file=file,
+        )
+    swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
+
+    def write(output: Output) -> int:
+        if swap > 1:
+            return output.stream(_swapped(data.blocks(), swap))
+        if storage.crc32 is not None and not storage.compressed:
+            output.copy(data)
+            return storage.crc32
+        crc = output.copy_checked(data)
+        if storage.crc32 not in (None, crc):
+            raise CorruptFile(
+                f"storage {storage.key!r} is damaged: its bytes do not have the CRC-32 "
+                "that the zip directory states",
+                file=data.source.name,
+            )
+        return crc
+
+    return NewRecord(f"data/{index}", storage.nbytes, write)
+
+
+def _swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """The other byte order; bytes at the end that are no whole element stay as they are."""
+    for block in blocks:
+        whole = len(block) - len(block) % size
+        yield swap_bytes(block[:whole], size) + block[whole:]
+
+
+def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
+    unpickled, used = contents.unpickled, contents.storages.used
+    payloads = [record for name, record in archive.records.items() if name.startswith(_PAYLOADS)]
+    unused = [record for record in payloads if record.name not in used]
+    unused_bytes = sum(record.data.length for record in unused)
+    return Details(
+        size=archive.size,
+        writer=_writer(archive, contents),
+        byteorder=contents.storages.byteorder,
+        protocol=unpickled.protocol,
+        globals=unpickled.globals,
+        opcodes=unpickled.opcodes,
+        storage_bytes=sum(record.data.length for record in payloads),
+        dead_bytes=archive.dead_bytes + unused_bytes,
+        notes=(*archive.notes, *_notes(archive, contents, unused, is_zip=is_zip)),
+        layout=archive,
+    )
+
+
+def _notes(
+    archive: Archive, contents: Contents, unused: list[Record], *, is_zip: bool
+) -> Iterator[str]:
+    records = archive.records
+    if is_zip and not archive.folder:
+        yield "torch refuses this file because its records do not stand in a folder"
+    version = contents.facts.get("version")
+    if is_zip and version is None and contents.storages.find(".data/version") is None:
+        yield "torch refuses this file because it has no record 'version'"
+    elif version is not None and not (version.isdecimal() and 1 <= int(version) <= 10):
+        yield f"torch refuses this file because its version is {version!r}, not between 1 and 10"
+    compressed = [name for name, record in records.items() if record.compressed]
+    if compressed:
+        yield (
+            f"{few(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
+            "a rewrite stores them plainly"
+        )
+    if unused:
+        yield f"{few([r.name for r in unused])} not referred to by the pickle; a rewrite drops them"
+    extra = [n for n in records if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
+    if extra:
+        yield f"{few(extra)} not part of a checkpoint; a rewrite drops them"
+
+
+def few(names: list[str]) -> str:
+    """The subject of a sentence: the names, or the first of them, with the verb."""
+    if len(names) == 1:
+        return f"record {names[0]!r} is"
+    shown = ", ".join(repr(name) for name in names[:3])
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return f"records {shown}{more} are"
+
+
+def _writer(archive: Archive, contents: Contents) -> str:
+    """Which torch lays a file out like this."""
+    facts, keys = contents.facts, contents.storages.by_key
+    if facts.get("version") == "1":
+        return "torch 1.4"
+    if facts.get("version") == "2":
+        return "torch 1.5"
+    if ".format_version" in facts:
+        return "torch 2.7 or newer"
+    if "byteorder" in facts:
+        return "torch 2.1 to 2.6"
+    if not keys:
+        return "torch 1.6 to 2.0"
+    if all(key.isdecimal() and int(key) >= _POINTER for key in keys):
+        return "torch 1.6 to 1.8"
+    return "torch 1.9 to 2.0" if archive.folder in ("archive", "") else "torch 1.13 or 2.0"

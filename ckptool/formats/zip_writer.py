@@ -1,0 +1,190 @@
+"""A zip laid out as torch's writer does it: stored, aligned, sizes known before a byte is written.
+
+After third_party/miniz-3.0.2/miniz.c (`mz_zip_writer_add_mem_ex_v2`) and
+caffe2/serialize/inline_container.cc (`getPadding`). Records begin at multiples of the alignment;
+their sizes stand in a data descriptor behind them; the zip64 end record is always there.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptool.errors import WriteError
+from ckptool.files.output import Output
+
+__all__ = ["NewRecord", "NewZip", "literal", "plan_zip"]
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR64 = struct.Struct("<4sI2Q")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+_PADDING_HEADER = struct.Struct("<2sH")
+_FIELD_HEADER = struct.Struct("<2H")
+
+_FAR, _MANY = 0xFFFFFFFF, 0xFFFF
+_UTF8, _WITH_DESCRIPTOR = 1 << 11, 1 << 3
+_MADE_BY, _NEEDED = 0x031E, 45
+_ZIP64 = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A record to be written: its name within the folder, its size, and how to write its bytes."""
+
+    name: str
+    size: int
+    write: Callable[[Output], int]
+    """Writes exactly `size` bytes and returns their CRC-32."""
+
+
+def literal(name: str, data: bytes) -> NewRecord:
+    """A record of bytes at hand."""
+
+    def write(output: Output) -> int:
+        output.write(data)
+        return zlib.crc32(data)
+
+    return NewRecord(name, len(data), write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a record goes; every field of its headers but the CRC follows from that."""
+
+    record: NewRecord
+    name: bytes
+    header: int
+    """Offset of the local header."""
+    alignment: int
+
+    @property
+    def size(self) -> int:
+        return self.record.size
+
+    @property
+    def wide(self) -> bool:
+        """Whether its headers need a zip64 field."""
+        return self.size >= _FAR or self.header >= _FAR
+
+    @property
+    def flags(self) -> int:
+        return _UTF8 | (_WITH_DESCRIPTOR if self.size else 0)
+
+    @property
+    def payload(self) -> int:
+        """Offset of the first byte of content: the next multiple of the alignment."""
+        least = self.header + _LOCAL.size + len(self.name) + len(self.wide_field(local=True))
+        least += _PADDING_HEADER.size
+        return -(-least // self.alignment) * self.alignment
+
+    @property
+    def end(self) -> int:
+        descriptor = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
+        return self.payload + self.size + (descriptor.size if self.size else 0)
+
+    def wide_field(self, *, local: bool) -> bytes:
+        """The zip64 field: sizes that do not fit (packed size 0 in a local header), then offset."""
+        values = []
+        if self.size >= _FAR:
+            values += [self.size, 0 if local else self.size]
+        if self.header >= _FAR:
+            values.append(self.header)
+        if not values:
+            return b""
+        return struct.pack(f"<2H{len(values)}Q", _ZIP64, 8 * len(values), *values)
+
+    def local_header(self) -> bytes:
+        """Header, name and extra field, padded so that the payload is aligned."""
+        wide = self.wide_field(local=True)
+        fixed = self.header + _LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
+        padding = self.payload - fixed
+        extra = wide + _PADDING_HEADER.pack(b"FB", padding) + b"Z" * padding
+        return (
+            _LOCAL.pack(b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+            + self.name
+            + extra
+        )
+
+    def descriptor(self, crc: int) -> bytes:
+        """What stands behind the payload; nothing behind an empty one."""
+        if not self.size:
+            return b""
+        layout = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
+        return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
+
+    def entry(self, crc: int) -> bytes:
+        """The directory's entry."""
+        wide = self.wide_field(local=False)
+        size, header = min(self.size, _FAR), min(self.header, _FAR)
+        lengths = (len(self.name), len(wide), 0)
+        fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
+        return _ENTRY.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
+
+    @property
+    def entry_size(self) -> int:
+        return _ENTRY.size + len(self.name) + len(self.wide_field(local=False))
+
+
+@dataclass(frozen=True, slots=True)
+class NewZip:
+    """A zip that is not written yet."""
+
+    places: tuple[_Place, ...]
+    size: int
+    """Bytes of the whole file."""
+
+    def write(self, output: Output) -> None:
+        """Write all of it.
+
+        Raises:
+            WriteError: a record turned out longer or shorter than it was said to be.
+        """
+        start = output.tell()
+        directory = []
+        for place in self.places:
+            output.write(place.local_header())
+            crc = place.record.write(output)
+            if output.tell() != start + place.payload + place.size:
+                raise WriteError(
+                    f"record {place.record.name!r} should have {place.size:,} bytes and has "
+                    f"{output.tell() - start - place.payload:,}"
+                )
+            output.write(place.descriptor(crc))
+            directory.append(place.entry(crc))
+        offset = output.tell() - start
+        content = b"".join(directory)
+        output.write(content + _end_records(len(directory), offset, len(content)))
+
+
+def _end_records(entries: int, offset: int, length: int) -> bytes:
+    end64 = offset + length
+    return (
+        _END64.pack(
+            b"PK\x06\x06", _END64.size - 12, _MADE_BY, _NEEDED, 0, 0, entries, entries, length,
+            offset,
+        )
+        + _LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
+        + _END.pack(
+            b"PK\x05\x06", 0, 0, min(entries, _MANY), min(entries, _MANY), min(length, _FAR),
+            min(offset, _FAR), 0,
+        )
+    )  # fmt: skip
+
+
+def plan_zip(folder: str, records: Sequence[NewRecord], alignment: int) -> NewZip:
+    """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`."""
+    places = []
+    position = directory = 0
+    for record in records:
+        place = _Place(record, f"{folder}/{record.name}".encode(), position, alignment)
+        places.append(place)
+        position = place.end
+        directory += place.entry_size
+    size = position + directory + _END64.size + _LOCATOR.size + _END.size
+    return NewZip(tuple(places), size)
