@@ -87,7 +87,7 @@ def _array(
         return made
     name, order = known
     if any(type(size) is not int or size < 0 for size in shape):
-        raise CorruptFile(f"a numpy array has the shape {list(shape)!r}", file=file)
+        raise CorruptFile("a numpy array has a shape that is not all sizes", file=file)
     expected = math.prod(shape) * BY_NAME[name].itemsize
     if expected != len(raw):
         raise CorruptFile(

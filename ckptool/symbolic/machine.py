@@ -76,12 +76,14 @@ class Machine:
                 position = handlers[opcode](self, start + 1)
         except CheckpointError:
             raise
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if start >= len(data):
                 raise self.cut_short() from error
             raise self.damaged(start, error) from error
         except (EOFError, struct.error) as error:
             raise self.cut_short() from error
+        except RecursionError as error:
+            raise LimitExceeded("calls in its pickle are nested too deep", file=self.file) from error
 
     def cut_short(self) -> CorruptFile:
         """The error for a pickle that goes on behind the end of its data."""

@@ -29,7 +29,7 @@ def ints(values: Any) -> tuple[int, ...]:
     """Sizes or strides, which must be integers and nothing that only compares like them."""
     result = tuple(values)
     if set(map(type, result)) - {int}:
-        raise TypeError(f"{values!r:.80} are not all integers")
+        raise TypeError("sizes, strides and offsets must be integers")
     return result
 
 
@@ -88,7 +88,7 @@ def flags_of(metadata: list[Any]) -> tuple[str, ...]:
 def element_type(node: Any) -> str:
     """Torch's name of the element type that a global stands for."""
     if not isinstance(node, Global) or node.dtype is None:
-        shown = node.qualified if isinstance(node, Global) else repr(node)[:60]
+        shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
         raise ValueError(f"{shown} is no element type that is known")
     return node.dtype
 

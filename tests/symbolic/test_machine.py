@@ -27,12 +27,14 @@ scalars = (
 keys = st.text() | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner)
-    | st.dictionaries(keys, inner)
-    | st.tuples(inner, inner)
-    | st.tuples(inner, inner, inner, inner)
-    | st.sets(st.integers() | st.text())
-    | st.frozensets(st.integers()),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(keys, inner)
+        | st.tuples(inner, inner)
+        | st.tuples(inner, inner, inner, inner)
+        | st.sets(st.integers() | st.text())
+        | st.frozensets(st.integers())
+    ),
     max_leaves=20,
 )
 
@@ -128,7 +130,10 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
         seen.append(pid)
         return Opaque(None, (pid,), maker="persid")
 
-    read(b"P('storage', <class 'torch.FloatStorage'>, '948', 'cpu', 2, None)\n.", persistent_load=load)
+    read(
+        b"P('storage', <class 'torch.FloatStorage'>, '948', 'cpu', 2, None)\n.",
+        persistent_load=load,
+    )
     read(b"P94\n.", persistent_load=load)
     assert seen == [("storage", Global("torch", "FloatStorage"), "948", "cpu", 2, None), "94"]
 
