@@ -27,6 +27,7 @@ ROOMS = [
     "inspection",
     "loading",
     "conversion",
+    "conversion",
     "api",
     "render",
     "cli",

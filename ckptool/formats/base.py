@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-import os
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Output
 from ckptool.limits import Limits

@@ -1,0 +1,129 @@
+"""Open, explain, compare, repair and convert PyTorch checkpoints, without running them.
+
+    with ckptool.open("model.pth") as checkpoint:          # reads the header only
+        checkpoint["state_dict"]["module.fc.weight"].shape
+
+    model.load_state_dict(ckptool.load_state_dict("model.pth"))
+
+The names below are imported when they are first used, so that `import ckptool` costs nothing and
+torch is imported only by what makes tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ckptool._version import __version__
+
+if TYPE_CHECKING:
+    from ckptool.api import (
+        add_module,
+        convert,
+        info,
+        list_tensors,
+        open,
+        remap,
+        strip_module,
+    )
+    from ckptool.checkpoint import Change, Checkpoint, Details
+    from ckptool.errors import (
+        AmbiguousName,
+        CheckpointError,
+        CorruptFile,
+        DeviceError,
+        FileDenied,
+        FileMissing,
+        LimitExceeded,
+        NameCollision,
+        NoSpace,
+        NotACheckpoint,
+        NotFound,
+        NotRepresentable,
+        TargetExists,
+        TorchMissing,
+        TruncatedFile,
+        UnreadableFile,
+        UnsupportedFormat,
+        UsageError,
+        WriteDenied,
+        WriteError,
+    )
+    from ckptool.limits import Limits
+    from ckptool.loading import load, load_state_dict
+    from ckptool.model import Opaque, Storage, TensorRef
+    from ckptool.writing import Receipt
+
+_HOMES = {
+    "ckptool.api": (
+        "add_module", "convert", "info", "list_tensors", "open", "remap", "strip_module",
+    ),
+    "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
+    "ckptool.errors": (
+        "AmbiguousName", "CheckpointError", "CorruptFile", "DeviceError", "FileDenied",
+        "FileMissing", "LimitExceeded", "NameCollision", "NoSpace", "NotACheckpoint", "NotFound",
+        "NotRepresentable", "TargetExists", "TorchMissing", "TruncatedFile", "UnreadableFile",
+        "UnsupportedFormat", "UsageError", "WriteDenied", "WriteError",
+    ),
+    "ckptool.limits": ("Limits",),
+    "ckptool.loading": ("load", "load_state_dict"),
+    "ckptool.model": ("Opaque", "Storage", "TensorRef"),
+    "ckptool.writing": ("Receipt",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AmbiguousName",
+    "Change",
+    "Checkpoint",
+    "CheckpointError",
+    "CorruptFile",
+    "Details",
+    "DeviceError",
+    "FileDenied",
+    "FileMissing",
+    "LimitExceeded",
+    "Limits",
+    "NameCollision",
+    "NoSpace",
+    "NotACheckpoint",
+    "NotFound",
+    "NotRepresentable",
+    "Opaque",
+    "Receipt",
+    "Storage",
+    "TargetExists",
+    "TensorRef",
+    "TorchMissing",
+    "TruncatedFile",
+    "UnreadableFile",
+    "UnsupportedFormat",
+    "UsageError",
+    "WriteDenied",
+    "WriteError",
+    "__version__",
+    "add_module",
+    "convert",
+    "info",
+    "list_tensors",
+    "load",
+    "load_state_dict",
+    "open",
+    "remap",
+    "strip_module",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

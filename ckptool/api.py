@@ -1,0 +1,123 @@
+"""The library's verbs: what `ckptool` does on a command line, as functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, overload
+
+from ckptool import inspection, transforms
+from ckptool.checkpoint import Checkpoint
+from ckptool.conversion import convert
+from ckptool.formats import open_checkpoint
+from ckptool.inspection import Info, Listing
+from ckptool.limits import DEFAULT_LIMITS, Limits
+
+__all__ = ["add_module", "convert", "info", "list_tensors", "open", "remap", "strip_module"]
+
+Source = str | os.PathLike[str] | Checkpoint
+StateDict = Mapping[Any, Any]
+
+
+def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:  # noqa: A001
+    """The checkpoint in a file or folder; only its header is read, nothing of it is run.
+
+    Close it, or use it as a context manager.
+
+    Raises:
+        FileMissing: there is no such file.
+        NotACheckpoint: it is something else; the message says what.
+        UnsupportedFormat: a checkpoint of a kind that is not read.
+        CorruptFile: it breaks a rule of its format (`TruncatedFile`: it ends too early).
+        LimitExceeded: it asks for more than `limits` allows.
+    """
+    return open_checkpoint(path, limits=limits)
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[Checkpoint]:
+    """A checkpoint that is open already, or one opened for as long as this lasts."""
+    if isinstance(source, Checkpoint):
+        yield source
+        return
+    with open_checkpoint(source) as checkpoint:
+        yield checkpoint
+
+
+def info(source: Source) -> Info:
+    """What a checkpoint is, in one look: sections, wrappers, devices, what blocks weights_only.
+
+    Raises:
+        UnreadableFile: `source` is a path that cannot be opened as a checkpoint.
+    """
+    with _opened(source) as checkpoint:
+        return inspection.info(checkpoint)
+
+
+def list_tensors(source: Source, *, hash: bool = False) -> Listing:  # noqa: A002
+    """Every tensor, value and object of a checkpoint; with `hash`, the sha256 of each content.
+
+    Raises:
+        UnreadableFile: `source` is a path that cannot be opened as a checkpoint.
+    """
+    with _opened(source) as checkpoint:
+        return inspection.list_tensors(checkpoint, hash=hash)
+
+
+@overload
+def strip_module(state: Checkpoint, **options: Any) -> Checkpoint: ...
+@overload
+def strip_module(state: StateDict, **options: Any) -> dict[Any, Any]: ...
+def strip_module(state: Checkpoint | StateDict, **options: Any) -> Checkpoint | dict[Any, Any]:
+    """Wrapper components (`module.`, `_orig_mod.`, ...) taken off every name; a new dict.
+
+    Every state dict inside is treated, `_metadata` and optimizer names follow, the tensors are
+    the same objects, and the argument is not touched.
+
+    Args:
+        state: A state dict, a dict that holds some, or an open checkpoint.
+        options: `only` (one wrapper kind), `levels` (stop after so many), `at` (the path of a
+            submodule whose wrapper goes).
+
+    Raises:
+        NameCollision: two names would become one.
+    """
+    if isinstance(state, Checkpoint):
+        return transforms.strip_module(state, **options)
+    return transforms.strip_module_dict(state, **options)
+
+
+@overload
+def add_module(state: Checkpoint, **options: Any) -> Checkpoint: ...
+@overload
+def add_module(state: StateDict, **options: Any) -> dict[Any, Any]: ...
+def add_module(state: Checkpoint | StateDict, **options: Any) -> Checkpoint | dict[Any, Any]:
+    """`module.` put before every name, as a DataParallel model wants them; a new dict.
+
+    Args:
+        state: A state dict, a dict that holds some, or an open checkpoint.
+        options: `wrapper`, another component than `module`.
+    """
+    if isinstance(state, Checkpoint):
+        return transforms.add_module(state, **options)
+    return transforms.add_module_dict(state, **options)
+
+
+@overload
+def remap(state: Checkpoint, rules: Mapping[str, str]) -> Checkpoint: ...
+@overload
+def remap(state: StateDict, rules: Mapping[str, str]) -> dict[Any, Any]: ...
+def remap(
+    state: Checkpoint | StateDict, rules: Mapping[str, str]
+) -> Checkpoint | dict[Any, Any]:
+    """Devices by `rules`, all at once: `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`, `{"*": "cpu"}`.
+
+    In a checkpoint the tags are rewritten; the tensors of a dict in memory are moved.
+
+    Raises:
+        DeviceError: a device word that is none, or something that cannot be moved.
+    """
+    if isinstance(state, Checkpoint):
+        return transforms.remap(state, rules)
+    return transforms.remap_dict(state, rules)
