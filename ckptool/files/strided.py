@@ -1,13 +1,44 @@
-"""Elements of a strided tensor as row-major bytes, without torch or numpy, in bounded memory."""
+"""Elements of a strided tensor as row-major bytes, without torch or numpy, in bounded memory.
+
+A view is cut into boxes whose content fits a buffer. Of a box, what lies close together in the file
+is read at once, several such runs side by side in a tile, and moved to its place by slices with a
+step, which Python executes in C.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import operator
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
+from ckptool.errors import UsageError
 from ckptool.files.source import BLOCK, ByteRange
 
 __all__ = ["flip_signs", "narrow", "row_major", "swap_bytes"]
+
+FORMATS = {2: "H", 4: "I", 8: "Q"}
+UNITS = (8, 4, 1)
+"""Bytes moved as one. Pairs go byte by byte: a bytearray is sliced ten times as fast as a view."""
+Cells = bytearray | memoryview
+GAP = 4096
+"""Bytes that are cheaper to read over than to ask the system a second time."""
+WIDE = 8
+"""Blocks in a box whose content lies far apart: a wider box has longer runs."""
+PADDING = 64
+"""Bytes between the runs of a tile, so that a power of two does not hit one cache set."""
+CALL_COST = 64
+"""What a slice costs, in elements moved one by one."""
+
+
+class Axis(NamedTuple):
+    """One dimension: its size, its step in the source and its step in the result, in elements."""
+
+    size: int
+    step: int
+    place: int = 0
 
 
 def row_major(
@@ -21,23 +52,287 @@ def row_major(
 ) -> Iterator[bytes]:
     """The elements of a view of `data` in row-major order, about `block` bytes at a time.
 
-    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`.
+    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Never
+    more than some ten blocks are held, however far apart the elements lie.
     """
-    raise NotImplementedError
+    if 0 in shape:
+        return
+    unit = next(size for size in UNITS if itemsize % size == 0)
+    parts = itemsize // unit
+    shape, stride = (*shape, parts), (*(step * parts for step in stride), 1)
+    offset, itemsize = offset * parts, unit
+    axes = _joined(shape, stride)
+    if not axes or (len(axes) == 1 and axes[0].step == 1):
+        run = data.slice(offset * itemsize, prod(shape) * itemsize)
+        yield from run.blocks(max(block - block % 16, 16))
+        return
+    limit = max(block // itemsize, 1)
+    first, last = _reach(axes)
+    data.slice((offset + first) * itemsize, (last - first + 1) * itemsize)  # or it is truncated
+    for start, box in _boxes(axes, limit):
+        yield from _content(data, itemsize, offset + start, box, limit)
+
+
+def _content(
+    data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
+) -> Iterator[bytes]:
+    """The elements of a box that begins at element `start` of `data`, in blocks of `limit`."""
+    buffer = bytearray(prod(axis.size for axis in box) * itemsize)
+    _fill(buffer, data, itemsize, start, box, limit)
+    for begin in range(0, len(buffer), limit * itemsize):
+        yield bytes(memoryview(buffer)[begin : begin + limit * itemsize])
+
+
+def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
+    """The dimensions of a view, those of size 1 left out and those that run on joined."""
+    axes: list[Axis] = []
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if axes and axes[-1].step == size * step:
+            axes[-1] = Axis(axes[-1].size * size, step)
+        else:
+            axes.append(Axis(size, step))
+    return axes
+
+
+def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
+    """The lowest and the highest element that these axes reach, counted from the first."""
+    low = sum((axis.size - 1) * axis.step for axis in axes if axis.step < 0)
+    return low, low + _span(axes) - 1
+
+
+def _boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
+    """Boxes of consecutive elements, each with its start in the source, to cover the view.
+
+    A box holds at most `limit` elements, `WIDE` times that where they are scattered.
+    """
+    cut, rows = _cut(axes, limit)
+    if _span([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
+        cut, rows = _cut(axes, limit * WIDE)
+    places = [prod(axis.size for axis in axes[index + 1 :]) for index in range(len(axes))]
+    axes = [axis._replace(place=place) for axis, place in zip(axes, places, strict=True)]
+    size, step, _ = axes[cut]
+    for start in _starts(axes[:cut]):
+        for row in range(0, size, rows):
+            first = axes[cut]._replace(size=min(rows, size - row))
+            yield start + row * step, [first, *axes[cut + 1 :]]
+
+
+def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
+    """The axis along which to cut, and how many of its rows a box of `limit` elements takes."""
+    inner = 1
+    for index in range(len(axes) - 1, 0, -1):
+        if inner * axes[index].size > limit:
+            return index, max(limit // inner, 1)
+        inner *= axes[index].size
+    return 0, min(max(limit // inner, 1), axes[0].size)
+
+
+def _starts(axes: Sequence[Axis]) -> Iterator[int]:
+    """Where in the source each index of the outer axes leads, in order."""
+    if not axes:
+        yield 0
+        return
+    for index in range(axes[0].size):
+        for start in _starts(axes[1:]):
+            yield index * axes[0].step + start
+
+
+def _span(axes: Sequence[Axis]) -> int:
+    """Elements of the source from the first to the last that these axes reach."""
+    return 1 + sum((axis.size - 1) * abs(axis.step) for axis in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How to read a box: `run` at once, `rows` of them along `along` in a tile, `rest` in turn.
+
+    `pitch` elements of the tile lie between rows; where that is the step of the file too
+    (`dense`), a tile is read at once.
+    """
+
+    run: list[Axis]
+    along: Axis
+    rows: int
+    pitch: int
+    dense: bool
+    rest: list[Axis]
+
+
+def _tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
+    """The run is what lies close together in the file; a tile has about `tile` elements."""
+    axes = sorted(axes, key=lambda axis: axis.step)
+    run: list[Axis] = []
+    while axes:
+        span, axis = _span(run), axes.pop(0)
+        if (axis.step - span) * itemsize > max(GAP, span * itemsize):
+            pitch = span + PADDING // itemsize
+            return _Tiling(run, axis, min(max(tile // pitch, 1), axis.size), pitch, False, axes)
+        if _span([*run, axis]) > tile:
+            rows = min(max((tile - span) // axis.step, 1), axis.size)
+            return _Tiling(run, axis, rows, axis.step, True, axes)
+        run.append(axis)
+    return _Tiling(run, Axis(1, 0), 1, 0, True, [])
+
+
+def _fill(
+    target: bytearray, data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
+) -> None:
+    """Put the elements of `box`, which begins at element `start` of `data`, into `target`."""
+    place, axes = 0, []
+    for size, step, pitch in box:  # walk the file forwards whatever the sign of a step
+        back = size - 1 if step < 0 else 0
+        start, place = start + back * step, place + back * pitch
+        axes.append(Axis(size, abs(step), -pitch if back else pitch))
+    tiling = _tiling(axes, itemsize, max(limit // 4, 1))
+    tile = bytearray((tiling.rows * tiling.pitch + _span(tiling.run)) * itemsize)
+    cells, places = _cells(tile, itemsize), _cells(target, itemsize)
+    along = tiling.along
+    for origin, goal in _corners(list(reversed(tiling.rest)), start, place):
+        for row in range(0, along.size, tiling.rows):
+            rows = min(tiling.rows, along.size - row)
+            _read(memoryview(tile), data, itemsize, origin + row * along.step, rows, tiling)
+            _move(
+                places,
+                cells,
+                [*tiling.run, Axis(rows, tiling.pitch, along.place)],
+                goal + row * along.place,
+            )
+
+
+def _cells(buffer: bytearray, itemsize: int) -> Cells:
+    """The buffer as a sequence of elements of `itemsize` bytes."""
+    return buffer if itemsize == 1 else memoryview(buffer).cast(FORMATS[itemsize])
+
+
+def _read(
+    tile: memoryview, data: ByteRange, itemsize: int, first: int, rows: int, tiling: _Tiling
+) -> None:
+    """Read `rows` runs into the tile, the first from element `first`."""
+    base, size = data.offset + first * itemsize, _span(tiling.run) * itemsize
+    if tiling.dense:
+        data.source.read_into(base, tile[: (rows - 1) * tiling.pitch * itemsize + size])
+        return
+    read, pitch, step = data.source.read_into, tiling.pitch * itemsize, tiling.along.step * itemsize
+    for row in range(rows):
+        read(base + row * step, tile[row * pitch : row * pitch + size])
+
+
+def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
+    """Where each index of `axes` leads, in the source and in the result."""
+    corners = [(start, place)]
+    for size, step, pitch in axes:
+        corners = [
+            (origin + index * step, goal + index * pitch)
+            for origin, goal in corners
+            for index in range(size)
+        ]
+    return corners
+
+
+def _cost(axis: Axis) -> float:
+    """What an element moved along this axis costs; steps in the tile stay in the cache."""
+    return CALL_COST / axis.size + (abs(axis.place) > 8) + (axis.step != 1) / 2
+
+
+def _move(target: Cells, cells: Cells, axes: list[Axis], place: int) -> None:
+    """Move the elements of a tile to their places, by slices along the axis that is best for it."""
+    axes = [axis for axis in axes if axis.size > 1] or [Axis(1, 1, 1)]
+    best = min(axes, key=_cost)
+    axes.remove(best)
+    size, step, pitch = best
+    itemsize = 1 if isinstance(cells, bytearray) else cells.itemsize
+    for origin, goal in _corners(axes, 0, place):
+        if step:
+            run = cells[origin : origin + (size - 1) * step + 1 : step]
+        else:
+            run = _cells(bytearray(cells[origin : origin + 1]) * size, itemsize)
+        stop = goal + size * pitch
+        target[goal : stop if stop >= 0 else None : pitch] = run
 
 
 def swap_bytes(data: bytes, size: int) -> bytes:
-    """`data` with each group of `size` bytes reversed."""
-    raise NotImplementedError
+    """`data` with each group of `size` bytes (1, 2, 4 or 8) reversed."""
+    if size == 1:
+        return data
+    items = array(FORMATS[size], data)
+    items.byteswap()
+    return items.tobytes()
+
+
+_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 
 
 def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...]) -> bytes:
-    """Apply torch's lazy `conj` and `neg` bits to little-endian floats of `size` bytes."""
-    raise NotImplementedError
+    """Apply torch's lazy `conj` and `neg` bits to little-endian floats of `size` bytes.
+
+    `size` is that of one component of a complex number; `data` holds whole numbers. `neg` flips
+    every sign, `conj` those of the imaginary parts.
+    """
+    flipped = bytearray(data)
+    if "neg" in flags:
+        flipped[size - 1 :: size] = flipped[size - 1 :: size].translate(_FLIPPED)
+    if "conj" in flags and is_complex:
+        imaginary = slice(2 * size - 1, None, 2 * size)
+        flipped[imaginary] = flipped[imaginary].translate(_FLIPPED)
+    return bytes(flipped)
 
 
 def narrow(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, index: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, stride and offset of `view[index]` by basic indexing (integers, slices, `...`)."""
-    raise NotImplementedError
+    """Shape, stride and offset of `view[index]` by basic indexing (integers, slices, `...`).
+
+    Raises:
+        UsageError: an index that is out of range, of another kind, or one too many.
+    """
+    sizes: list[int] = []
+    steps: list[int] = []
+    items = _completed(index, len(shape))
+    for axis, (item, size, step) in enumerate(zip(items, shape, stride, strict=True)):
+        if isinstance(item, slice):
+            first, stop, by = _bounds(item, size)
+            offset += first * step
+            sizes.append(max(0, -(-(stop - first) // by)))
+            steps.append(step * by)
+        else:
+            offset += _position(item, size, axis) * step
+    return tuple(sizes), tuple(steps), offset
+
+
+def _completed(index: Any, dimensions: int) -> list[Any]:
+    """One item for each dimension: the ellipsis spelled out, what is missing filled up."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    dots = [position for position, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1:
+        raise UsageError("an index can have a single ellipsis ('...')")
+    missing = dimensions - len(items) + len(dots)
+    if missing < 0:
+        raise UsageError(f"{len(items) - len(dots)} indices for {dimensions} dimensions")
+    at = dots[0] if dots else len(items)
+    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+
+
+def _bounds(item: slice, size: int) -> tuple[int, int, int]:
+    try:
+        first, stop, step = item.indices(size)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"cannot slice by {item}: {error}") from error
+    if step < 1:
+        raise UsageError(f"cannot slice by {item}: the step must be positive")
+    return first, stop, step
+
+
+def _position(item: Any, size: int, axis: int) -> int:
+    if isinstance(item, bool):
+        raise UsageError("cannot index with a bool; only integers, slices and '...' are taken")
+    try:
+        position = operator.index(item)
+    except TypeError as error:
+        raise UsageError(
+            f"cannot index with {type(item).__name__}; only integers, slices and '...' are taken"
+        ) from error
+    if not -size <= position < size:
+        raise UsageError(f"index {position} is out of range for dimension {axis} of size {size}")
+    return position % size
