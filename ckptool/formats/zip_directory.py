@@ -43,9 +43,9 @@ class End:
     offset: int
     length: int
     start: int
-    """Offset of the first end record: the directory cannot reach further."""
+    """Offset of the first end record: the directory ends there."""
     size: int
-    """Bytes of the end records and the comment."""
+    """Bytes of the end records, the comment and what follows."""
 
 
 class Entry(NamedTuple):
@@ -84,11 +84,14 @@ def find_end(data: ByteRange) -> End | None:
     if on_disk != entries:
         raise _corrupt(data, f"the zip states {entries:,} records, and {on_disk:,} on its disk")
     end = wide or end
-    if end.offset + end.length > end.start:
+    shift = end.start - end.offset - end.length
+    if shift:
+        if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, b"PK\x05\x06"):
+            _refuse_shifted(data, shift)
         raise _corrupt(
             data,
-            f"the zip directory of {end.length:,} bytes at offset {end.offset:,} would reach "
-            f"beyond its end record at {end.start:,}",
+            f"the zip directory of {end.length:,} bytes at offset {end.offset:,} should end at "
+            f"its end record, which stands at {end.start:,}",
         )
     return end
 
@@ -105,9 +108,9 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
         raise _corrupt(data, f"the zip64 end record cannot lie at offset {offset:,}")
     fields = _END64.unpack(data.read(offset, _END64.size))
     signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
-    if signature != b"PK\x06\x06" or own_size < _END64.size - 12:
+    if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
         before = position - _END64.size
-        if data.read(before, 4) == b"PK\x06\x06":
+        if before > offset and data.read(before, 4) == b"PK\x06\x06":
             _refuse_shifted(data, before - offset)
         raise _corrupt(data, f"there is no zip64 end record at offset {offset:,}")
     if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
@@ -142,11 +145,6 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
             data, f"a zip directory of {end.entries:,} records cannot take {end.length:,} bytes"
         )
     directory = data.read(end.offset, end.length)
-    if not directory.startswith(_ENTRY_SIGNATURE) and end.entries:
-        shift = end.start - end.length - end.offset
-        if shift > 0 and data.read(end.start - end.length, 4) == _ENTRY_SIGNATURE:
-            _refuse_shifted(data, shift)
-        raise _corrupt(data, f"there is no zip directory at offset {end.offset:,}")
     try:
         return list(_entries(data, directory, end))
     except struct.error as error:

@@ -36,9 +36,8 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     window, window_start = b"", 0
     previous_end, dead = 0, 0
     previous: Entry | None = None
-    starts = [entry.header for entry in ordered[1:]]
-    starts.append(end.offset)
-    for entry, following in zip(ordered, starts, strict=True):
+    starts = [*(entry.header for entry in ordered), end.offset]
+    for entry, following in zip(ordered, starts[1:], strict=True):
         header = entry.header
         if header < previous_end:
             raise _overlap(data, previous, entry)
@@ -61,16 +60,19 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
             wide = entry.size >= _FAR or header >= _FAR
             record_end += min(following - record_end, _DESCRIPTOR64 if wide else _DESCRIPTOR)
         previous, previous_end = entry, record_end
-    dead += end.offset - previous_end + end.start - end.offset - end.length
-    return offsets, dead
+    return offsets, dead + end.offset - previous_end
 
 
 def _check_header(data: ByteRange, entry: Entry, window: bytes, at: int) -> int:
     """Bytes of the local header's extra field, which need not be the directory's."""
     fields = _LOCAL.unpack_from(window, at)
+    name_length = len(entry.raw_name)
     start = at + _LOCAL.size
-    name_end = start + fields[9]
-    if fields[0] != b"PK\x03\x04" or window[start:name_end] != entry.raw_name:
+    if (
+        fields[0] != b"PK\x03\x04"
+        or fields[9] != name_length
+        or window[start : start + name_length] != entry.raw_name
+    ):
         raise CorruptFile(
             f"there is no record {entry.name!r} at offset {entry.header:,}, "
             "where the zip directory puts it",

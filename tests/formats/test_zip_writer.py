@@ -1,0 +1,149 @@
+import io
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from ckptool.errors import WriteError
+from ckptool.formats.base import Probe
+from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
+from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.zips import Sink, archive, written
+
+GIB = 1 << 30
+
+
+def again(data, alignment=64):
+    """The same records laid out by our own writer."""
+    found = archive(data)
+    ordered = sorted(found.records.values(), key=lambda record: record.header_offset)
+    records = [literal(record.name, record.data.read()) for record in ordered]
+    return written(plan_zip(found.folder, records, alignment))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch-1.6.0/dp_full.pth",
+        "torch-1.13.1/odd.pth",
+        "torch-2.4.1/odd.pth",
+        "torch-2.13.0/misc.pth",
+        "torch-2.13.0/odd.pth",
+        "ddp/ddp_full.pth",
+    ],
+)
+def test_the_layout_is_that_of_torch_byte_for_byte(fixtures, name):
+    data = (fixtures / name).read_bytes()
+    assert again(data) == data
+
+
+def test_many_small_records_are_laid_out_as_torch_does():
+    buffer = io.BytesIO()
+    torch.save({str(i): torch.full((i % 3,), float(i)) for i in range(70_000)}, buffer)
+    assert again(buffer.getvalue()) == buffer.getvalue()
+
+
+def test_another_alignment_is_kept():
+    buffer = io.BytesIO()
+    previous = torch.utils.serialization.config.save.storage_alignment
+    try:
+        torch.utils.serialization.config.save.storage_alignment = 4096
+        torch.save({"x": torch.ones(3), "y": torch.ones(5)}, buffer)
+    finally:
+        torch.utils.serialization.config.save.storage_alignment = previous
+    assert again(buffer.getvalue(), 4096) == buffer.getvalue()
+
+
+class SparseFile:
+    """An `Output` into a file, with holes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def tell(self):
+        return self.file.tell()
+
+    def write(self, data):
+        self.file.write(data)
+
+    def skip(self, size):
+        self.file.seek(size, io.SEEK_CUR)
+        return 0
+
+
+def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
+    # Torch leaves holes where the storages would be, so that no disk is taken.
+    theirs, ours = tmp_path / "theirs.pth", tmp_path / "ours.pth"
+    sizes = [3, 4 * GIB + 8, 0, 5, GIB]
+    with torch.serialization.skip_data():
+        torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], theirs)
+    source = Probe(theirs, DEFAULT_LIMITS)
+    found = source.archive
+    records = [
+        NewRecord(name, record.data.length, lambda output, size=record.data.length: output.skip(size))
+        if name.startswith("data/")
+        else literal(name, record.data.read())
+        for name, record in found.records.items()
+    ]
+    plan = plan_zip(found.folder, records, 64)
+    with open(ours, "wb") as file:
+        plan.write(SparseFile(file))
+    assert plan.size == ours.stat().st_size == theirs.stat().st_size
+    mine = Probe(ours, DEFAULT_LIMITS)
+    assert [
+        (name, record.data.offset, record.data.length, record.header_offset)
+        for name, record in mine.archive.records.items()
+    ] == [
+        (name, record.data.offset, record.data.length, record.header_offset)
+        for name, record in found.records.items()
+    ]
+    assert found.dead_bytes == 0
+    ends = [record.data.offset + record.data.length for record in found.records.values()]
+    starts = [0, *ends]
+    for start, record in zip(starts, [*found.records.values(), None], strict=True):
+        stop = record.data.offset if record else source.source.size
+        length = stop - start
+        assert mine.source.read(start, length) == source.source.read(start, length)
+    source.close()
+    mine.close()
+
+
+def test_a_nested_archive_is_written_relative_to_its_own_start():
+    inner = plan_zip("x", [literal("a", b"12345")], 64)
+
+    sink = Sink()
+    sink.write(b"something before")
+    inner.write(sink)
+    found = archive(bytes(sink.data[16:]))
+    assert found.records["a"].data.read() == b"12345"
+
+
+def test_the_result_satisfies_zipfile():
+    data = written(plan_zip("archive", [literal("a", b"12345"), literal("b/c", b"")], 64))
+    with zipfile.ZipFile(io.BytesIO(data)) as judge:
+        assert judge.testzip() is None
+        assert judge.read("archive/a") == b"12345"
+        assert judge.namelist() == ["archive/a", "archive/b/c"]
+
+
+def test_a_record_that_turns_out_shorter_is_an_error():
+    def write(output):
+        output.write(b"123")
+        return zlib.crc32(b"123")
+
+    with pytest.raises(WriteError, match="'a' should have 5 bytes and has 3"):
+        written(plan_zip("archive", [NewRecord("a", 5, write)], 64))
+
+
+def test_an_empty_folder_is_a_zip_all_the_same():
+    assert zipfile.ZipFile(io.BytesIO(written(plan_zip("archive", [], 64)))).namelist() == []
+
+
+def test_a_probe_reads_what_was_written(tmp_path):
+    path = tmp_path / "out.pth"
+    path.write_bytes(written(plan_zip("f", [literal("data.pkl", b"N.")], 64)))
+    probe = Probe(path, DEFAULT_LIMITS)
+    assert probe.archive is not None
+    assert probe.archive.records["data.pkl"].data.offset == 64
+    probe.close()
