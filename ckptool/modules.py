@@ -2,49 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from ckptool.model import Opaque, OrderedMap, TensorRef
+from ckptool.errors import LimitExceeded
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Opaque, OrderedMap
 
-__all__ = ["module_state"]
+__all__ = ["Visits", "child_modules", "is_module", "module_state", "own_tensors"]
 
 _MARKS = ("_parameters", "_buffers", "_modules")
+_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 
 
-def module_state(node: Any) -> OrderedMap | None:
-    """What `state_dict()` would give for a pickled module; None for anything else.
+class Visits:
+    """Keeps a traversal linear: what is entered again may not outgrow what was entered once.
 
-    Order and content as `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
-    parameters, its persistent buffers, then each child. Entries that are None are left out.
-    `_metadata` holds the version of each module's class where the pickle tells it: it never does
-    (the version is a class attribute), so there is none.
+    A pickle of a few hundred bytes can mention one list a billion times.
     """
-    if not _is_module(node):
-        return None
-    names = OrderedMap()
-    _collect(node, "", names, set())
-    return names
+
+    def __init__(self, limits: Limits) -> None:
+        """Nothing is entered yet."""
+        self._limits = limits
+        self._entered: set[int] = set()
+        self._first = self._again = 0
+
+    def enter(self, node: Any, size: int, depth: int) -> None:
+        """Count an object of `size` entries, `depth` containers below the root.
+
+        Raises:
+            LimitExceeded: nested too deep, or mentioned too often.
+        """
+        if depth > self._limits.max_depth:
+            raise LimitExceeded(f"containers are nested deeper than {self._limits.max_depth}")
+        if id(node) not in self._entered:
+            self._entered.add(id(node))
+            self._first += size + 1
+            return
+        self._again += size + 1
+        if self._again > self._limits.max_repeats + self._first:
+            raise LimitExceeded(
+                f"the same containers are mentioned again and again, with more than "
+                f"{self._limits.max_repeats:,} entries in all"
+            )
 
 
-def _is_module(node: Any) -> bool:
+def is_module(node: Any) -> bool:
+    """Whether it is a pickled `nn.Module`: an object with the three dicts that every one has."""
     if not isinstance(node, Opaque):
         return False
     attributes = node.attributes
-    return all(isinstance(attributes.get(mark), dict) for mark in _MARKS)
+    return all(isinstance(attributes.get(mark), dict) for mark in _MARKS) or _compiled(node) != {}
 
 
-def _collect(module: Opaque, prefix: str, names: OrderedMap, entered: set[int]) -> None:
-    if id(module) in entered:
-        return
+def _compiled(node: Opaque) -> dict[Any, Opaque]:
+    """The module inside a compiled one, which pickles as a call with that and no state.
+
+    Source: torch/_dynamo/eval_frame.py `OptimizedModule.__reduce__`.
+    """
+    if isinstance(node.args, tuple) and node.args and node.class_name == _COMPILED:
+        inner = node.args[0]
+        if isinstance(inner, Opaque) and inner.class_name != _COMPILED and is_module(inner):
+            return {"_orig_mod": inner}
+    return {}
+
+
+def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
+    """What `state_dict()` would give for a pickled module; None for anything else.
+
+    Order and content as `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
+    parameters, its persistent buffers, then each child; entries that are None are left out. It
+    has no `_metadata`: the versions are attributes of the classes, which no pickle holds.
+
+    Raises:
+        LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
+    """
+    if not is_module(node):
+        return None
+    names, visits = OrderedMap(), Visits(limits)
+    open_ids: set[int] = set()
+    frames: list[tuple[Opaque, str, Iterator[tuple[str, Opaque]]]] = []
+
+    def enter(module: Opaque, prefix: str) -> None:
+        own = own_tensors(module)
+        visits.enter(module, len(own), len(frames))
+        names.update((f"{prefix}{name}", tensor) for name, tensor in own.items())
+        open_ids.add(id(module))
+        frames.append((module, prefix, iter(child_modules(module).items())))
+
+    enter(node, "")
+    while frames:
+        module, prefix, rest = frames[-1]
+        name, child = next(rest, (None, None))
+        if child is None:
+            frames.pop()
+            open_ids.discard(id(module))
+        elif id(child) not in open_ids:
+            enter(child, f"{prefix}{name}.")
+    return names
+
+
+def own_tensors(module: Opaque) -> dict[Any, Any]:
+    """The parameters and persistent buffers of a module itself, without its children."""
     attributes = module.attributes
     passing = _items_of_set(attributes.get("_non_persistent_buffers_set"))
-    for group, left_out in (("_parameters", ()), ("_buffers", passing)):
-        for name, tensor in attributes[group].items():
-            if isinstance(tensor, TensorRef) and name not in left_out:
-                names[f"{prefix}{name}"] = tensor
-    for name, child in attributes["_modules"].items():
-        if _is_module(child):
-            _collect(child, f"{prefix}{name}.", names, entered | {id(module)})
+    buffers = attributes.get("_buffers", {}).items()
+    return {
+        name: value
+        for group in (
+            attributes.get("_parameters", {}),
+            {name: value for name, value in buffers if name not in passing},
+        )
+        for name, value in group.items()
+        if value is not None
+    }
+
+
+def child_modules(module: Opaque) -> dict[Any, Opaque]:
+    """The modules directly inside one, by name."""
+    children = module.attributes.get("_modules", {})
+    found = {name: child for name, child in children.items() if is_module(child)}
+    return found or _compiled(module)
 
 
 def _items_of_set(node: Any) -> tuple[Any, ...]:

@@ -1,13 +1,13 @@
-"""Addresses inside a checkpoint: walk it, find a node by name, build a changed tree."""
+"""Addresses inside a checkpoint: walk it, find a node by name, select by glob."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
+from ckptool.errors import AmbiguousName, NotFound
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import (
     DeviceValue,
@@ -15,174 +15,277 @@ from ckptool.model import (
     Opaque,
     OrderedMap,
     Path,
-    Size,
     Storage,
     StorageRef,
     TensorRef,
 )
-from ckptool.modules import module_state
+from ckptool.modules import Visits, is_module, module_state
+from ckptool.rebuilding import everything, rebuild
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
-__all__ = ["name_of", "rebuild", "resolve", "selected", "walk"]
+__all__ = [
+    "everything",
+    "held_items",
+    "listed",
+    "name_of",
+    "printable",
+    "rebuild",
+    "resolve",
+    "selected",
+    "walk",
+]
 
 Leaf = Any
-_ROOT, _SAME = -1, -2  # owners of frames that are no container of their own
-_VALUES = (bool, int, float, complex, str, type(None))
+Entries = Iterator[tuple[Any, Any]]
+
+_CONTAINERS = (dict, list, tuple, Opaque)
+_LEAF_TYPES = frozenset((
+    bool, int, float, complex, str, type(None), bytes, bytearray,
+    TensorRef, StorageRef, Storage, DeviceValue, Global,
+))  # fmt: skip
+_MISSING = object()
+_LONGEST_SHOWN = 160  # characters of one name in a message
 
 
 def name_of(path: Path) -> str:
     """The address of a path: its keys joined with `/`."""
-    return "/".join(str(key) for key in path)
+    return "/".join([key if type(key) is str else _key_text(key) for key in path])
 
 
-def walk(root: Any, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[Path, Leaf]]:
+def _key_text(key: Any) -> str:
+    """A key in short: objects by their class, for their repr may be as big as the file."""
+    match key:
+        case Opaque():
+            return f"<{key.class_name}>"
+        case TensorRef() | StorageRef() | Storage():
+            return f"<{type(key).__name__}>"
+        case DeviceValue():
+            return key.tag
+        case Global():
+            return key.qualified
+        case tuple():
+            return f"({', '.join(map(_key_text, key))})"
+    return str(key)
+
+
+def printable(text: str) -> str:
+    """A name of the file fit for a terminal: control characters escaped, its middle cut out."""
+    if len(text) > _LONGEST_SHOWN:
+        text = f"{text[: _LONGEST_SHOWN // 2]}...{text[-_LONGEST_SHOWN // 2 :]}"
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names for a sentence: `a, b, and 3 more`; `nothing` where there are none."""
+    given = list(names)
+    shown = ", ".join(map(printable, given[:most]))
+    return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
+
+
+def walk(
+    root: Any,
+    limits: Limits = DEFAULT_LIMITS,
+    enter: Callable[[Path, Any], bool] | None = None,
+) -> Iterator[tuple[Path, Leaf]]:
     """Every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module gives the tensors that its
     `state_dict()` would have, each under its full name as one key. Any other object is given
     itself, then what it holds as a list or dict, then the tensors among its attributes and
-    arguments. A container that holds itself is not entered again.
+    arguments. A container that holds itself is not entered again. `enter` is asked before each
+    container, module or object is entered; what it refuses is left out.
 
     Raises:
         LimitExceeded: nested deeper, or mentioned more often, than `limits` allows.
     """
-    entered: set[int] = set()
-    repeats = 0
-    open_ids: set[int] = set()
-    # One frame per open container: its id, the path to it, what is left of it, and whether only
-    # tensors are wanted from it.
-    frames: list[tuple[int, Path, Iterator[tuple[Any, Any]], bool]] = [
-        (_ROOT, (), iter([(None, root)]), False)
-    ]
-    while frames:
-        owner, path, entries, tensors_only = frames[-1]
-        entry = next(entries, None)
-        if entry is None:
-            frames.pop()
-            open_ids.discard(owner)
-            continue
-        key, node = entry
-        here = path if owner == _ROOT else (*path, key)
-        if type(node) in _LEAF_TYPES:
-            if not tensors_only or isinstance(node, TensorRef):
-                yield here, node
-            continue
-        if isinstance(node, Opaque) and not tensors_only and module_state(node) is None:
+    if not isinstance(root, _CONTAINERS):
+        yield (), root
+        return
+    frames = _Frames(limits, enter)
+    found: tuple[Path, Any, bool] | None = ((), root, False)
+    while found is not None:
+        here, node, only_tensors = found
+        if not only_tensors and isinstance(node, Opaque) and frames.module(node) is None:
             yield here, node
-        if id(node) in open_ids:
-            continue
-        if id(node) in entered:
-            repeats += 1
-            if repeats > limits.max_repeats:
-                raise LimitExceeded(
-                    f"the same containers are mentioned more than {limits.max_repeats:,} times"
-                )
-        entered.add(id(node))
-        if len(frames) > limits.max_depth:
-            raise LimitExceeded(f"containers are nested deeper than {limits.max_depth}")
-        open_ids.add(id(node))
-        owner = id(node)
-        for inner, only in _contents(node, tensors_only):
-            frames.append((owner, here, inner, only))
-            owner = _SAME  # the frame below ends the container
+        frames.open(here, node, only_tensors)
+        found = None
+        while found is None and frames.stack:
+            _, path, entries, only_tensors, _ = frames.stack[-1]
+            for key, child in entries:
+                if type(child) not in _LEAF_TYPES and isinstance(child, _CONTAINERS):
+                    found = (*path, key), child, only_tensors
+                    break
+                if not only_tensors or type(child) is TensorRef:
+                    yield (*path, key), child
+            else:
+                frames.close()
 
 
-def _contents(node: Any, tensors_only: bool) -> list[tuple[Iterator[tuple[Any, Any]], bool]]:
-    """The parts of a container to walk, last one first, each with whether only tensors count."""
+class _Frames:
+    """The containers that a walk has open, innermost last.
+
+    Each with its path, what is left of it, whether only tensors are wanted from that, and the
+    entries to go on with from which only tensors are.
+    """
+
+    def __init__(self, limits: Limits, enter: Callable[[Path, Any], bool] | None) -> None:
+        self.stack: list[tuple[Any, Path, Entries, bool, Entries | None]] = []
+        self._enter = enter
+        self._limits = limits
+        self._visits = Visits(limits)
+        self._open_ids: set[int] = set()
+        self._modules: dict[int, OrderedMap | None] = {}
+
+    def module(self, node: Opaque) -> OrderedMap | None:
+        """Its state, where it is a pickled module; made once."""
+        if id(node) not in self._modules:
+            self._modules[id(node)] = module_state(node, self._limits)
+        return self._modules[id(node)]
+
+    def open(self, path: Path, node: Any, only_tensors: bool) -> None:
+        """Put a container on the stack, unless it is there already or not to be entered."""
+        if id(node) in self._open_ids or (self._enter and not self._enter(path, node)):
+            return
+        module = self.module(node) if isinstance(node, Opaque) else None
+        size, entries, hidden = _contents(node, module)
+        self._visits.enter(node, size, len(self.stack))
+        self._open_ids.add(id(node))
+        self.stack.append((node, path, entries, only_tensors or module is not None, hidden))
+
+    def close(self) -> None:
+        """Go on with the innermost container's hidden entries, or leave it."""
+        node, path, _, _, hidden = self.stack.pop()
+        if hidden is not None:
+            self.stack.append((node, path, hidden, True, None))
+        else:
+            self._open_ids.discard(id(node))
+
+
+def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
+    """How many entries a container has, those to list, and those to search for tensors only."""
     if isinstance(node, dict):
-        return [(iter(node.items()), tensors_only)]
+        return len(node), iter(node.items()), None
     if isinstance(node, (list, tuple)):
-        return [(iter(enumerate(node)), tensors_only)]
-    module = module_state(node)
+        return len(node), enumerate(node), None
     if module is not None:
-        return [(iter(module.items()), True)]
+        return len(module), iter(module.items()), None
+    held = held_items(node)
+    hidden = list(_hidden_items(node, len(held)))
+    return len(held) + len(hidden), iter(held), iter(hidden)
+
+
+def held_items(node: Opaque) -> list[tuple[Any, Any]]:
+    """What an object holds as a list or dict (a `defaultdict`, a `deque`), keys first."""
     held: list[tuple[Any, Any]] = []
     for kind, value in node.steps:
         if kind == "set":
             held.extend(value)
         elif kind in ("append", "add"):
             held.extend(enumerate(value, start=len(held)))
-    hidden: list[tuple[Any, Any]] = []
+    return held
+
+
+def _hidden_items(node: Opaque, held: int) -> Entries:
+    """Attributes by name, then arguments, numbered on from what the object holds."""
     state = node.attributes
     if state:
-        hidden.extend(state.items())
+        yield from state.items()
     elif node.state is not None:
-        hidden.append(("state", node.state))
+        yield "state", node.state
     if isinstance(node.args, tuple):
-        hidden.extend(enumerate(node.args))
-    return [(iter(hidden), True), (iter(held), tensors_only)]
+        yield from enumerate(node.args, start=held)
+    if isinstance(node.kwargs, dict):
+        yield from node.kwargs.items()
 
 
-_LEAF_TYPES = frozenset(
-    (*_VALUES, bytes, bytearray, TensorRef, StorageRef, Storage, DeviceValue, Global)
-)
-
-
-def resolve(checkpoint: Checkpoint, address: Any) -> tuple[Path, Any]:
+def resolve(
+    checkpoint: Checkpoint, address: Any, accept: Callable[[Any], bool] | None = None
+) -> tuple[Path, Any]:
     """The path and node of an address: an exact name, else a unique suffix after a `/`.
 
-    Containers answer as well as leaves. A tuple or list is taken as a path.
+    Containers answer as well as leaves; `accept` narrows to those it is true of. A tuple or list
+    is taken as a path first.
 
     Raises:
         NotFound: nothing answers to it; the message lists what is near.
         AmbiguousName: several do; the message lists them.
     """
-    nodes = dict(_named_nodes(checkpoint.root))
+    wanted = str(address)
     if isinstance(address, (tuple, list)):
-        path = tuple(address)
-        for known in nodes:
-            if known == path:
-                return known, nodes[known]
-    wanted = name_of(tuple(address)) if isinstance(address, (tuple, list)) else str(address)
-    exact = [path for path in nodes if name_of(path) == wanted]
-    found = exact or [path for path in nodes if name_of(path).endswith("/" + wanted)]
-    if len(found) == 1:
-        return found[0], nodes[found[0]]
-    file = checkpoint.path
+        wanted = name_of(tuple(address))
+        node = _descend(checkpoint.root, tuple(address))
+        if node is not _MISSING and (accept is None or accept(node)):
+            return tuple(address), node
+    exact, ending = [], []
+    suffix = f"/{wanted}"
+    for path, node in _named_nodes(checkpoint.root):
+        name = name_of(path)
+        if name.endswith(wanted) and (accept is None or accept(node)):
+            if len(name) == len(wanted):
+                exact.append((path, node))
+            elif name.endswith(suffix):
+                ending.append((path, node))
+    found = exact or ending
+    if len(found) != 1:
+        raise _unresolved(checkpoint, wanted, [path for path, _ in found])
+    return found[0]
+
+
+def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFound:
+    file = checkpoint.path or None
+    names = [name_of(path) for path in found]
+    if len(set(names)) > 1:
+        return AmbiguousName(
+            f"{printable(wanted)!r} could be any of {listed(names)}",
+            file=file,
+            hint="give more of the name",
+        )
     if found:
-        names = _few(name_of(path) for path in found)
-        raise AmbiguousName(f"{wanted!r} could be any of {names}", file=file, hint="give more of the name")
-    near = [name for path in nodes if wanted.lower() in (name := name_of(path)).lower()]
-    names = _few(near or [name_of(path) for path in nodes if len(path) == 1])
-    raise NotFound(
-        f"there is nothing named {wanted!r}; there is {names}",
+        return AmbiguousName(
+            f"{printable(wanted)!r} could be any of {listed(repr(list(path)) for path in found)}",
+            file=file,
+            hint="in Python, give the path as a tuple",
+        )
+    every = [(len(path), name_of(path)) for path, _ in _named_nodes(checkpoint.root) if path]
+    near = [name for _, name in every if wanted.lower() in name.lower()]
+    return NotFound(
+        f"there is nothing named {printable(wanted)!r}; "
+        f"there is {listed(near or (name for depth, name in every if depth == 1))}",
         file=file,
-        hint=f"ckptool list {file}",
+        hint=f"ckptool list {file}" if file else None,
     )
 
 
-def _few(names: Any, most: int = 8) -> str:
-    listed = list(names)
-    shown = ", ".join(listed[:most])
-    return shown + (f", and {len(listed) - most:,} more" if len(listed) > most else "") or "nothing"
-
-
 def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Every container on the way to a leaf, and every leaf, with its path; the first wins."""
-    seen: set[Path] = set()
-    for path, leaf in walk(root):
-        node = root
-        for depth, key in enumerate(path[:-1], start=1):
-            node = _child(node, key)
-            if node is None:
-                break
-            if path[:depth] not in seen:
-                seen.add(path[:depth])
-                yield path[:depth], node
-        if path not in seen:
-            seen.add(path)
-            yield path, leaf
+    """Every leaf and every container with its path, the containers after what they hold."""
+    containers: list[tuple[Path, Any]] = []
+
+    def note(path: Path, node: Any) -> bool:
+        if not isinstance(node, Opaque) or is_module(node):
+            containers.append((path, node))
+        return True
+
+    yield from walk(root, enter=note)
+    yield from containers
 
 
-def _child(node: Any, key: Any) -> Any:
-    """The container under a key, None below an object."""
-    if isinstance(node, dict):
-        return node.get(key)
-    if isinstance(node, (list, tuple)) and isinstance(key, int) and key < len(node):
-        return node[key]
-    return None
+def _descend(node: Any, path: Path) -> Any:
+    """The node at exactly this path, as `walk` gives paths; `_MISSING` where there is none."""
+    for key in path:
+        if isinstance(node, dict):
+            node = node.get(key, _MISSING)
+        elif isinstance(node, (list, tuple)):
+            inside = isinstance(key, int) and 0 <= key < len(node)
+            node = node[key] if inside else _MISSING
+        elif isinstance(node, Opaque):
+            _, entries, hidden = _contents(node, module_state(node))
+            every = chain(entries, hidden or ())
+            node = next((value for name, value in every if name == key), _MISSING)
+        else:
+            return _MISSING
+    return node
 
 
 def selected(path: Path, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> bool:
@@ -195,69 +298,4 @@ def selected(path: Path, include: tuple[str, ...] = (), exclude: tuple[str, ...]
 
 
 def _matches(path: Path, globs: tuple[str, ...]) -> bool:
-    own, whole = str(path[-1]) if path else "", name_of(path)
-    return any(fnmatchcase(whole if "/" in glob else own, glob) for glob in globs)
-
-
-def rebuild(
-    root: Any,
-    leaf: Callable[[Any], Any] | None = None,
-    mapping: Callable[[dict[Any, Any]], dict[Any, Any]] | None = None,
-) -> Any:
-    """A new tree in which `leaf` has replaced leaves and `mapping` dicts; identity is kept.
-
-    `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and plain leaf once and returns what stands
-    in its place (itself for no change); an Opaque that it returns unchanged is copied and its
-    content treated. `mapping` gets each dict of the source before its values are treated and
-    returns the one to go on with (itself for no change). Nothing of the source is changed.
-    """
-    return _Rebuilder(leaf or (lambda node: node), mapping or (lambda node: node)).node(root)
-
-
-class _Rebuilder:
-    """One pass over a tree; `done` keeps what is shared shared, and ends cycles."""
-
-    def __init__(self, leaf: Callable[[Any], Any], mapping: Callable[[Any], Any]) -> None:
-        self.leaf = leaf
-        self.mapping = mapping
-        self.done: dict[int, Any] = {}
-        self.kept: list[Any] = []
-
-    def node(self, node: Any) -> Any:
-        if id(node) in self.done:
-            return self.done[id(node)]
-        if isinstance(node, dict):
-            return self._dict(node)
-        if isinstance(node, list):
-            copy: list[Any] = self._remember(node, [])
-            copy.extend(self.node(item) for item in node)
-            return copy
-        if isinstance(node, tuple):
-            items = tuple(self.node(item) for item in node)
-            return self._remember(node, Size(items) if isinstance(node, Size) else items)
-        new = self.leaf(node)
-        if isinstance(new, Opaque) and new is node:
-            return self._opaque(node)
-        return self._remember(node, new)
-
-    def _dict(self, node: dict[Any, Any]) -> dict[Any, Any]:
-        source = self.mapping(node)
-        copy: dict[Any, Any] = self._remember(
-            node, OrderedMap() if isinstance(source, OrderedMap) else {}
-        )
-        for key, value in source.items():
-            copy[self.node(key)] = self.node(value)
-        if isinstance(copy, OrderedMap) and isinstance(source, OrderedMap):
-            copy.attributes = {key: self.node(value) for key, value in source.attributes.items()}
-        return copy
-
-    def _opaque(self, node: Opaque) -> Opaque:
-        copy: Opaque = self._remember(node, replace(node, steps=[]))
-        copy.func, copy.args, copy.kwargs = map(self.node, (node.func, node.args, node.kwargs))
-        copy.steps.extend((kind, self.node(value)) for kind, value in node.steps)
-        return copy
-
-    def _remember(self, old: Any, new: Any) -> Any:
-        self.done[id(old)] = new
-        self.kept.append(old)
-        return new
+    return any(fnmatchcase(name_of(path if "/" in glob else path[-1:]), glob) for glob in globs)

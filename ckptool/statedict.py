@@ -1,0 +1,256 @@
+"""The named parts of a checkpoint: which dicts are state dicts, optimizers, schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import AmbiguousName, NotFound
+from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
+from ckptool.modules import is_module, module_state
+from ckptool.paths import held_items, listed, name_of, printable, resolve, walk
+from ckptool.wrappers import wrappers_of
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint import Checkpoint
+
+__all__ = [
+    "MODEL_KINDS",
+    "Section",
+    "is_optimizer",
+    "model_state_dict",
+    "optimizer_names",
+    "sections",
+    "wrapped_names",
+]
+
+MODEL_KINDS = ("state_dict", "module")
+"""The kinds of section that hold one flat state dict."""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """A named part of a checkpoint.
+
+    `kind` is `state_dict`, `optimizer`, `scheduler`, `module` (a pickled one), or `values` for
+    what no other section holds. `node` is its mapping: of a module what its `state_dict()` would
+    be, of `values` the leaves by their full path. `holder` is the object of the tree behind it.
+    """
+
+    path: Path
+    kind: str
+    node: dict[Any, Any]
+    holder: Any
+
+    @property
+    def name(self) -> str:
+        """Its address, empty for the root."""
+        return name_of(self.path)
+
+    @cached_property
+    def wrappers(self) -> tuple[str, ...]:
+        """The wrapper components that its names carry, outermost first."""
+        if self.kind in MODEL_KINDS:
+            return wrappers_of(wrapped_names(self.node))
+        return wrappers_of(optimizer_names(self.node)) if self.kind == "optimizer" else ()
+
+    def tensors(self) -> list[tuple[Path, TensorRef]]:
+        """Its tensors with their paths from the root, in the order of the file."""
+        if self.kind == "values":
+            leaves = iter(self.node.items())
+        else:
+            leaves = ((self.path + path, leaf) for path, leaf in walk(self.holder))
+        return [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
+
+
+def sections(root: Any) -> tuple[Section, ...]:
+    """The parts of a checkpoint in the order of the file, `values` last where there are any.
+
+    A dict is a state dict if its keys are strings and tensors stand under at least half of them,
+    none deeper; dicts of random states (all one-dimensional uint8) and of mere numbers (below the
+    root, all without dimensions) are not, unless they have `_metadata`. What belongs to an
+    optimizer or scheduler is not looked into.
+    """
+    found: list[Section] = []
+    modules: dict[int, OrderedMap] = {}
+
+    def enter(path: Path, node: Any) -> bool:
+        section = _classified(path, node, modules)
+        if section is not None:
+            found.append(section)
+        return section is None
+
+    values = dict(walk(root, enter=enter))
+    if values:
+        found.append(Section((), "values", values, root))
+    return tuple(found)
+
+
+def _classified(path: Path, node: Any, modules: dict[int, OrderedMap]) -> Section | None:
+    """The section that a container is, if it is one; `modules` remembers those already read."""
+    if is_module(node):
+        if id(node) not in modules:
+            modules[id(node)] = module_state(node) or OrderedMap()
+        return Section(path, "module", modules[id(node)], node)
+    mapping = _mapping_of(node)
+    if mapping is None:
+        return None
+    if is_optimizer(mapping):
+        return Section(path, "optimizer", mapping, node)
+    if _is_scheduler(mapping):
+        return Section(path, "scheduler", mapping, node)
+    if _is_state_dict(mapping, at_root=not path):
+        return Section(path, "state_dict", mapping, node)
+    return None
+
+
+def _mapping_of(node: Any) -> dict[Any, Any] | None:
+    """A dict itself, or what an object of a class derived from it holds."""
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, Opaque) and any(kind == "set" for kind, _ in node.steps):
+        return OrderedMap(held_items(node))
+    return None
+
+
+def is_optimizer(mapping: dict[Any, Any]) -> bool:
+    """Whether it is what `torch.optim.Optimizer.state_dict()` returns."""
+    groups = mapping.get("param_groups")
+    return (
+        isinstance(mapping.get("state"), dict)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) for group in groups)
+    )
+
+
+def _is_scheduler(mapping: dict[Any, Any]) -> bool:
+    """A learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
+    if "last_epoch" not in mapping and "_step_count" not in mapping:
+        return False
+    return not any(map(_holds_tensors, mapping.values()))
+
+
+def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
+    if not all(isinstance(key, str) for key in mapping):
+        return False
+    entries = [value for name, value in mapping.items() if not _is_extra_state(name)]
+    tensors = [value for value in entries if isinstance(value, TensorRef)]
+    named = isinstance(mapping, OrderedMap) and mapping.metadata is not None
+    if not tensors or (not named and not _looks_like_weights(tensors, len(entries), at_root)):
+        return False
+    return len(tensors) == len(entries) or not any(map(_holds_tensors, entries))
+
+
+def _looks_like_weights(tensors: list[TensorRef], entries: int, at_root: bool) -> bool:
+    if 2 * len(tensors) < entries:
+        return False
+    if all(tensor.dtype == "uint8" and len(tensor.shape) == 1 for tensor in tensors):
+        return False
+    return at_root or any(tensor.shape for tensor in tensors)
+
+
+def _is_extra_state(name: Any) -> bool:
+    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+
+
+def _holds_tensors(node: Any) -> bool:
+    if not isinstance(node, (dict, list, tuple, Opaque)):
+        return False
+    return next(find_tensors(node), None) is not None
+
+
+def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
+    """The names that say which wrappers there are: of tensors and of `_extra_state`s."""
+    return [
+        name
+        for name, value in mapping.items()
+        if isinstance(name, str) and (isinstance(value, TensorRef) or _is_extra_state(name))
+    ]
+
+
+def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
+    """The parameter names that an optimizer's state dict holds, each once; none where it numbers.
+
+    They are keys of `state`, items of a group's `params`, or of its `param_names`.
+    """
+    names = dict.fromkeys(name for name in optimizer["state"] if isinstance(name, str))
+    for group in optimizer["param_groups"]:
+        for key in ("params", "param_names"):
+            held = group.get(key)
+            if isinstance(held, (list, tuple)):
+                names.update(dict.fromkeys(name for name in held if isinstance(name, str)))
+    return list(names)
+
+
+def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
+    """The state dict under `key` (an address), or the only one of a model that there is.
+
+    `key` may also name what holds exactly one. Averaged weights beside the raw ones, a
+    discriminator beside its generator, are never guessed between.
+
+    Raises:
+        AmbiguousName: there are several; the message lists them with their tensor counts.
+        NotFound: there is none; the message lists what there is.
+    """
+    if key is None:
+        return _only(checkpoint, _models(checkpoint.root), "the file")
+    path, node = resolve(checkpoint, key, accept=_may_hold_models)
+    section = _classified(path, node, {})
+    if section is not None and section.kind in MODEL_KINDS:
+        return section
+    below = [] if section is not None else _models(node, path)
+    mapping = _mapping_of(node)
+    if not below and mapping is not None and _is_flat(mapping):
+        return Section(path, "state_dict", mapping, node)
+    return _only(checkpoint, below, repr(printable(name_of(path))))
+
+
+def _may_hold_models(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) or (_mapping_of(node) is not None or is_module(node))
+
+
+def _is_flat(mapping: dict[Any, Any]) -> bool:
+    values = mapping.values()
+    others = [value for value in values if not isinstance(value, TensorRef)]
+    return len(others) < len(values) and not any(map(_holds_tensors, others))
+
+
+def _models(root: Any, path: Path = ()) -> list[Section]:
+    """The state dicts and modules below a node, what is mentioned twice once."""
+    found: dict[int, Section] = {}
+    for section in sections(root):
+        if section.kind in MODEL_KINDS:
+            whole = Section(path + section.path, section.kind, section.node, section.holder)
+            found.setdefault(id(section.holder), whole)
+    return list(found.values())
+
+
+def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
+    if len(found) == 1:
+        return found[0]
+    file = checkpoint.path or None
+    if found:
+        raise AmbiguousName(
+            f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
+            file=file,
+            hint=f"choose one: --key {printable(found[0].name)}",
+        )
+    raise NotFound(
+        f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",
+        file=file,
+        hint=f"ckptool info {file}" if file else None,
+    )
+
+
+def _counted(section: Section) -> str:
+    return f"{section.name or 'the root'} ({len(section.tensors())} tensors)"
+
+
+def _what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
+    for section in sections(checkpoint.root):
+        if section.kind == "values":
+            yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in section.node)
+        else:
+            yield f"the {section.kind} {section.name or 'at the root'}"

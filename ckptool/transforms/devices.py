@@ -1,0 +1,237 @@
+"""Device tags rewritten throughout a checkpoint, so that it loads where those devices are not.
+
+Tags are opaque strings; a tag is `TYPE` or `TYPE:INDEX`, and a bare `cuda` is a tag of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import DeviceError, UsageError
+from ckptool.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
+from ckptool.paths import everything, listed, name_of, printable, rebuild, walk
+
+__all__ = ["Rules", "device_tags", "remap", "visible_devices"]
+
+_WORD = re.compile(r"[a-z][a-z0-9_]*(:\d+)?", re.ASCII)
+_RUN_TOGETHER = re.compile(r"(cuda|gpu|xpu|npu|hpu|xla|mps|mtia)[ _-]?:?(\d+)", re.ASCII)
+_CARRIED = ("xla", "maia", "ort")
+"""Back ends without storages: torch pickles their tensors as an array and a device
+(torch/_tensor.py `_reduce_ex_internal`)."""
+_PLACED = ("DeviceMesh", "ProcessGroup", "ProcessGroupState", "ShardMetadata", "_remote_device")
+"""Classes that tie a tensor to devices of other processes, by their last name."""
+
+
+class Rules:
+    """Which tag becomes which: exact tags first, then `TYPE:*`, then `*`; all at once."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        """Check the words.
+
+        Raises:
+            DeviceError: a target is no device, or a pattern is none that is known.
+        """
+        self._rules = dict(rules)
+        for source, target in self._rules.items():
+            if "*" in source and source != "*" and not re.fullmatch(r"[^:*]+:\*", source):
+                raise DeviceError(
+                    f"{printable(source)!r} is no pattern for devices",
+                    hint="a tag (cuda:1), all of a kind (cuda:*), or all there are (*)",
+                )
+            _check_target(target)
+
+    def __call__(self, tag: str) -> str:
+        """What a tag becomes; itself where no rule matches, and always for `meta`."""
+        pattern = self.pattern(tag)
+        return tag if pattern is None else self._rules[pattern]
+
+    def pattern(self, tag: str) -> str | None:
+        """The rule that decides over a tag. `cuda:*` covers a bare `cuda` too."""
+        if tag == "meta":
+            return None
+        kind = tag.partition(":")[0]
+        return next((p for p in (tag, f"{kind}:*", "*") if p in self._rules), None)
+
+    def idle(self, tags: Iterable[str]) -> list[str]:
+        """The rules that decide over none of these tags; `*` has done its work by being last."""
+        used = {self.pattern(tag) for tag in tags}
+        return [source for source in self._rules if source not in used and source != "*"]
+
+
+def _check_target(target: Any) -> None:
+    if target == "meta":
+        raise DeviceError("nothing is moved to meta: that would drop the tensors' content")
+    word = target if isinstance(target, str) else repr(target)
+    nearest = _nearest_device(word.lower().strip())
+    if word != nearest:
+        raise DeviceError(
+            f"{printable(word)!r} is no device", hint=f"did you mean {nearest or 'cpu or cuda:0'}?"
+        )
+
+
+def _nearest_device(word: str) -> str | None:
+    """The device that was meant: the word itself where it is right, None where nobody can tell."""
+    together = _RUN_TOGETHER.fullmatch(word)
+    if together:
+        return f"{together[1].replace('gpu', 'cuda')}:{together[2]}"
+    if word == "gpu" or word.isdecimal():
+        return f"cuda:{word if word != 'gpu' else 0}"
+    return word if _WORD.fullmatch(word) else None
+
+
+def device_tags(root: Any) -> Counter[str]:
+    """Every device tag below `root` with how many tensors, storages and values have it."""
+    return Counter(tag for node in everything(root) for tag in _tags_of(node))
+
+
+def _tags_of(node: Any) -> Iterator[str]:
+    if isinstance(node, TensorRef) and node.kind != "numpy":
+        yield node.device
+    elif isinstance(node, StorageRef):
+        yield node.storage.device
+    elif isinstance(node, DeviceValue):
+        yield node.tag
+
+
+def remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
+    """Rewrite device tags: of storages, tensors, `torch.device` values; in objects as well.
+
+    `rules` maps a tag (`cuda:1`), a kind (`cuda:*`) or everything (`*`) to a device; all apply at
+    once, so that `{"cuda:0": "cuda:1", "cuda:1": "cuda:0"}` swaps. Meta tensors and numpy arrays
+    stay what they are. Tensors of a TPU become ordinary ones where they go to another kind of
+    device, and ordinary ones are carried where they go to a TPU.
+
+    Raises:
+        DeviceError: a target is no device; or a rule concerns a tensor that cannot be moved (a
+            DTensor's mesh, a ShardedTensor's process group).
+    """
+    decide = Rules(rules)
+    tags = device_tags(checkpoint.root)
+    listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
+    changes = [
+        Change("remap", f"{printable(tag)} becomes {decide(tag)}", listed_tags[tag] or count)
+        for tag, count in tags.items()
+        if decide(tag) != tag
+    ]
+    warnings = [
+        Change("warning", f"nothing is on {printable(tag)}; there is {listed(tags)}")
+        for tag in decide.idle(tags)
+    ]
+    if not changes:
+        return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
+    _refuse_placed(checkpoint, decide)
+    return checkpoint.with_root(rebuild(checkpoint.root, _Mover(decide).move), *changes, *warnings)
+
+
+def visible_devices(checkpoint: Checkpoint, physical: Iterable[int]) -> Checkpoint:
+    """Renumber as `CUDA_VISIBLE_DEVICES` does: the first of `physical` becomes `cuda:0`, and so on.
+
+    Raises:
+        DeviceError: a `cuda` tag of the checkpoint is not among them.
+        UsageError: the list is empty, repeats a number, or has a negative one.
+    """
+    numbers = list(physical)
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise UsageError("the visible devices are a list of different numbers, such as 0,2")
+    new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
+    tags = [tag for tag in device_tags(checkpoint.root) if tag.startswith("cuda:")]
+    missing = [tag for tag in tags if tag not in new]
+    if missing:
+        raise DeviceError(
+            f"tensors are on {listed(missing)}, which is not among the visible devices; "
+            f"the file has {listed(tags)}",
+            file=checkpoint.path or None,
+            hint="list every device of the file, in the order that they are to have",
+        )
+    rules = {tag: new[tag] for tag in tags if new[tag] != tag}
+    return remap(checkpoint, rules) if rules else checkpoint
+
+
+class _Mover:
+    """Rewrites the tags of leaves; what shared a storage shares the new one."""
+
+    def __init__(self, decide: Rules) -> None:
+        self._decide = decide
+        self._storages: dict[tuple[int, str], Storage] = {}
+
+    def move(self, leaf: Any) -> Any:
+        """The leaf with its tags rewritten; itself where they stay."""
+        if isinstance(leaf, TensorRef):
+            return self._tensor(leaf)
+        if isinstance(leaf, StorageRef):
+            target = self._target(leaf.storage.device, "a storage")
+            return replace(leaf, storage=self._storage(leaf.storage, target))
+        if isinstance(leaf, Storage):
+            return self._storage(leaf, self._decide(leaf.device))
+        if isinstance(leaf, DeviceValue):
+            target = self._decide(leaf.tag)
+            return leaf if target == leaf.tag else DeviceValue(target)
+        return leaf
+
+    def _storage(self, storage: Storage, target: str) -> Storage:
+        if storage.device == target:
+            return storage
+        key = id(storage), target
+        if key not in self._storages:
+            self._storages[key] = replace(storage, device=target)
+        return self._storages[key]
+
+    def _tensor(self, tensor: TensorRef) -> TensorRef:
+        target = self._decide(tensor.device)
+        if tensor.kind == "numpy" or target == tensor.device:
+            return tensor
+        carried = "carrier" in (tensor.parts or {})
+        if target.partition(":")[0] in _CARRIED:
+            return replace(tensor, device=target) if carried else self._carried(tensor, target)
+        storage = tensor.storage and self._storage(tensor.storage, target)
+        parts = None if carried else tensor.parts
+        return replace(tensor, device=target, storage=storage, parts=parts)
+
+    def _carried(self, tensor: TensorRef, target: str) -> TensorRef:
+        """A tensor for a back end without storages, over a tensor of the CPU."""
+        if tensor.kind != "strided" or tensor.storage is None:
+            self._target(target, f"a {tensor.kind} tensor")
+        storage = tensor.storage and self._storage(tensor.storage, "cpu")
+        data = replace(
+            tensor, device="cpu", storage=storage, requires_grad=False, hooks=None, wrapping=()
+        )
+        parts = {"carrier": "cpu_tensor", "data": data}
+        return replace(tensor, device=target, storage=storage, hooks=None, parts=parts)
+
+    def _target(self, tag: str, what: str) -> str:
+        target = self._decide(tag)
+        if target.partition(":")[0] in _CARRIED and target != tag:
+            raise DeviceError(f"{what} on {printable(tag)} cannot be pickled for {target}")
+        return target
+
+
+def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
+    """Refuse to move what is tied to the devices of other processes.
+
+    Raises:
+        DeviceError: naming the tensor or object and what ties it.
+    """
+    if not any(_places(node) for node in everything(checkpoint.root)):
+        return
+    for node in everything(checkpoint.root):
+        if not isinstance(node, TensorRef) and not _places(node):
+            continue
+        inside = list(everything(node))
+        ties = [part.class_name for part in inside if _places(part)]
+        if ties and any(decide(tag) != tag for part in inside for tag in _tags_of(part)):
+            paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)
+            raise DeviceError(
+                f"{printable(name_of(next(paths, ()))) or 'a part of an object'} cannot be moved: "
+                f"it holds a {printable(ties[0])}, which names devices of other processes",
+                file=checkpoint.path or None,
+                hint="gather the full tensors where it was trained, and save those",
+            )
+
+
+def _places(node: Any) -> bool:
+    return isinstance(node, Opaque) and node.class_name.rpartition(".")[2] in _PLACED
