@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
@@ -68,7 +68,7 @@ def unpickle(
         )
         try:
             root, end = machine.run(0)
-        except CorruptFile:
+        except TruncatedFile:
             if window == rest:
                 raise
             window = min(window * 8, rest)

@@ -106,14 +106,18 @@ def binunicode(machine: Machine, position: int) -> int:
     """Text with a four-byte length."""
     start = position + 4
     end = start + _UINT32(machine.data, position)[0]
+    if end > len(machine.data):
+        raise EOFError
     machine.stack.append(str(machine.data[start:end], "utf-8", "surrogatepass"))
-    return end
+    return int(end)
 
 
 @opcode(b"\x8c", refused=True)
 def short_binunicode(machine: Machine, position: int) -> int:
     """Text with a one-byte length."""
     end = position + 1 + machine.data[position]
+    if end > len(machine.data):
+        raise EOFError
     machine.stack.append(str(machine.data[position + 1 : end], "utf-8", "surrogatepass"))
     return end
 

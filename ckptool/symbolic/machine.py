@@ -77,7 +77,7 @@ class Machine:
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            if start >= len(data):
+            if start >= len(data) - 1:
                 raise self.cut_short() from error
             raise self.damaged(start, error) from error
         except (EOFError, struct.error) as error:
