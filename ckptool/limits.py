@@ -44,6 +44,9 @@ class Limits:
     max_inflation: int = 1100
     """Inflated over stored bytes of one zip record; deflate itself cannot exceed 1,032."""
 
+    max_repeated_bytes: int = 1 << 30
+    """Bytes read more than once because strides repeat them (a 4-byte storage can say exabytes)."""
+
     max_dimensions: int = 64
     """Dimensions of a tensor (torch itself stops at 64)."""
 

@@ -1,0 +1,75 @@
+"""The commands that make a checkpoint load where it is wanted: only those that are needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Needs", "load_commands"]
+
+_ANYWHERE = frozenset({"cpu", "meta"})
+_ONE_GPU = _ANYWHERE | {"cuda", "cuda:0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What stands between a file and a bare `torch.load` into an unwrapped model."""
+
+    file: str
+    devices: tuple[str, ...]
+    """Device tags of what `torch.load` would restore."""
+    strip: bool
+    """Names carry wrappers."""
+    rewrite: bool
+    """The layout itself does not load with `weights_only=True`."""
+    model_only: bool
+    """Objects block `weights_only=True`, and there is a model state dict to go on with."""
+    key: str | None = None
+    """The section to take, where several model state dicts are to choose from."""
+
+
+def load_commands(needs: Needs) -> dict[str, str]:
+    """Shell commands for a machine with one GPU (`one_gpu`) and without (`cpu`); none is none."""
+    commands: dict[str, str] = {}
+    for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", _ANYWHERE)):
+        away = [tag for tag in needs.devices if tag not in allowed]
+        rules = ["*=cpu"] if machine == "cpu" else _to_first_gpu(away)
+        arguments = _arguments(needs, rules if away else [])
+        if arguments:
+            commands[machine] = shlex.join(["ckptool", *arguments])
+    return commands
+
+
+def _to_first_gpu(tags: Sequence[str]) -> list[str]:
+    gpus = [tag for tag in tags if tag.startswith("cuda:")]
+    others = [f"{tag}=cuda:0" for tag in tags if not tag.startswith("cuda:")]
+    named = ["cuda:*=cuda:0"] if len(gpus) > 1 else [f"{tag}=cuda:0" for tag in gpus]
+    return [*named, *others]
+
+
+def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
+    """The one command that does all of it."""
+    file = needs.file if not needs.file.startswith("-") else os.path.join(".", needs.file)
+    rules = list(rules)
+    to_cpu = rules == ["*=cpu"]
+    if needs.rewrite or needs.model_only or (needs.strip and rules):
+        options = ["--wrappers", "strip"] if needs.strip else []
+        options += ["--to", "cpu"] if to_cpu else _repeated("--device-map", rules)
+        options += ["--model-only"] if needs.model_only else []
+        options += ["--key", needs.key] if needs.model_only and needs.key else []
+        return ["convert", file, _target(file, rules, to_cpu), *options]
+    if rules:
+        return ["remap", *(["--to", "cpu"] if to_cpu else _repeated("--map", rules)), file]
+    return ["strip-module", file] if needs.strip else []
+
+
+def _repeated(option: str, rules: Iterable[str]) -> list[str]:
+    return [word for rule in rules for word in (option, rule)]
+
+
+def _target(file: str, rules: list[str], to_cpu: bool) -> str:
+    stem = os.path.splitext(file.rstrip("/"))[0]
+    word = "cpu" if to_cpu else "cuda0" if rules else "plain"
+    return f"{stem}.{word}.pth"

@@ -1,0 +1,301 @@
+"""A checkpoint on one screen: what it is, what is in it, and what keeps it from loading."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.files import MemorySource
+from ckptool.inspection.advice import Needs, load_commands
+from ckptool.inspection.listing import tie_key
+from ckptool.inspection.values import json_path
+from ckptool.model import Path, Storage, StorageRef, TensorRef, children
+from ckptool.paths import name_of, walk
+from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.symbolic import blockers
+
+__all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
+
+BUFFER_NAMES = frozenset(
+    {
+        "inv_freq",
+        "n_averaged",
+        "num_batches_tracked",
+        "position_ids",
+        "running_mean",
+        "running_var",
+    }
+)
+"""Last name parts that are buffers, not parameters, where the file does not say which is which."""
+
+_REFUSED_FORMATS = {
+    "torch-tar": "the tar format of torch 0.1 is refused",
+    "pickle": "it is a bare pickle, which torch.load does not open",
+    "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
+    "pt2": "it is a torch.export archive, which needs torch.export.load",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SectionInfo:
+    """One named part. `parameters` and `nbytes` count ties once.
+
+    `parameters` counts the elements of a module's `Parameter`s. A state dict does not tell them
+    from buffers: there, of every tensor whose last name part is not one of `BUFFER_NAMES`. It is
+    0 elsewhere.
+    """
+
+    path: tuple[str | int, ...]
+    name: str
+    kind: str
+    wrappers: tuple[str, ...]
+    tensors: int
+    parameters: int
+    nbytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `ckptool.info/1` has it."""
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "wrappers": list(self.wrappers),
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "nbytes": self.nbytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What `ckptool info` says."""
+
+    file: str
+    format: str
+    size: int
+    """Bytes on disk."""
+    writer: str
+    torch_version: str | None
+    byteorder: str
+    protocol: int | None
+    sections: tuple[SectionInfo, ...]
+    devices: Mapping[str, int]
+    """Tensors on each device tag."""
+    dtypes: Mapping[str, int]
+    globals: tuple[str, ...]
+    blockers: tuple[str, ...]
+    """What keeps `torch.load(weights_only=True)` from loading it; empty when nothing does."""
+    storage_bytes: int
+    reachable_bytes: int
+    """Bytes of the storages that some tensor reaches, from its first to its last element."""
+    dead_bytes: int
+    ties: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    commands: Mapping[str, str]
+    """Shell commands that make it load, by machine: `one_gpu`, `cpu`."""
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether `torch.load(weights_only=True)` loads it."""
+        return not self.blockers
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.info/1`."""
+        version = {"torch_version": self.torch_version} if self.torch_version else {}
+        return {
+            "schema": "ckptool.info/1",
+            "file": self.file,
+            "format": self.format,
+            "size": self.size,
+            **version,
+            "writer": self.writer,
+            "byteorder": self.byteorder,
+            "protocol": self.protocol,
+            "sections": [section.to_dict() for section in self.sections],
+            "devices": dict(self.devices),
+            "dtypes": dict(self.dtypes),
+            "globals": list(self.globals),
+            "weights_only": self.weights_only,
+            "weights_only_blockers": list(self.blockers),
+            "storage_bytes": self.storage_bytes,
+            "reachable_bytes": self.reachable_bytes,
+            "dead_bytes": self.dead_bytes,
+            "ties": [list(group) for group in self.ties],
+            "notes": list(self.notes),
+            "commands": dict(self.commands),
+        }
+
+
+def info(checkpoint: Checkpoint) -> Info:
+    """The summary of a checkpoint, from its header alone.
+
+    Raises:
+        LimitExceeded: the tree is nested deeper than a real checkpoint.
+    """
+    leaves = [(path, leaf) for path, leaf in walk(checkpoint.root)]
+    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
+    details, sections = checkpoint.details, checkpoint.sections
+    devices = Counter(tensor.device for _, tensor in tensors)
+    layout, objects = tuple(_layout_blockers(checkpoint)), blockers(checkpoint.root)
+    needs = _needs(
+        checkpoint, sections, leaves, rewrite=bool(layout), objects_in_the_way=bool(objects)
+    )
+    return Info(
+        file=checkpoint.path,
+        format=checkpoint.format,
+        size=details.size,
+        writer=details.writer,
+        torch_version=details.torch_version,
+        byteorder=details.byteorder,
+        protocol=details.protocol,
+        sections=tuple(map(_section_info, sections)),
+        devices=devices,
+        dtypes=Counter(tensor.dtype for _, tensor in tensors),
+        globals=details.globals,
+        blockers=(*layout, *objects),
+        storage_bytes=details.storage_bytes,
+        reachable_bytes=_reachable_bytes(checkpoint.root),
+        dead_bytes=details.dead_bytes,
+        ties=tuple(_ties(tensors)),
+        notes=details.notes,
+        commands=load_commands(needs),
+    )
+
+
+def _section_info(section: Section) -> SectionInfo:
+    tensors = section.tensors()
+    distinct = _distinct(tensors)
+    return SectionInfo(
+        path=json_path(section.path),
+        name=section.name,
+        kind=section.kind,
+        wrappers=section.wrappers,
+        tensors=len(tensors),
+        parameters=_parameters(section.kind, distinct),
+        nbytes=sum(tensor.nbytes for _, tensor in distinct),
+    )
+
+
+def _distinct(tensors: list[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
+    """The first name of each tie."""
+    seen: dict[Any, tuple[Path, TensorRef]] = {}
+    for path, tensor in tensors:
+        seen.setdefault(tie_key(tensor) or path, (path, tensor))
+    return list(seen.values())
+
+
+def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
+    if kind not in MODEL_KINDS:
+        return 0
+    if kind == "module":
+        return sum(tensor.numel for _, tensor in tensors if tensor.is_parameter)
+    return sum(
+        tensor.numel
+        for path, tensor in tensors
+        if str(path[-1] if path else "").rpartition(".")[2] not in BUFFER_NAMES
+    )
+
+
+def _ties(tensors: Iterable[tuple[Path, TensorRef]]) -> Iterator[tuple[str, ...]]:
+    """Groups of names for one tensor: same storage, offset, shape, stride and dtype."""
+    groups: dict[Any, list[str]] = {}
+    for path, tensor in tensors:
+        key = tie_key(tensor)
+        if key is not None:
+            groups.setdefault(key, []).append(name_of(path))
+    return (tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
+    """Reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
+    if os.path.isdir(checkpoint.path):
+        yield "it is a folder, which torch.load does not open"
+    if checkpoint.format in _REFUSED_FORMATS:
+        yield _REFUSED_FORMATS[checkpoint.format]
+    if checkpoint.details.opcodes:
+        yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
+
+
+def _needs(
+    checkpoint: Checkpoint,
+    sections: tuple[Section, ...],
+    leaves: list[tuple[Path, Any]],
+    *,
+    rewrite: bool,
+    objects_in_the_way: bool,
+) -> Needs:
+    models = [section for section in sections if section.kind in MODEL_KINDS]
+    return Needs(
+        file=checkpoint.path,
+        devices=tuple(dict.fromkeys(_restored_devices(leaves))),
+        strip=any(section.wrappers for section in models),
+        rewrite=rewrite,
+        model_only=objects_in_the_way and bool(models),
+        key=models[0].name if len(models) > 1 else None,
+    )
+
+
+def _restored_devices(leaves: Iterable[tuple[Path, Any]]) -> Iterator[str]:
+    """The tags of all tensors and storages: those that `torch.load` must find a device for."""
+    for _, leaf in leaves:
+        if isinstance(leaf, TensorRef):
+            yield leaf.device
+        elif isinstance(leaf, StorageRef):
+            yield leaf.storage.device
+
+
+def _reachable_bytes(root: Any) -> int:
+    """Bytes of the file's storages between the first and last element of tensors over them.
+
+    What several tensors reach counts once; payloads that lie inside the pickle are left out.
+    """
+    extents: dict[Storage, list[tuple[int, int]]] = {}
+    seen: set[int] = set()
+    todo: list[Any] = [root]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        if isinstance(node, TensorRef):
+            seen.add(id(node))
+            todo.extend((node.parts or {}).values())
+            if node.storage is not None:
+                extents.setdefault(node.storage, []).append(_extent(node, node.storage))
+        elif isinstance(node, StorageRef):
+            extents.setdefault(node.storage, []).append((0, node.storage.nbytes))
+        else:
+            held = tuple(children(node))
+            if held:
+                seen.add(id(node))
+                todo.extend(held)
+    return sum(
+        _union(spans)
+        for storage, spans in extents.items()
+        if storage.data is not None and not isinstance(storage.data.source, MemorySource)
+    )
+
+
+def _extent(tensor: TensorRef, storage: Storage) -> tuple[int, int]:
+    """First byte and end of what a tensor reaches."""
+    shape = tuple(size or 0 for size in tensor.shape)
+    if tensor.kind not in _STRIDED or 0 in shape:
+        return (0, storage.nbytes if tensor.kind not in _STRIDED else 0)
+    steps = [(size - 1) * step for size, step in zip(shape, tensor.stride, strict=True)]
+    first = tensor.offset + sum(step for step in steps if step < 0)
+    last = tensor.offset + sum(step for step in steps if step > 0)
+    size = tensor.itemsize
+    return (first * size, min((last + 1) * size, storage.nbytes))
+
+
+_STRIDED = frozenset({"strided", "subclass", "numpy", "quantized"})
+
+
+def _union(spans: list[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

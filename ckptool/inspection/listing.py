@@ -1,0 +1,300 @@
+"""What a checkpoint holds, name by name: the rows of `ckptool list`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import LimitExceeded
+from ckptool.inspection.values import class_of, is_value, json_path, json_value
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Opaque, Path, Storage, TensorRef
+from ckptool.paths import name_of, selected, walk
+
+__all__ = [
+    "Listing",
+    "ObjectRow",
+    "RepeatedBytes",
+    "StorageNames",
+    "TensorRow",
+    "ValueRow",
+    "list_tensors",
+    "tensor_row",
+    "tie_key",
+]
+
+Progress = Callable[[int, int], None]
+JsonPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor. `stride` counts elements, `nbytes` what the elements take."""
+
+    path: JsonPath
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    stride: tuple[int, ...]
+    device: str
+    nbytes: int
+    kind: str
+    storage: str | None
+    """An identifier that ties share; None where there is no storage in the file."""
+    requires_grad: bool
+    sha256: str | None = None
+    """Of the elements, row-major and little-endian; None where not asked or not defined."""
+    numel: int = 0
+    tied: bool = False
+    """Whether another name has the very same elements."""
+
+    def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
+        """The row as `ckptool.list/1` has it; `sha256` is there when `hashed`."""
+        row = {
+            "path": self.path,
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "stride": self.stride,
+            "device": self.device,
+            "nbytes": self.nbytes,
+            "kind": self.kind,
+            "storage": self.storage,
+            "requires_grad": self.requires_grad,
+        }
+        return {**row, "sha256": self.sha256} if hashed else row
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRow:
+    """One plain value, as JSON holds it."""
+
+    path: JsonPath
+    name: str
+    type: str
+    value: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `ckptool.list/1` has it."""
+        return {"path": self.path, "name": self.name, "type": self.type, "value": self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One object that is neither a tensor nor a plain value."""
+
+    path: JsonPath
+    name: str
+    class_name: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `ckptool.list/1` has it."""
+        return {"path": self.path, "name": self.name, "class": self.class_name}
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All rows, in the order of the file."""
+
+    file: str
+    format: str
+    tensors: tuple[TensorRow, ...]
+    values: tuple[ValueRow, ...]
+    objects: tuple[ObjectRow, ...]
+    hashed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.list/1`."""
+        return {
+            "schema": "ckptool.list/1",
+            "file": self.file,
+            "format": self.format,
+            "tensors": [row.to_dict(hashed=self.hashed) for row in self.tensors],
+            "values": [row.to_dict() for row in self.values],
+            "objects": [row.to_dict() for row in self.objects],
+        }
+
+
+class StorageNames:
+    """An identifier for each storage: its key, made unique where several files use one key."""
+
+    def __init__(self) -> None:
+        """Nothing is named yet."""
+        self._names: dict[int, str] = {}
+        self._used: dict[str, int] = {}
+
+    def __call__(self, storage: Storage | None) -> str | None:
+        """The identifier of `storage`, the same whenever it is asked for."""
+        if storage is None:
+            return None
+        name = self._names.get(id(storage))
+        if name is None:
+            count = self._used[storage.key] = self._used.get(storage.key, 0) + 1
+            name = storage.key if count == 1 else f"{storage.key}#{count}"
+            self._names[id(storage)] = name
+        return name
+
+
+def list_tensors(
+    checkpoint: Checkpoint,
+    *,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    hash: bool = False,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Listing:
+    """Every tensor, value and object that the globs let through.
+
+    A glob is held against a row's own name (its last key), or the whole name when it has a `/`.
+    `hash` reads every listed tensor; `progress` is then told bytes done and bytes in all.
+
+    Raises:
+        LimitExceeded: the tree is nested deeper, or strides repeat more bytes, than real ones do.
+        CorruptFile: `hash` met bytes that cannot be read.
+    """
+    globs, unless = tuple(include), tuple(exclude)
+    leaves: list[tuple[Path, TensorRef]] = []
+    values: list[ValueRow] = []
+    objects: list[ObjectRow] = []
+    for path, leaf in walk(checkpoint.root, limits):
+        if (globs or unless) and not selected(path, globs, unless):
+            continue
+        if isinstance(leaf, TensorRef):
+            leaves.append((path, leaf))
+        else:
+            _sort_leaf(path, leaf, values, objects)
+    hashes = _Hashes(leaves, limits, progress) if hash else None
+    return Listing(
+        file=checkpoint.path,
+        format=checkpoint.format,
+        tensors=tuple(_tensor_rows(leaves, hashes)),
+        values=tuple(values),
+        objects=tuple(objects),
+        hashed=hash,
+    )
+
+
+def _sort_leaf(path: Path, leaf: Any, values: list[ValueRow], objects: list[ObjectRow]) -> None:
+    kind, value = type(leaf).__name__, leaf
+    if isinstance(leaf, Opaque) and leaf.plain is not None:
+        kind, value = leaf.plain
+    elif not is_value(leaf):
+        objects.append(ObjectRow(json_path(path), name_of(path), class_of(leaf)))
+        return
+    values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
+
+
+def _tensor_rows(
+    leaves: list[tuple[Path, TensorRef]], hashes: _Hashes | None
+) -> Iterator[TensorRow]:
+    names = StorageNames()
+    uses: dict[Any, int] = {}
+    keys = [tie_key(tensor) for _, tensor in leaves]
+    for key in keys:
+        uses[key] = uses.get(key, 0) + 1
+    for (path, tensor), key in zip(leaves, keys, strict=True):
+        digest = hashes.of(path, key, tensor) if hashes else None
+        yield tensor_row(path, tensor, names, sha256=digest, tied=key is not None and uses[key] > 1)
+
+
+def tensor_row(
+    path: Path,
+    tensor: TensorRef,
+    names: StorageNames,
+    *,
+    sha256: str | None = None,
+    tied: bool = False,
+) -> TensorRow:
+    """The row of one tensor."""
+    return TensorRow(
+        json_path(path),
+        name_of(path),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.device,
+        tensor.nbytes,
+        tensor.kind,
+        names(tensor.storage),
+        tensor.requires_grad,
+        sha256,
+        tensor.numel,
+        tied,
+    )
+
+
+def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:
+    """What two names share when they are one tensor; None for a tensor without a storage."""
+    if tensor.storage is None:
+        return None
+    return (
+        id(tensor.storage),
+        tensor.offset,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.flags,
+    )
+
+
+class _Hashes:
+    """SHA-256 of tensors, each tie read once."""
+
+    def __init__(
+        self, leaves: list[tuple[Path, TensorRef]], limits: Limits, progress: Progress | None
+    ) -> None:
+        self._known: dict[Any, str] = {}
+        self._repeated = RepeatedBytes(limits)
+        self._progress = progress
+        self._done = 0
+        self._total = sum(tensor.nbytes for _, tensor in leaves if tensor.has_content)
+
+    def of(self, path: Path, key: Any, tensor: TensorRef) -> str | None:
+        if not tensor.has_content:
+            return None
+        digest = self._known.get(key)
+        if digest is None:
+            self._repeated.add(path, tensor)
+            digest = self._known[key] = self._read(tensor)
+        else:
+            self._advance(tensor.nbytes)
+        return digest
+
+    def _read(self, tensor: TensorRef) -> str:
+        digest = hashlib.sha256()
+        for block in tensor.content():
+            digest.update(block)
+            self._advance(len(block))
+        return digest.hexdigest()
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+class RepeatedBytes:
+    """Bytes read again and again because strides repeat them: a few of them can say exabytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Nothing is read yet."""
+        self._most = limits.max_repeated_bytes
+        self._sum = 0
+
+    def add(self, path: Path, tensor: TensorRef) -> None:
+        """Count a tensor that is about to be read.
+
+        Raises:
+            LimitExceeded: too much of what was read so far is repetition.
+        """
+        stored = tensor.storage.nbytes if tensor.storage is not None else 0
+        self._sum += max(0, tensor.nbytes - stored)
+        if self._sum > self._most:
+            raise LimitExceeded(
+                f"{name_of(path)!r} spreads {stored:,} stored bytes over {tensor.nbytes:,}: "
+                f"reading it would exceed the limit of {self._most:,} repeated bytes"
+            )

@@ -1,0 +1,239 @@
+"""One thing of a checkpoint: a value, a tensor's head and what it spans, an object's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
+from ckptool.inspection.numbers import Statistics, decode, statistics
+from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Opaque, Path, TensorRef
+from ckptool.modules import module_state
+from ckptool.paths import name_of, resolve
+
+__all__ = ["Shown", "ShownContainer", "ShownObject", "ShownTensor", "ShownValue", "show"]
+
+HEAD = 8
+_Entries = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What every answer of `show` has."""
+
+    file: str
+    path: tuple[str | int, ...]
+    name: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.show/1`."""
+        return {
+            "schema": "ckptool.show/1",
+            "file": self.file,
+            "path": self.path,
+            "name": self.name,
+            **self._content(),
+        }
+
+    def _content(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTensor(Shown):
+    """A tensor: its row, first elements, and statistics over all of it."""
+
+    row: TensorRow
+    head: tuple[Any, ...]
+    """The first elements in row-major order; empty where the kind has no plain elements."""
+    statistics: Statistics | None
+    parts: _Entries = ()
+    """What a tensor that is not plainly strided is made of."""
+
+    def _content(self) -> dict[str, Any]:
+        row = self.row.to_dict()
+        facts = {key: row[key] for key in row if key not in ("path", "name")}
+        stats = self.statistics
+        return {
+            "what": "tensor",
+            **facts,
+            "head": [json_value(number) for number in self.head],
+            "min": json_value(stats.minimum) if stats else None,
+            "max": json_value(stats.maximum) if stats else None,
+            "mean": json_value(stats.mean) if stats else None,
+            "nan": stats.nan if stats else None,
+            "infinite": stats.infinite if stats else None,
+            "parts": dict(self.parts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShownValue(Shown):
+    """A plain value."""
+
+    type: str
+    value: Any
+
+    def _content(self) -> dict[str, Any]:
+        return {"what": "value", "type": self.type, "value": json_value(self.value)}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownObject(Shown):
+    """An object of any other class: what made it and what it holds, in words."""
+
+    class_name: str
+    arguments: tuple[str, ...]
+    attributes: _Entries
+    items: _Entries
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "what": "object",
+            "class": self.class_name,
+            "arguments": list(self.arguments),
+            "attributes": [list(entry) for entry in self.attributes],
+            "items": [list(entry) for entry in self.items],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShownContainer(Shown):
+    """A dict, list or tuple: what it holds directly, in words."""
+
+    type: str
+    entries: _Entries
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "what": "container",
+            "type": self.type,
+            "entries": [list(entry) for entry in self.entries],
+        }
+
+
+def show(
+    checkpoint: Checkpoint,
+    name: Any,
+    *,
+    count: int = HEAD,
+    progress: Callable[[int, int], None] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Shown:
+    """The node that answers to `name`; of a tensor, the first `count` elements.
+
+    Raises:
+        NotFound: nothing, or several things (`AmbiguousName`), answer to it.
+        LimitExceeded: a tensor whose strides repeat more bytes than a real one's.
+    """
+    path, node = resolve(checkpoint, name)
+    place = (checkpoint.path, json_path(path), name_of(path))
+    if isinstance(node, TensorRef):
+        return _tensor(checkpoint.path, path, node, count, progress, RepeatedBytes(limits))
+    if isinstance(node, Opaque) and node.plain is not None:
+        return ShownValue(*place, *node.plain)
+    if is_value(node):
+        return ShownValue(*place, type(node).__name__, node)
+    if isinstance(node, (dict, list, tuple)):
+        return ShownContainer(*place, _container_name(node), _entries(node))
+    return _object(place, node)
+
+
+def _tensor(
+    file: str,
+    path: Path,
+    tensor: TensorRef,
+    count: int,
+    progress: Callable[[int, int], None] | None,
+    repeated: RepeatedBytes,
+) -> ShownTensor:
+    head: tuple[Any, ...] = ()
+    spans = None
+    if tensor.has_content:
+        once = _without_repetition(tensor)
+        repeated.add(path, once)
+        head = _head(tensor, count)
+        spans = statistics(tensor.dtype, _told(once, progress))
+        if once.numel:
+            spans = _times(spans, tensor.numel // once.numel)
+    row = tensor_row(path, tensor, StorageNames())
+    parts = tuple((str(key), summarise(part)) for key, part in (tensor.parts or {}).items())
+    return ShownTensor(file, row.path, row.name, row, head, spans, parts)
+
+
+def _without_repetition(tensor: TensorRef) -> TensorRef:
+    """The same elements, those that a stride of zero repeats only once."""
+    axes = zip(tensor.shape, tensor.stride, strict=True)
+    shape = tuple(1 if size and not step else size for size, step in axes)
+    return replace(tensor, shape=shape)
+
+
+def _times(spans: Statistics, factor: int) -> Statistics:
+    return replace(spans, nan=spans.nan * factor, infinite=spans.infinite * factor)
+
+
+def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
+    """The first `count` elements, no more bytes read than the first blocks that hold them."""
+    wanted = min(count, tensor.numel) * tensor.itemsize
+    data = b""
+    for block in tensor.content():
+        data += block[: wanted - len(data)]
+        if len(data) >= wanted:
+            break
+    numbers = decode(tensor.dtype, data)
+    return tuple(map(bool, numbers)) if tensor.dtype == "bool" else tuple(numbers)
+
+
+def _told(tensor: TensorRef, progress: Callable[[int, int], None] | None) -> Iterator[bytes]:
+    done = 0
+    for block in tensor.content():
+        yield block
+        done += len(block)
+        if progress is not None:
+            progress(done, tensor.nbytes)
+
+
+def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
+    if not isinstance(node, Opaque):
+        return ShownObject(*place, class_of(node), (summarise(node),), (), ())
+    module = module_state(node)
+    if module is not None:
+        return ShownObject(*place, node.class_name, (), (), _entries(module))
+    arguments = node.args if isinstance(node.args, tuple) else (node.args,)
+    attributes: Any = node.attributes
+    if not attributes and node.state is not None:
+        attributes = {"state": node.state}
+    return ShownObject(
+        *place,
+        node.class_name,
+        tuple(summarise(argument) for argument in arguments),
+        _entries(attributes),
+        tuple(_items(node.steps)),
+    )
+
+
+def _items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What was put into an object that is filled like a list, set or dict."""
+    for kind, value in steps:
+        if kind == "set":
+            yield from ((_key(key), summarise(item)) for key, item in value)
+        elif kind in ("append", "add"):
+            yield from ((str(index), summarise(item)) for index, item in enumerate(value))
+
+
+def _entries(node: Any) -> _Entries:
+    pairs = node.items() if isinstance(node, dict) else enumerate(node)
+    return tuple((_key(key), summarise(value)) for key, value in pairs)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _container_name(node: Any) -> str:
+    names = {"OrderedMap": "OrderedDict", "Size": "torch.Size"}
+    return names.get(type(node).__name__, type(node).__name__)

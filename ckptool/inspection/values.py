@@ -1,0 +1,91 @@
+"""Nodes of a checkpoint as what JSON can hold, and as a few words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ckptool.model import Opaque, Path, TensorRef
+from ckptool.paths import name_of
+
+__all__ = ["class_of", "json_path", "json_value", "summarise"]
+
+_PLAIN = (str, int, float, complex, type(None))
+
+
+def json_path(path: Path) -> tuple[str | int, ...]:
+    """The path with every key that is neither a string nor an integer as its repr."""
+    for key in path:
+        if type(key) is not str and type(key) is not int:
+            return tuple(k if type(k) in (str, int) else _key_repr(k) for k in path)
+    return path
+
+
+def _key_repr(key: Any) -> str:
+    """Plain data as its repr; an object, whose repr may be as big as the file, by its class."""
+    plain = is_value(key) or isinstance(key, bytes)
+    return repr(key) if plain else name_of((key,))
+
+
+def json_value(value: Any) -> Any:
+    """A plain value as JSON holds it: non-finite floats and whatever JSON lacks as their repr."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return repr(value)
+
+
+def class_of(node: Any) -> str:
+    """The qualified name of an object's class, as the file tells it."""
+    named = getattr(node, "class_name", None)
+    return named if isinstance(named, str) else f"builtins.{type(node).__name__}"
+
+
+def is_value(node: Any) -> bool:
+    """Whether a leaf is listed among the values."""
+    return isinstance(node, _PLAIN)
+
+
+def summarise(node: Any, most: int = 60) -> str:
+    """A node in a few words: a value's repr, a tensor's type and shape, a container's length."""
+    if isinstance(node, TensorRef):
+        return f"tensor {node.dtype} {shape_text(node.shape)} on {node.device}"
+    if isinstance(node, Opaque):
+        return _object(node, most) if node.plain is None else shortened(node.plain[1], most)
+    if isinstance(node, dict):
+        return f"dict of {len(node):,}"
+    if isinstance(node, (list, tuple)):
+        if len(node) <= 4 and all(is_value(item) for item in node):
+            return shortened(node, most)
+        return f"{type(node).__name__.lower()} of {len(node):,}"
+    if is_value(node) or isinstance(node, (bytes, bytearray)):
+        return shortened(node, most)
+    return getattr(node, "tag", None) or getattr(node, "qualified", None) or class_of(node)
+
+
+def _object(node: Opaque, most: int) -> str:
+    """`pathlib.PosixPath('out', 'run1')` where the arguments are plain, else the class alone."""
+    arguments = node.args if isinstance(node.args, tuple) else ()
+    if arguments and all(map(is_value, arguments)):
+        return shortened_text(f"{node.class_name}({', '.join(map(repr, arguments[:4]))})", most)
+    return f"{node.class_name} object"
+
+
+def shape_text(shape: tuple[int | None, ...]) -> str:
+    """`[2, 3]`, with `?` for a ragged dimension."""
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
+
+
+def shortened(value: Any, most: int) -> str:
+    """The beginning of the repr of plain data, at most `most` characters."""
+    if isinstance(value, (str, bytes, bytearray)) and len(value) > most:
+        text = repr(value[:most])
+    else:
+        text = repr(tuple(value) if isinstance(value, tuple) else value)
+    return shortened_text(text, most)
+
+
+def shortened_text(text: str, most: int) -> str:
+    """The beginning of a text that is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

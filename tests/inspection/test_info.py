@@ -1,0 +1,176 @@
+"""The summary: sections, what is reachable, what blocks weights_only, what to do."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from ckptool.formats import open_checkpoint
+from ckptool.inspection import info
+from ckptool.model import Opaque, OrderedMap, StorageRef
+from tests.inspection.handmade import checkpoint, floats, storage, tensor
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 8, 3)
+        self.bn1 = torch.nn.BatchNorm2d(8)
+        self.fc = torch.nn.Linear(8, 10)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def info_of(root, name="model.pth", **options):
+        torch.save(root, tmp_path / name, **options)
+        with open_checkpoint(tmp_path / name) as opened:
+            return info(opened)
+
+    return info_of
+
+
+def learnable(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_sections_count_what_torch_counts(saved):
+    net = torch.nn.DataParallel(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    found = saved({"epoch": 3, "model": net.state_dict(), "optim": optimizer.state_dict()})
+    model, optim, values = found.sections
+    assert (model.path, model.kind, model.wrappers) == (("model",), "state_dict", ("module",))
+    assert model.tensors == len(net.state_dict())
+    assert model.parameters == learnable(net)
+    assert model.nbytes == sum(t.nbytes for t in net.state_dict().values())
+    assert (optim.kind, optim.parameters) == ("optimizer", 0)
+    assert (values.kind, values.tensors) == ("values", 0)
+
+
+def test_a_pickled_module_tells_parameters_from_buffers(saved):
+    net = Net()
+    net.register_buffer("table", torch.zeros(100))
+    (section,) = saved(net).sections
+    assert (section.kind, section.parameters) == ("module", learnable(net))
+
+
+def test_a_tied_parameter_counts_once(saved):
+    weight = torch.zeros(4, 4)
+    found = saved({"emb.weight": weight, "head.weight": weight, "head.bias": torch.zeros(4)})
+    (section,) = found.sections
+    assert (section.tensors, section.parameters, section.nbytes) == (3, 20, 80)
+    assert found.ties == (("emb.weight", "head.weight"),)
+
+
+def test_devices_and_dtypes_are_counted_by_tensor():
+    root = {
+        "a": tensor(floats(1.0, device="cuda:3"), [1]),
+        "b": tensor(floats(1.0, device="cuda:3"), [1]),
+        "c": tensor(storage(b"\0" * 8, device="cpu"), [1], dtype="int64"),
+    }
+    found = info(checkpoint(root))
+    assert found.devices == {"cuda:3": 2, "cpu": 1}
+    assert found.dtypes == {"float32": 2, "int64": 1}
+
+
+def test_reachable_bytes_are_the_union_of_what_tensors_reach(saved):
+    big = torch.zeros(1000)
+    views = {"a": big[10:20], "b": big[15:30], "c": big[500:700:2], "d": big[0:0]}
+    found = saved(views)
+    assert found.storage_bytes == 4000
+    assert found.reachable_bytes == 4 * (20 + 199)
+
+
+def test_reachable_bytes_include_parts_objects_and_whole_storages(saved):
+    holder = argparse.Namespace(weight=torch.ones(10))
+    sparse = torch.eye(4).to_sparse()
+    found = saved({"args": holder, "sparse": sparse, "raw": torch.ones(5).untyped_storage()})
+    assert found.reachable_bytes == found.storage_bytes == 40 + 4 * (16 + 4) + 20
+
+
+def test_a_payload_inside_the_pickle_is_not_counted():
+    assert info(checkpoint({"w": tensor(floats(1.0), [1])})).reachable_bytes == 0
+
+
+def test_weights_only_is_what_torch_says(saved, tmp_path):
+    for root, loads in (({"w": torch.ones(1)}, True), ({"a": argparse.Namespace()}, False)):
+        found = saved(root)
+        assert found.weights_only is loads
+        assert bool(found.blockers) is not loads
+        if loads:
+            assert torch.load(tmp_path / "model.pth", weights_only=True)
+        else:
+            with pytest.raises(Exception, match="argparse.Namespace"):
+                torch.load(tmp_path / "model.pth", weights_only=True)
+            assert any("argparse.Namespace" in text for text in found.blockers)
+
+
+def test_a_protocol_that_weights_only_refuses_is_named_and_needs_a_rewrite(saved, tmp_path):
+    found = saved({"w": torch.ones(1)}, pickle_protocol=4)
+    assert not found.weights_only
+    assert any("opcode" in text for text in found.blockers)
+    command = f"ckptool convert {tmp_path}/model.pth {tmp_path}/model.plain.pth"
+    assert set(found.commands.values()) == {command}
+
+
+@pytest.mark.parametrize("format", ["torch-tar", "pickle", "torchscript", "pt2"])
+def test_a_format_that_torch_load_does_not_take_is_named(format):
+    found = info(checkpoint({"w": tensor(floats(1.0), [1])}, format=format))
+    assert not found.weights_only
+    assert found.commands["cpu"].startswith("ckptool convert made.pth")
+
+
+def test_a_folder_is_nothing_for_torch_load(tmp_path):
+    made = checkpoint({"w": tensor(floats(1.0), [1])})
+    object.__setattr__(made, "path", str(tmp_path))
+    assert any("folder" in text for text in info(made).blockers)
+
+
+def test_what_is_in_the_way_of_weights_only_can_be_left_behind(saved):
+    found = saved({"model": Net().state_dict(), "args": argparse.Namespace(lr=1)})
+    assert found.commands["cpu"].endswith(" --model-only")
+
+
+def test_several_models_need_a_key(saved):
+    state = Net().state_dict()
+    copy = {name: value.clone() for name, value in state.items()}
+    found = saved({"model": state, "ema": copy, "args": argparse.Namespace(lr=1)})
+    assert found.commands["cpu"].endswith(" --model-only --key model")
+
+
+def test_only_objects_and_no_model_leave_nothing_to_do(saved):
+    found = saved({"args": argparse.Namespace(lr=1)})
+    assert not found.weights_only
+    assert found.commands == {}
+
+
+def test_a_storage_alone_has_a_device_too():
+    raw = StorageRef(storage(b"\0" * 4, device="cuda:1"), "uint8", untyped=True)
+    assert "--map cuda:1=cuda:0" in info(checkpoint({"raw": raw})).commands["one_gpu"]
+
+
+def test_the_document_has_the_keys_of_the_schema():
+    document = info(checkpoint(OrderedMap(w=tensor(floats(1.0), [1])))).to_dict()
+    assert document["schema"] == "ckptool.info/1"
+    assert "torch_version" not in document
+    wanted = {
+        "file", "format", "size", "byteorder", "sections", "devices", "dtypes", "globals",
+        "weights_only", "storage_bytes", "reachable_bytes", "ties",
+    }  # fmt: skip
+    assert wanted <= document.keys()
+    assert list(document["sections"][0]) == [
+        "path", "kind", "wrappers", "tensors", "parameters", "nbytes",
+    ]  # fmt: skip
+    assert json.loads(json.dumps(document, allow_nan=False))["weights_only"] is True
+
+
+def test_the_version_is_told_where_the_file_states_it():
+    document = info(checkpoint({}, torch_version="2.1.0")).to_dict()
+    assert document["torch_version"] == "2.1.0"
+
+
+def test_a_cycle_ends():
+    loop: list[object] = []
+    loop.append(loop)
+    made = Opaque("x", steps=[("append", loop)])
+    assert info(checkpoint({"loop": loop, "object": made})).reachable_bytes == 0

@@ -1,0 +1,63 @@
+"""Nodes as JSON values and as a few words."""
+
+import math
+
+import pytest
+
+from ckptool.inspection.values import class_of, json_value, shape_text, summarise
+from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
+from tests.inspection.handmade import floats, tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (1, 1), (True, True), (None, None), ("x", "x"), (1.5, 1.5), (math.nan, "nan"),
+        (math.inf, "inf"), (1j, "1j"), (b"x", "b'x'"),
+    ],
+)  # fmt: skip
+def test_a_value_as_json_holds_it(value, wanted):
+    assert json_value(value) == wanted
+    assert type(json_value(value)) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (tensor(floats(1.0, device="cuda:1"), [1]), "tensor float32 [1] on cuda:1"),
+        (Opaque(Global("net", "Net")), "net.Net object"),
+        (Opaque(Global("np", "scalar"), plain=("float64", 0.5)), "0.5"),
+        (Opaque(Global("pathlib", "PosixPath"), args=("a", "b")), "pathlib.PosixPath('a', 'b')"),
+        (Opaque(Global("net", "Net"), args=([],)), "net.Net object"),
+        (OrderedMap(a=1), "dict of 1"),
+        ([1] * 1000, "list of 1,000"),
+        ([1, 2], "[1, 2]"),
+        (Size((2, 3)), "(2, 3)"),
+        (DeviceValue("cuda:0"), "cuda:0"),
+        (Global("net", "Net"), "net.Net"),
+        (b"bytes", "b'bytes'"),
+        ("text", "'text'"),
+    ],
+)  # fmt: skip
+def test_a_node_in_a_few_words(node, words):
+    assert summarise(node) == words
+
+
+def test_words_are_few_however_long_the_value():
+    for node in (
+        "x" * 10**6,
+        b"x" * 10**6,
+        [10**1000],
+        Opaque(Global("a", "b"), args=("y" * 999,)),
+    ):
+        assert len(summarise(node)) <= 60
+
+
+def test_a_ragged_dimension_is_a_question_mark():
+    assert shape_text((2, None, 3)) == "[2, ?, 3]"
+    assert shape_text(()) == "[]"
+
+
+def test_the_class_of_plain_python():
+    assert class_of(b"") == "builtins.bytes"
+    assert class_of(DeviceValue("cpu")) == "torch.device"
