@@ -1,0 +1,14 @@
+"""The command line: parse options, one library call, one render call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `ckptool` with `arguments` (`sys.argv` if None) and return its exit code."""
+    from ckptool.cli.main import run
+
+    return run(arguments)

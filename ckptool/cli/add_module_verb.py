@@ -1,0 +1,32 @@
+"""`ckptool add-module`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.transforms import add_module
+
+__all__ = ["command"]
+
+
+@verb(
+    "add-module",
+    "ckptool add-module model.pth",
+)
+@file_argument
+@click.option("--at", metavar="PATH", help="Around this submodule instead: features.")
+@target_options()
+def command(file: str, at: str | None, target: Target) -> None:
+    """Put module. before the names, as DataParallel and DistributedDataParallel do.
+
+    Every state dict of the file is treated, with its _metadata and the optimizer state that is
+    keyed by name. The result goes to FILE with .wrapped before its ending.
+    """
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return add_module(checkpoint, at=at)
+
+    write_changed(file, change, target, word="wrapped")

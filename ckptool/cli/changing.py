@@ -1,0 +1,62 @@
+"""What every verb that writes does: open, change, save, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.console import print_document, say
+from ckptool.cli.options import Target
+from ckptool.cli.progress import Progress
+from ckptool.cli.targets import default_target
+from ckptool.errors import UsageError
+from ckptool.formats import WriteOptions, open_checkpoint
+from ckptool.render.receipt import receipt_document, receipt_lines
+from ckptool.writing import save
+
+__all__ = ["write_changed"]
+
+
+def write_changed(
+    source: str,
+    change: Callable[[Checkpoint], Checkpoint],
+    target: Target,
+    *,
+    word: str,
+    strict: bool = False,
+    options: WriteOptions | None = None,
+) -> None:
+    """Open `source`, `change` it, write it where `target` says, and tell what happened.
+
+    `word` names the target where the user does not: `model.stripped.pth`.
+
+    Raises:
+        UsageError: both `--output` and `--in-place`.
+        CheckpointError: whatever opening, changing or writing meets.
+    """
+    path = _path(source, target, word)
+    with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
+        changed = change(checkpoint)
+        receipt = save(
+            changed,
+            path,
+            format=target.format,
+            overwrite=target.force,
+            in_place=target.in_place,
+            strict=strict,
+            options=options or WriteOptions(),
+            dry_run=target.dry_run,
+            progress=progress,
+        )
+    facts = (source, changed.changes, receipt)
+    say(receipt_lines(*facts, dry_run=target.dry_run), quiet=target.quiet)
+    if target.as_json:
+        print_document(receipt_document(*facts, dry_run=target.dry_run))
+
+
+def _path(source: str, target: Target, word: str) -> str:
+    if target.output is not None and target.in_place:
+        raise UsageError("--output and --in-place exclude each other", hint="give one of them")
+    if target.in_place:
+        return source
+    return target.output or default_target(source, word, target.format)

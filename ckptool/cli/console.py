@@ -1,0 +1,40 @@
+"""Where a verb writes: results on stdout, messages and progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from ckptool.render.terminal import Look, look_of
+
+__all__ = ["print_document", "print_lines", "say", "stdout_look"]
+
+_BATCH = 1000
+
+
+def stdout_look() -> Look:
+    """How results are drawn."""
+    return look_of(sys.stdout)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout as they come, many at a time."""
+    flow: Iterator[str] = iter(lines)
+    while batch := list(islice(flow, _BATCH)):
+        sys.stdout.write("\n".join(batch) + "\n")
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Write one JSON document to stdout."""
+    from ckptool.render.jsondoc import json_lines
+
+    print_lines(json_lines(document))
+
+
+def say(lines: Iterable[str], *, quiet: bool = False) -> None:
+    """Write messages to stderr, unless `quiet`."""
+    if not quiet:
+        for line in lines:
+            print(line, file=sys.stderr)

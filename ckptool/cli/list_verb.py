@@ -1,0 +1,71 @@
+"""`ckptool list`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.formats import open_checkpoint
+from ckptool.inspection.listing import Listing, list_tensors
+
+__all__ = ["command"]
+
+
+@verb(
+    "list",
+    "ckptool list model.pth",
+    "ckptool list model.pth --tree",
+    "ckptool list model.pth --include '*.weight' --json",
+)
+@file_argument
+@click.option("--tree", "as_tree", is_flag=True, help="By module, repeated layers folded.")
+@click.option("--hash", "hashed", is_flag=True, help="With the SHA-256 of each tensor's content.")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Only names that match; repeatable. A glob with a / is held against the whole name, "
+    "any other against its last part.",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these; repeatable.")
+@json_option
+@quiet_option
+def command(
+    file: str,
+    as_tree: bool,
+    hashed: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """List the tensors, values and objects of a checkpoint.
+
+    Only the header is read, whatever the file weighs; --hash reads the tensors too.
+    """
+    with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
+        listing = list_tensors(
+            checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
+        )
+    if as_tree:
+        _print_tree(listing, as_json)
+    elif as_json:
+        print_document(listing.to_dict())
+    else:
+        from ckptool.render.listing import listing_lines
+
+        print_lines(listing_lines(listing, stdout_look()))
+
+
+def _print_tree(listing: Listing, as_json: bool) -> None:
+    from ckptool.inspection.tree import tree
+    from ckptool.render.tree import tree_lines
+
+    root = tree(listing)
+    if as_json:
+        head = {"schema": "ckptool.tree/1", "file": listing.file, "format": listing.format}
+        print_document({**head, "root": root.to_dict()})
+    else:
+        print_lines(tree_lines(root, stdout_look()))

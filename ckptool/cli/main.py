@@ -1,0 +1,129 @@
+"""One run of the command line: what goes wrong becomes a sentence, a hint and an exit code."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+import click
+
+from ckptool.cli.group import cli
+from ckptool.errors import CheckpointError
+from ckptool.render.terminal import look_of
+from ckptool.render.text import clean
+
+__all__ = ["run"]
+
+ERROR, INTERRUPTED = 2, 130
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` spell and return the exit code; nothing escapes.
+
+    Click's own `main` is passed by: it answers 1 to wrong usage and takes every EOFError, a
+    truncated file among them, for an interruption.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        _never_fail_to_encode(stream)
+    # A tree of a million nodes is all kept to the end: looking for cycles in it costs a third.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _run(arguments)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        code = _invoke(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        return 0
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except Exception as error:  # the last place that can say it in a sentence
+        return _report(error)
+    return code
+
+
+def _invoke(words: list[str]) -> int:
+    if "_CKPTOOL_COMPLETE" in os.environ:
+        cli.main(words, prog_name="ckptool")
+    try:
+        with cli.make_context("ckptool", words) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    return 0
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong on stderr."""
+    if os.environ.get("CKPTOOL_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    message, hint = _in_words(error)
+    look = look_of(sys.stderr)
+    print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
+    if hint:
+        print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)
+    return ERROR
+
+
+def _in_words(error: Exception) -> tuple[str, str | None]:
+    """One sentence about an error, and what helps."""
+    if isinstance(error, CheckpointError):
+        return str(error), error.hint
+    if isinstance(error, click.ClickException):
+        return _usage(error)
+    for kind, words in _SENTENCES.items():
+        if isinstance(error, kind):
+            return words(error), None
+    return (
+        f"something unexpected happened, {type(error).__name__}: {error}",
+        "this is a fault of ckptool; CKPTOOL_DEBUG=1 shows where it lies",
+    )
+
+
+def _usage(error: click.ClickException) -> tuple[str, str | None]:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return error.format_message(), f"{context.command_path} --help" if context else None
+
+
+def _system_error(error: Exception) -> str:
+    """An OSError in words: the file that it names, then the system's reason."""
+    name = getattr(error, "filename", None)
+    reason = getattr(error, "strerror", None) or str(error)
+    return f"{os.fsdecode(name)}: {reason}" if isinstance(name, (str, bytes)) else reason
+
+
+_SENTENCES: dict[type[Exception], Callable[[Exception], str]] = {
+    MemoryError: lambda _: "there is not enough memory for this",
+    RecursionError: lambda _: "the file nests deeper than can be followed",
+    OSError: _system_error,
+}
+
+
+def _never_fail_to_encode(stream: TextIO) -> None:
+    """Names that the terminal's encoding lacks are escaped."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+
+
+def _forget_stdout() -> None:
+    """Nobody reads any more: keep the interpreter from saying so when it flushes at its end."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):  # stdout is no file
+        return

@@ -1,0 +1,98 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+__all__ = [
+    "EXIT_CODES",
+    "Target",
+    "file_argument",
+    "json_option",
+    "quiet_option",
+    "target_options",
+    "verb",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_CODES = "Exit codes: 0 fine, 2 an error or wrong usage, 130 interrupted."
+
+_AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
+
+FORMATS = ("torch-zip", "torch-legacy", "safetensors")
+
+file_argument = click.argument("file", type=click.Path())
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
+)
+
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, help="No messages and no progress on stderr."
+)
+
+
+def verb(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command whose help ends with examples and exit codes."""
+    shown = "\n".join(f"  {example}" for example in examples)
+    epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{EXIT_CODES}"
+    return click.command(name, epilog=epilog)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the user said about the file to write."""
+
+    output: str | None
+    in_place: bool
+    force: bool
+    dry_run: bool
+    format: str | None
+    as_json: bool
+    quiet: bool
+
+
+_TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "--force", is_flag=True, help="Overwrite an existing target, or edit through a link."
+    ),
+    click.option("--dry-run", is_flag=True, help="Print what would be written, write nothing."),
+    click.option(
+        "--format",
+        type=click.Choice(FORMATS),
+        help="Format of the target, whatever its name ends in.",
+    ),
+    json_option,
+    quiet_option,
+)
+_PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "-o", "--output", type=click.Path(), help="File to write (default: beside the source)."
+    ),
+    click.option("--in-place", is_flag=True, help="Replace the file itself."),
+)
+
+
+def target_options(*, place: bool = True) -> Callable[[F], F]:
+    """The options of a verb that writes, gathered in one `target`; `place`: -o and --in-place."""
+    chosen = (*_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def gathered(**given: Any) -> Any:
+            fields = {name: given.pop(name, None) for name in Target.__dataclass_fields__}
+            fields["in_place"] = bool(fields["in_place"])
+            return function(target=Target(**fields), **given)
+
+        decorated: Any = gathered
+        for option in reversed(chosen):
+            decorated = option(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate

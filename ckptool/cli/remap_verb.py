@@ -1,0 +1,63 @@
+"""`ckptool remap`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.devices import parsed_rules, parsed_visible
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.errors import UsageError
+from ckptool.transforms import remap
+from ckptool.transforms import visible_devices as renumber
+
+__all__ = ["command"]
+
+
+@verb(
+    "remap",
+    "ckptool remap --to cpu model.pth",
+    "ckptool remap --map cuda:3=cuda:0 model.pth",
+    "ckptool remap --map cuda:0=cuda:1 --map cuda:1=cuda:0 model.pth -o swapped.pth",
+    "ckptool remap --visible-devices 0,2 model.pth",
+)
+@file_argument
+@click.option("--to", "device", metavar="DEVICE", help="Everything to this device: cpu, cuda:0.")
+@click.option(
+    "--map",
+    "rules",
+    multiple=True,
+    metavar="A=B",
+    help="What is on A to B; repeatable, applied at once. cuda:* stands for any index.",
+)
+@click.option(
+    "--visible-devices",
+    metavar="LIST",
+    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the physical 2 becomes cuda:1.",
+)
+@target_options()
+def command(
+    file: str,
+    device: str | None,
+    rules: tuple[str, ...],
+    visible_devices: str | None,
+    target: Target,
+) -> None:
+    """Rewrite the devices that tensors, torch.device values and optimizer state are tagged with.
+
+    The bytes of the tensors are not touched; the result loads with a bare torch.load. It goes to
+    FILE with the device (or .remapped) before its ending.
+    """
+    if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
+        raise UsageError(
+            "remap takes exactly one of --to, --map and --visible-devices",
+            hint="ckptool remap --to cpu FILE",
+        )
+    mapping = {"*": device} if device is not None else parsed_rules(rules)
+    visible = None if visible_devices is None else parsed_visible(visible_devices)
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return remap(checkpoint, mapping) if visible is None else renumber(checkpoint, visible)
+
+    write_changed(file, change, target, word=device.replace(":", "") if device else "remapped")

@@ -1,0 +1,46 @@
+"""`ckptool show`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.formats import open_checkpoint
+from ckptool.inspection.show import HEAD, show
+
+__all__ = ["command"]
+
+
+@verb(
+    "show",
+    "ckptool show model.pth epoch",
+    "ckptool show model.pth state_dict/module.fc.bias",
+    "ckptool show model.pth module.fc.bias --count 20",
+)
+@file_argument
+@click.argument("name")
+@click.option(
+    "--count",
+    type=click.IntRange(min=0),
+    default=HEAD,
+    show_default=True,
+    help="Elements of a tensor to show.",
+)
+@json_option
+@quiet_option
+def command(file: str, name: str, count: int, as_json: bool, quiet: bool) -> None:
+    """Show one value, one object or the head of one tensor.
+
+    NAME is the name that list prints, or an end of it that begins after a / and is unique. Of a
+    tensor, minimum, maximum and mean are over all its finite elements.
+    """
+    with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
+        shown = show(checkpoint, name, count=count, progress=progress)
+    if as_json:
+        print_document(shown.to_dict())
+    else:
+        from ckptool.render.show import shown_lines
+
+        print_lines(shown_lines(shown, stdout_look()))

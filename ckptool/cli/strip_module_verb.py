@@ -1,0 +1,43 @@
+"""`ckptool strip-module`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.transforms import strip_module
+
+__all__ = ["command"]
+
+
+@verb(
+    "strip-module",
+    "ckptool strip-module model.pth",
+    "ckptool strip-module model.pth -o plain.pth",
+    "ckptool strip-module vgg.pth --at features",
+)
+@file_argument
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="WRAPPER",
+    help="Only this wrapper (module, _orig_mod, ...); repeatable. Default: all of them.",
+)
+@click.option("--levels", type=click.IntRange(min=1), help="At most so many levels.")
+@click.option("--at", metavar="PATH", help="A wrapper on this submodule: features.")
+@target_options()
+def command(
+    file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: Target
+) -> None:
+    """Take wrapper names off: module., _orig_mod., _fsdp_wrapped_module. and their like.
+
+    Every state dict of the file is treated, with its _metadata and the optimizer state that is
+    keyed by name. The result goes to FILE with .stripped before its ending.
+    """
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return strip_module(checkpoint, only=only or None, levels=levels, at=at)
+
+    write_changed(file, change, target, word="stripped")

@@ -1,0 +1,111 @@
+"""`ckptool info` as text: one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckptool.inspection.info import Info, SectionInfo
+from ckptool.render.table import table
+from ckptool.render.terminal import Look
+from ckptool.render.text import clean, count, shorten, size
+
+__all__ = ["info_lines"]
+
+_INDENT = 14
+_MOST_LISTED = 8
+_NAMELESS = {"values": "(beside them)"}
+_MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
+
+
+def info_lines(info: Info, look: Look) -> Iterator[str]:
+    """What it is, what is in it, what keeps it from loading, and what to do about it."""
+    yield look.bold(clean(info.file))
+    yield _fact("format", _format(info))
+    yield _fact("size", _size(info))
+    yield _fact("devices", _counts(info.devices))
+    yield _fact("dtypes", _counts(info.dtypes))
+    if info.ties:
+        yield _fact("ties", _few([" = ".join(names) for names in info.ties], "; ", 3))
+    yield _fact("weights_only", "accepts it" if info.weights_only else "refuses it:")
+    yield from _items(info.blockers)
+    for note in info.notes:
+        yield _fact("note", clean(note))
+    if info.sections:
+        yield ""
+        yield from _sections(info.sections, look)
+    yield ""
+    yield from _commands(info, look)
+
+
+def _fact(name: str, text: str) -> str:
+    return f"{name:<{_INDENT}}{text}"
+
+
+def _items(texts: tuple[str, ...]) -> Iterator[str]:
+    for text in texts[:_MOST_LISTED]:
+        yield " " * _INDENT + clean(text)
+    if len(texts) > _MOST_LISTED:
+        yield f"{'':<{_INDENT}}and {count(len(texts) - _MOST_LISTED)} more"
+
+
+def _format(info: Info) -> str:
+    parts = [info.format]
+    if info.writer:
+        parts.append(f"written by {info.writer}")
+    if info.torch_version:
+        parts.append(f"torch {info.torch_version}")
+    if info.protocol is not None:
+        parts.append(f"pickle protocol {info.protocol}")
+    if info.byteorder != "little":
+        parts.append(f"{info.byteorder}-endian")
+    return clean(", ".join(parts))
+
+
+def _size(info: Info) -> str:
+    text = f"{size(info.size)} on disk, {size(info.storage_bytes)} in storages"
+    unreached = info.storage_bytes - info.reachable_bytes
+    if unreached > 0:
+        text += f", {size(info.reachable_bytes)} of it reachable"
+    if info.dead_bytes:
+        text += f"; {size(info.dead_bytes)} dead"
+    return text
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return _few([f"{name} ({count(number)})" for name, number in ordered], ", ", 10) or "none"
+
+
+def _few(texts: list[str], between: str, most: int) -> str:
+    shown = between.join(clean(shorten(text, 100)) for text in texts[:most])
+    return shown + (f"{between}and {count(len(texts) - most)} more" if len(texts) > most else "")
+
+
+def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
+    rows = [
+        [
+            clean(section.name) or _NAMELESS.get(section.kind, "(the whole file)"),
+            section.kind,
+            count(section.tensors) if section.tensors else "",
+            count(section.parameters) if section.parameters else "",
+            size(section.nbytes) if section.tensors else "",
+            " ".join(section.wrappers),
+        ]
+        for section in sections
+    ]
+    headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
+    return table(headers, rows, look, right={2, 3, 4})
+
+
+def _commands(info: Info, look: Look) -> Iterator[str]:
+    commands = info.commands
+    if not commands:
+        yield "loads as it is" if info.weights_only else "no command makes it load"
+        return
+    if len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
+        yield look.bold("to make it load")
+        yield f"  {clean(next(iter(commands.values())))}"
+        return
+    yield look.bold("to make it load on a machine with")
+    for machine, words in _MACHINES.items():
+        yield f"  {words:<{_INDENT - 4}}  {clean(commands.get(machine, 'loads as it is'))}"

@@ -1,0 +1,50 @@
+"""What the stream at hand can show: colour, width."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TextIO
+
+__all__ = ["PLAIN", "Look", "look_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How to draw: `width` in characters (None: as wide as it gets), `colour` with ANSI codes."""
+
+    width: int | None = None
+    colour: bool = False
+
+    def bold(self, text: str) -> str:
+        """A heading."""
+        return f"\x1b[1m{text}\x1b[0m" if self.colour else text
+
+    def faint(self, text: str) -> str:
+        """Something by the way."""
+        return f"\x1b[2m{text}\x1b[0m" if self.colour else text
+
+    def alarm(self, text: str) -> str:
+        """Something wrong."""
+        return f"\x1b[31m{text}\x1b[0m" if self.colour else text
+
+
+PLAIN = Look()
+
+
+def look_of(stream: TextIO) -> Look:
+    """The look for a stream: colour and a width on a terminal only, NO_COLOR obeyed."""
+    if not stream.isatty():
+        return PLAIN
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return Look(_columns(stream), not plain)
+
+
+def _columns(stream: TextIO) -> int | None:
+    stated = os.environ.get("COLUMNS", "")
+    if stated.isdecimal() and int(stated) > 0:
+        return int(stated)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None

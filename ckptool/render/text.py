@@ -1,0 +1,76 @@
+"""Words and numbers made fit for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["clean", "count", "plural", "shorten", "size"]
+
+_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def clean(text: str) -> str:
+    r"""The text with everything that a terminal might obey or hide spelled out (`\x1b`).
+
+    That is control characters, escapes, bidirectional and other invisible format characters, line
+    separators, lone surrogates, unassigned and private code points.
+    """
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def clean_lines(text: str) -> str:
+    """`clean`, line breaks kept."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if character in _NAMED:
+        return _NAMED[character]
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: `512 B`, `1.5 KiB`, `4.7 GiB`."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    number = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        number /= 1024
+        if number < 999.95:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:,.1f} PiB"
+
+
+def count(number: int) -> str:
+    """An integer with its thousands apart."""
+    return f"{number:,}"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`, `3 entries`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
+
+
+def shorten(text: str, most: int) -> str:
+    """At most `most` characters (8 or more), the middle left out."""
+    if len(text) <= most:
+        return text
+    most = max(most, 8)
+    tail = (most - 3) // 2
+    return f"{text[: most - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def number(value: Any) -> str:
+    """A number of a tensor, six digits where it is a float."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, complex):
+        return f"{value.real:.6g}{value.imag:+.6g}j"
+    return str(value)
