@@ -13,7 +13,7 @@ from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
 from ckptool.formats.legacy_stream import NestedStreams
-from ckptool.model import Opaque
+from ckptool.model import Opaque, find_tensors
 from ckptool.symbolic import Unpickled, unpickle
 
 __all__ = ["PICKLE", "PickleFile"]
@@ -60,12 +60,14 @@ class PickleFile:
                 hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT",
             )
         rest = source.size - found.end
+        storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}
         details = Details(
             size=source.size,
             writer="pickle.dump",
             protocol=found.protocol,
             globals=found.globals,
             opcodes=found.opcodes,
+            storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
             notes=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),
         )

@@ -16,7 +16,7 @@ __all__ = ["is_tar", "read_members"]
 
 _BLOCK = 512
 _MOST_EXTRA = 1 << 20
-_FILES = b"\007"
+_FILES = (b"\0", b"0", b"7")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 

@@ -103,10 +103,9 @@ class _Tar:
         for view in listed if isinstance(listed, list) else ():
             match view:
                 case (int() as key, int() as root_key, int() as offset, int() as numel) if (
-                    root_key in self.storages and min(offset, numel) >= 0
+                    root_key in self.storages
                 ):
-                    root = self.storages[root_key]
-                    self.storages[key] = _view(root, str(key), offset, numel)
+                    self.storages[key] = _view(self.storages[root_key], key, offset, numel)
                 case _:
                     raise CorruptFile("a view of a storage is of unknown form", file=self.file)
 
@@ -155,12 +154,17 @@ def _storage_record(record: Any) -> tuple[Any, Any, Any]:
     return None, None, None
 
 
-def _view(root: StorageRef, key: str, offset: int, numel: int) -> StorageRef:
+def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
     """The part of `root` that a view looks at, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
-    whole = root.storage
-    data = None if whole.data is None else whole.data.slice(offset * itemsize, numel * itemsize)
-    part = Storage(key, data, numel * itemsize, whole.device)
+    start, length, data = offset * itemsize, numel * itemsize, root.storage.data
+    if data is None or min(offset, numel) < 0 or start + length > data.length:
+        raise CorruptFile(
+            f"view {key} takes {numel:,} elements from {offset:,} of storage {root.storage.key}, "
+            f"which has {root.storage.nbytes // itemsize:,}",
+            file=None if data is None else data.source.name,
+        )
+    part = Storage(str(key), data.slice(start, length), length, root.storage.device)
     return StorageRef(part, root.dtype, root.untyped)
 
 

@@ -1,0 +1,180 @@
+import collections
+import io
+import pickle
+import struct
+
+import numpy
+import pytest
+import torch
+
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.formats.base import Probe
+from ckptool.formats.pickle_file import PICKLE
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Opaque, OrderedMap
+from tests.formats.legacy_streams import Called, stream
+
+
+@pytest.fixture
+def recognised(tmp_path):
+    def look(data):
+        path = tmp_path / "it.pkl"
+        path.write_bytes(data)
+        probe = Probe(path, DEFAULT_LIMITS)
+        answer = PICKLE.recognise(probe)
+        probe.close()
+        return answer
+
+    return look
+
+
+@pytest.fixture
+def read(tmp_path):
+    opened = []
+
+    def read_bytes(data, limits=DEFAULT_LIMITS):
+        path = tmp_path / "it.pkl"
+        path.write_bytes(data)
+        probe = Probe(path, limits)
+        opened.append(probe)
+        assert PICKLE.recognise(probe)
+        return PICKLE.read(probe)
+
+    yield read_bytes
+    for probe in opened:
+        probe.close()
+
+
+def values(ref):
+    return list(memoryview(ref.read()).cast({"float32": "f", "int64": "q"}[ref.dtype]))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_dict_of_numpy_arrays(read, protocol):
+    source = collections.OrderedDict(
+        w=numpy.arange(6, dtype="float32").reshape(2, 3), step=3, name="net"
+    )
+    checkpoint = read(pickle.dumps(source, protocol))
+    assert isinstance(checkpoint.root, OrderedMap)
+    assert checkpoint.format == "pickle"
+    assert checkpoint.root["w"].kind == "numpy"
+    assert checkpoint.root["w"].shape == (2, 3)
+    assert values(checkpoint.root["w"]) == [0, 1, 2, 3, 4, 5]
+    assert (checkpoint.root["step"], checkpoint.root["name"]) == (3, "net")
+    assert checkpoint.details.storage_bytes == 24
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_tensors_that_pickle_itself_wrote(read, protocol):
+    weight = torch.arange(6.0).reshape(2, 3)
+    source = {"w": weight, "t": weight.t(), "n": torch.arange(3), "p": torch.nn.Parameter(weight)}
+    checkpoint = read(pickle.dumps(source, protocol))
+    for name, wanted in source.items():
+        ref = checkpoint.root[name]
+        assert (ref.shape, ref.stride) == (tuple(wanted.shape), wanted.stride())
+        assert values(ref) == wanted.flatten().tolist()
+    assert checkpoint.root["p"].is_parameter
+
+
+class Estimator:
+    def __init__(self):
+        self.coef = numpy.ones(2, "float32")
+
+
+def test_objects_are_data(read):
+    checkpoint = read(pickle.dumps({"model": Estimator()}))
+    model = checkpoint.root["model"]
+    assert isinstance(model, Opaque)
+    assert model.class_name.endswith("Estimator")
+    assert [ref.shape for _, ref in checkpoint.tensors()] == [(2,)]
+
+
+def test_a_persistent_id_of_someone_else_is_data(read):
+    checkpoint = read(b"\x80\x02}X\x01\x00\x00\x00aX\x03\x00\x00\x00keyQs.")
+    assert checkpoint.root["a"].class_name == "persistent id"
+
+
+def test_what_follows_the_pickle_is_a_note(read):
+    checkpoint = read(pickle.dumps({"a": 1}, 2) + b"12345")
+    assert checkpoint.root == {"a": 1}
+    assert checkpoint.details.dead_bytes == 5
+    assert checkpoint.details.notes == ("5 bytes behind the pickle are not read",)
+
+
+def test_the_index_of_a_distributed_checkpoint_is_named(read):
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    with pytest.raises(
+        UnsupportedFormat, match=r"index of a distributed checkpoint \(DCP\)"
+    ) as error:
+        read(pickle.dumps(Metadata(state_dict_metadata={})))
+    assert "dcp_to_torch" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"(c) 2020 The authors. All rights reserved.\n",
+        b"(see README)\n.",
+        b"[]",
+        b"[section]\nkey = value\n",
+        b"{}",
+        b"I1\n.",
+        b"N.",
+        b"cos\nsystem\n.",
+        b"cat\nfood\n",
+        b"}{",
+        b"((((((((((((((((",
+        b"\x80\x01}.",
+        b"\x80\x06}.",
+        b"PK\x03\x04",
+        b"text",
+    ],
+)
+def test_other_content_is_not_taken(recognised, data):
+    assert not recognised(data)
+
+
+@pytest.mark.parametrize("data", [b"(dp0\n.", b"}.", b"(lp0\nI1\na.", b"].", b"(t."])
+def test_a_pickle_that_states_no_protocol_is_taken_if_it_reads_as_one(recognised, data):
+    assert recognised(data)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_cut_anywhere_is_an_error_of_ours(read, protocol):
+    whole = pickle.dumps({"w": numpy.arange(99.0), "x": torch.ones(30), "l": [1.5, "t"]}, protocol)
+    for length in [*range(2, 60), *range(60, len(whole) - 1, 97)]:
+        with pytest.raises(CorruptFile):
+            read(whole[:length])
+
+
+def test_nothing_of_it_runs(read, tmp_path):
+    import os
+
+    target = tmp_path / "ran"
+    checkpoint = read(pickle.dumps({"a": Called(os.mkdir, str(target))}))
+    assert isinstance(checkpoint.root["a"], Opaque)
+    assert not target.exists()
+
+
+def test_tensors_inside_tensors_are_bounded(read):
+    data = stream([], [], [])
+    for _ in range(2):
+        data = stream([Called(torch.storage._load_from_bytes, data) for _ in range(99)], [], [])
+    hostile = pickle.dumps([Called(torch.storage._load_from_bytes, data)] * 99)
+    with pytest.raises(LimitExceeded, match="mentioned too often"):
+        read(hostile)
+
+
+def test_a_storage_in_a_pickle_that_lies_is_damage_of_the_file(read):
+    inner = io.BytesIO()
+    torch.save(torch.ones(3).storage(), inner, _use_new_zipfile_serialization=False)
+    lying = inner.getvalue()[:-20] + struct.pack("<q", 9) + bytes(12)
+    with pytest.raises(CorruptFile, match=r"it\.pkl: .*should have 3 elements"):
+        read(pickle.dumps(Called(torch.storage._load_from_bytes, lying)))
+
+
+def test_a_limit_is_kept(read):
+    with pytest.raises(CheckpointError):
+        read(pickle.dumps({"a": 1 << 9000}, 2), Limits(max_integer_bytes=64))

@@ -1,0 +1,293 @@
+import io
+import pickle
+import struct
+import tarfile
+
+import pytest
+import torch
+
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
+from ckptool.formats.base import Probe
+from ckptool.formats.tar_members import is_tar, read_members
+from ckptool.formats.torch_tar import TORCH_TAR
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from tests.formats.legacy_streams import Pid, dumps
+
+FLOATS = (10, "cpu", torch.FloatStorage), 6, struct.pack("<6f", *range(6))
+LONGS = (11, "cuda:2", torch.LongStorage), 2, struct.pack("<2q", 7, 8)
+
+
+def geometry(shape, stride, offset):
+    parts = [struct.pack("<i4x", len(shape)), struct.pack(f"<{len(shape)}q", *shape)]
+    parts += [struct.pack(f"<{len(stride)}q", *stride), struct.pack("<q", offset)]
+    return b"".join(parts)
+
+
+def storages(entries, views=(), count=None):
+    parts = [pickle.dumps(len(entries) if count is None else count, 2)]
+    for record, numel, data in entries:
+        parts += [pickle.dumps(record, 2), struct.pack("<q", numel), data]
+    return b"".join([*parts, pickle.dumps(list(views), 2)])
+
+
+def tensors(entries, count=None):
+    parts = [pickle.dumps(len(entries) if count is None else count, 2)]
+    for record, shape, stride, offset in entries:
+        parts += [pickle.dumps(record, 2), geometry(shape, stride, offset)]
+    return b"".join(parts)
+
+
+TENSORS = [
+    ((20, 10, torch.FloatTensor), (2, 3), (3, 1), 0),
+    ((21, 10, torch.FloatTensor), (3,), (2,), 1),
+    ((22, 11, torch.LongTensor), (2,), (1,), 0),
+]
+TREE = {"w": Pid(), "column": Pid(), "n": Pid(), "again": Pid(), "epoch": 3}
+for name, key in {"w": "20", "column": "21", "n": "22", "again": "20"}.items():
+    TREE[name].pid = key
+
+
+def members(**changed):
+    usual = {
+        "sys_info": pickle.dumps({"protocol_version": 1000, "little_endian": True}, 2),
+        "pickle": dumps(TREE),
+        "tensors": tensors(TENSORS),
+        "storages": storages([FLOATS, LONGS]),
+    }
+    return {**usual, **changed}
+
+
+def pack(named, form=tarfile.PAX_FORMAT, mtime=1500000000.25):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:", format=form) as tar:
+        for name, data in named.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), mtime
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(data):
+        path = tmp_path / "resnet18.pth"
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+def read(path, limits=DEFAULT_LIMITS):
+    probe = Probe(path, limits)
+    try:
+        assert TORCH_TAR.recognise(probe)
+        return TORCH_TAR.read(probe)
+    except CheckpointError:
+        probe.close()
+        raise
+
+
+def values(ref):
+    return list(memoryview(ref.read()).cast({"float32": "f", "int64": "q"}[ref.dtype]))
+
+
+def test_a_tar_reads_as_torch_reads_it(written):
+    path = written(pack(members()))
+    expected = torch.load(path, weights_only=False, map_location="cpu")
+    with read(path) as checkpoint:
+        root = checkpoint.root
+        assert root["epoch"] == expected["epoch"] == 3
+        for name in ("w", "column", "n"):
+            assert root[name].shape == tuple(expected[name].shape)
+            assert root[name].stride == expected[name].stride()
+            assert values(root[name]) == expected[name].flatten().tolist()
+        assert root["again"] is root["w"]
+        assert root["column"].storage is root["w"].storage
+        assert checkpoint.devices == {"cpu": 3, "cuda:2": 1}
+        assert checkpoint.details.storage_bytes == 40
+        assert checkpoint.format == "torch-tar"
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_every_kind_of_tar(written, form):
+    with read(written(pack(members(), form, mtime=0))) as checkpoint:
+        assert values(checkpoint.root["n"]) == [7, 8]
+
+
+def test_a_view_is_the_part_of_the_storage_that_it_looks_at(written):
+    views = [(12, 10, 2, 3)]
+    over_view = [((20, 12, torch.FloatTensor), (2,), (2,), 0)]
+    parts = members(
+        storages=storages([FLOATS], views), tensors=tensors(over_view), pickle=dumps([TREE["w"]])
+    )
+    path = written(pack(parts))
+    expected = torch.load(path, weights_only=False)
+    with read(path) as checkpoint:
+        assert values(checkpoint.root[0]) == expected[0].tolist() == [2, 4]
+        assert checkpoint.root[0].storage.nbytes == 12
+
+
+def test_a_storage_may_be_referred_to_and_a_class_with_its_source(written):
+    cls = Pid()
+    cls.pid = (torch.nn.Linear, "linear.py", "class Linear: ...")
+    storage = Pid()
+    storage.pid = "10"
+    with read(written(pack(members(pickle=dumps([storage, cls]))))) as checkpoint:
+        found, module = checkpoint.root
+        assert found.dtype == "float32"
+        assert found.storage.key == "10"
+        assert module.qualified == "torch.nn.modules.linear.Linear"
+        assert "source code of torch.nn.modules.linear.Linear" in checkpoint.details.notes[0]
+
+
+def test_the_first_tar_had_no_locations(written):
+    entry = (10, torch.FloatStorage), *FLOATS[1:]
+    parts = members(
+        storages=storages([entry]), tensors=tensors(TENSORS[:1]), pickle=dumps([TREE["w"]])
+    )
+    with read(written(pack(parts))) as checkpoint:
+        assert checkpoint.devices == {"cpu": 1}
+
+
+def test_another_tar_is_not_taken(written):
+    probe = Probe(written(pack({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
+    assert not TORCH_TAR.recognise(probe)
+    probe.close()
+
+
+# Damage
+
+
+def odd_pid(pid):
+    odd = Pid()
+    odd.pid = pid
+    return dumps([odd])
+
+
+OVER = ((20, 10, torch.FloatTensor), (2, 3), (3, 1), 1)
+MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"storages": storages([FLOATS], count=-1)}, "number of entries of -1"),
+        ({"storages": storages([FLOATS], count=1 << 60)}, "number of entries"),
+        ({"storages": storages([FLOATS], count="1")}, "number of entries of '1'"),
+        ({"storages": storages([FLOATS, FLOATS])}, "a second of one key"),
+        ({"storages": storages([(("10", "cpu", torch.FloatStorage), *FLOATS[1:])])}, "key"),
+        ({"storages": storages([((10, 5, torch.FloatStorage), *FLOATS[1:])])}, "device"),
+        ({"storages": storages([((10, "cpu", torch.nn.Linear), *FLOATS[1:])])}, "Linear"),
+        ({"storages": storages([(10, *FLOATS[1:])])}, "key"),
+        ({"storages": storages([(FLOATS[0], -6, FLOATS[2])])}, "length of -24"),
+        ({"storages": storages([(FLOATS[0], 1 << 62, FLOATS[2])])}, "too early"),
+        ({"storages": storages([FLOATS, LONGS], [(12, 10, 4, 3)])}, "view 12"),
+        ({"storages": storages([FLOATS, LONGS], [(12, 10, -1, 3)])}, "view"),
+        ({"storages": storages([FLOATS, LONGS], [(12, 99, 0, 3)])}, "view"),
+        ({"storages": storages([FLOATS, LONGS], [7])}, "view"),
+        ({"tensors": tensors([OVER])}, "outside its storage"),
+        ({"tensors": tensors([MANY])}, "65 dimensions"),
+        ({"tensors": tensors([((20, 99, 0), (1,), (1,), 0)])}, "storage that is not there"),
+        ({"tensors": tensors([("20", (1,), (1,), 0)])}, "without a key"),
+        ({"tensors": tensors(TENSORS, count=4)}, "ends in the middle"),
+        ({"tensors": b""}, "ends in the middle"),
+        ({"pickle": odd_pid("99")}, "neither a tensor nor a storage"),
+        ({"pickle": odd_pid("x" * 1000)}, "neither a tensor nor a storage"),
+        ({"pickle": odd_pid(2.5)}, "neither a tensor nor a storage"),
+        ({"pickle": b"\x80\x02}q\0"}, "ends in the middle"),
+    ],
+)
+def test_a_member_that_breaks_a_rule_is_damage(written, changed, words):
+    path = written(pack(members(**changed)))
+    with pytest.raises(CorruptFile, match=words) as error:
+        read(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(written):
+    whole = pack(members())
+    end = max(data.offset + data.length for data in spans(whole, written).values())
+    for length in range(600, end, 97):
+        path = written(whole[:length])
+        probe = Probe(path, DEFAULT_LIMITS)
+        try:
+            recognised = TORCH_TAR.recognise(probe)
+        except TruncatedFile:
+            recognised = False
+        assert not recognised
+        probe.close()
+
+
+def spans(data, written):
+    probe = Probe(written(data), DEFAULT_LIMITS)
+    found = read_members(probe.source, DEFAULT_LIMITS)
+    probe.close()
+    return found
+
+
+# The members
+
+
+def test_names_sizes_and_order_are_those_that_tarfile_wrote(written):
+    named = {"a": b"", "b/" + "long" * 40: b"x" * 513, "ö": b"yy"}
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        assert {name: data.length for name, data in spans(pack(named, form), written).items()} == {
+            name: len(data) for name, data in named.items()
+        }
+
+
+def test_a_split_name_of_ustar(written):
+    name = "d" * 90 + "/" + "f" * 90
+    assert list(spans(pack({name: b"1"}, tarfile.USTAR_FORMAT, 0), written)) == [name]
+
+
+def header(name=b"a", size=b"00000000000\0", kind=b"0"):
+    block = bytearray(512)
+    block[: len(name)] = name
+    block[124 : 124 + len(size)] = size
+    block[156:157] = kind
+    block[257:265] = b"ustar\x0000"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def test_a_size_in_base_256(written):
+    data = header(size=b"\x80" + (3).to_bytes(11, "big")) + b"abc"
+    assert spans(data, written)["a"].length == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 of its 1,024 bytes"),
+        (header(size=b"\x80" + b"\xff" * 11), TruncatedFile, "are missing"),
+        (header(size=b"\xff" * 12), CorruptFile, "no size"),
+        (header(size=b"9999"), CorruptFile, "no size"),
+        (header() + b"x" * 512, CorruptFile, "no member header at offset 512"),
+        (header(kind=b"x", size=b"00010000000\0") + bytes(8 << 20), LimitExceeded, "header takes"),
+        (header() * 6, LimitExceeded, "more than 5 members"),
+    ],
+)
+def test_headers_that_lie(tmp_path, data, kind, words):
+    path = tmp_path / "hostile.tar"
+    path.write_bytes(data)
+    probe = Probe(path, Limits(max_records=5))
+    assert is_tar(probe.head)
+    with pytest.raises(kind, match=words):
+        read_members(probe.source, probe.limits)
+    probe.close()
+
+
+@pytest.mark.parametrize(
+    "records", [b"abc", b"0 path=x\n", b"99 path=b\n", b"9 size=-1\n", b"9" * 30 + b" path=x\n"]
+)
+def test_pax_records_that_are_none_change_nothing_that_counts(tmp_path, records):
+    path = tmp_path / "hostile.tar"
+    size = b"%011o\0" % len(records)
+    block = records + bytes(512 - len(records))
+    path.write_bytes(header(kind=b"x", size=size) + block + header(size=b"00000000001\0") + b"1")
+    probe = Probe(path, DEFAULT_LIMITS)
+    (found,) = read_members(probe.source, probe.limits).values()
+    assert found.length == 1
+    probe.close()
