@@ -77,11 +77,6 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
         "an unzipped Keras model",
         "Keras reads it when it is zipped again: keras.models.load_model",
     ),
-    FolderKind(
-        (r".*\.mlmodel", r"Manifest\.json|Data|.*\.mlmodel"),
-        "a Core ML model",
-        "coremltools reads it",
-    ),
     FolderKind((r"Manifest\.json", r"Data"), "a Core ML package", "coremltools reads it"),
     FolderKind(
         (r"tensor_0\.pt",),

@@ -146,18 +146,21 @@ def _tensorflow(probe: Probe) -> Finding | None:
     )
 
 
+_VERSIONED = re.compile(rb"\x08[\x01-\x20](?=[\x12\x1a\x22\x28\x32\x3a\x42])")
+_PRODUCER = re.compile(rb"\x12[\x01-\x3f][!-~]{4}")
+
+
 def _protobuf(head: bytes) -> Finding | None:
     """A protocol buffer whose field 1 is a small version: ONNX, Core ML, TensorFlow SavedModel.
 
     Field 2 of an ONNX model is the producer's name; of the others a message.
     """
-    if not re.match(rb"\x08[\x01-\x20][\x12\x1a\x22\x28\x32\x3a\x42]", head):
+    found = _VERSIONED.match(head)
+    if found is None:
         return None
-    producer = head[4 : 4 + head[3]] if head[2:3] == b"\x12" and head[3] < 64 else b"onnx"
-    if producer and all(32 <= byte < 127 for byte in producer):
+    second = head[found.end() : found.end() + 1]
+    if second != b"\x12" or _PRODUCER.match(head, found.end()):
         return Finding("an ONNX model", "onnx.load reads it", UnsupportedFormat)
-    if head[2:3] != b"\x12":
-        return None
     return Finding(
         "a Core ML model, or a TensorFlow SavedModel's graph",
         "coremltools reads the one, TensorFlow (tf.saved_model.load) the other",

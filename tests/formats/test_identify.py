@@ -1,0 +1,434 @@
+import gzip
+import io
+import json
+import os
+import struct
+import tarfile
+import zipfile
+
+import pytest
+import torch
+
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    NotACheckpoint,
+    TruncatedFile,
+    UnsupportedFormat,
+)
+from ckptool.formats.base import Probe
+from ckptool.formats.identify import explain, refuse
+from ckptool.formats.identify_folder import FOLDER_KINDS
+from ckptool.formats.identify_magic import MAGICS
+from ckptool.formats.identify_zip import ZIP_KINDS
+from ckptool.limits import DEFAULT_LIMITS
+
+
+def explained(path):
+    probe = Probe(path, DEFAULT_LIMITS)
+    try:
+        assert refuse(probe) is None
+        error = explain(probe)
+    finally:
+        probe.close()
+    assert str(error).startswith(f"{path} is ")
+    assert "\n" not in str(error)
+    return error
+
+
+@pytest.fixture
+def content(tmp_path):
+    def explain_content(data, name="model.pth"):
+        path = tmp_path / name
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        return explained(path)
+
+    return explain_content
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def explain_folder(*names):
+        path = tmp_path / "run 1"
+        path.mkdir(exist_ok=True)
+        for name in names:
+            target = path / name
+            if name.endswith("/"):
+                target.mkdir(parents=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(b"x")
+        return explained(path)
+
+    return explain_folder
+
+
+def zipped(**members):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def is_a(error, kind, *words):
+    assert type(error) is kind
+    for word in words:
+        assert word in str(error)
+    return True
+
+
+# Nothing, or too little
+
+
+def test_an_empty_file(content):
+    error = content(b"")
+    assert is_a(error, TruncatedFile, "empty")
+    assert "again" in error.hint
+
+
+@pytest.mark.parametrize("head", [b"P", b"PK\x03", b"GG", b"\x89HD"])
+def test_a_file_cut_in_its_mark(content, head):
+    assert is_a(content(head), TruncatedFile, f"cut off after {len(head)} bytes")
+
+
+def test_zeros(content):
+    assert is_a(content(bytes(3000)), NotACheckpoint, "nothing but zero bytes")
+    assert is_a(content(bytes(2 << 20)), NotACheckpoint, "in its first 1,048,576 of 2,097,152")
+    assert is_a(content(bytes(3000) + b"x"), NotACheckpoint, "begins with a run of zero bytes")
+
+
+def test_bytes_of_no_known_kind(content):
+    error = content(bytes(range(200, 256)) * 20)
+    assert is_a(error, NotACheckpoint, "c8 c9 ca cb cc cd ce cf")
+    assert error.hint.startswith("file ")
+
+
+# Text
+
+
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 87064576
+"""
+
+
+def test_a_git_lfs_pointer(content):
+    error = content(POINTER, "my model.pth")
+    assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real one has 83.0 MiB)")
+    assert "lfs pull --include '**/my model.pth'" in error.hint
+    assert is_a(content(POINTER.replace("size 87064576", "")), NotACheckpoint, "git-lfs pointer")
+    assert is_a(content(POINTER.replace("87064576", "12")), NotACheckpoint, "12 bytes")
+
+
+QUOTA = (
+    "<!DOCTYPE html><html><head><title>Google Drive - Quota exceeded</title></head>"
+    "<body>Sorry, you can't view or download this file at this time.</body></html>"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!DOCTYPE html><title>404 - Not\n Found &amp; more</title>", "'404 - Not Found & more'"),
+        ("\n\n  <html lang='en'>", "an HTML page, not the file itself"),
+        ("\ufeff<!doctype HTML>", "an HTML page"),
+        ("<head><title>x", "an HTML page"),
+        ("<?xml version='1.0'?><!DOCTYPE html PUBLIC ''><html>", "an HTML page"),
+        (QUOTA, "too many have downloaded"),
+        (
+            "<!DOCTYPE html><title>Google Drive - Virus scan warning</title>",
+            "an HTML page of Google Drive",
+        ),
+        ("<html><title>Bandwidth quota</title>", "the server's limit on downloads"),
+        ("<!DOCTYPE html><title>\x1b[31mred\x07</title>", r"'\x1b[31mred\x07'"),
+        ("<html>" + "<title" * 10_000, "an HTML page"),
+        (
+            "<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+            "a server's error answer: 'AccessDenied'",
+        ),
+        ("<svg>", "an XML document"),
+        ('{"error": "Repository not found"}', "error answer: 'Repository not found'"),
+        ('{"message": "Bad credentials"}', "error answer: 'Bad credentials'"),
+        ('{"error": {"code": 404}}', "error answer"),
+        ('{"architectures": ["Bert"], "hidden_size": 768}', "a model's configuration"),
+        ('{"b": 1, "a": 2}', "keys 'b', 'a'"),
+        ("[1, 2]", "a JSON document"),
+        ("{" * 5000, "begins like JSON and is none"),
+        ("[" * 200_000, "begins like JSON and is none"),
+        ("[" + "1" * 5000 + "]", "begins like JSON and is none"),
+        ("outs:\n- md5: 6ae\n  size: 3\n  path: model.pth\n", "a DVC pointer"),
+        ("import torch\n", "a Python script"),
+        ("#!/usr/bin/env python\n", "a Python script"),
+        ("Not Found", "begins with 'Not Found'"),
+        ("\x1b]0;title\x07 hello there, this is a text of some length", r"'\x1b]0;title\x07"),
+        ("Zugriff verweigert für alle\n", "begins with 'Zugriff verweigert für alle'"),
+        (" \n\t ", "white space"),
+    ],
+)
+def test_a_text(content, text, words):
+    error = content(text)
+    assert is_a(error, NotACheckpoint, words)
+    assert error.hint
+
+
+def test_a_page_in_other_encodings(content):
+    page = "<!DOCTYPE html><title>Ошибка: файл не найден</title>"
+    assert is_a(content(page.encode("cp1251")), NotACheckpoint, "an HTML page")
+    assert is_a(content(page.encode("utf-16")), NotACheckpoint, "Ошибка")
+
+
+def test_the_index_of_shards_is_a_checkpoint_that_is_not_read_yet(content, tmp_path):
+    shards = {"a": "model-00001-of-00002.bin", "b": "model-00002-of-00002.bin"}
+    error = content(json.dumps({"metadata": {}, "weight_map": shards}), "x.index.json")
+    assert is_a(error, UnsupportedFormat, "in 2 shards", "model-00001-of-00002.bin")
+    assert error.hint.endswith(f"ckptool list {tmp_path}/model-00001-of-00002.bin")
+    assert is_a(content('{"weight_map": {}}'), UnsupportedFormat, "in 0 shards")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('model_checkpoint_path: "model.ckpt-3"\n', "TensorFlow"),
+        ("global_step1000", "latest is 'global_step1000'"),
+        ("1000\n", "latest is '1000'"),
+    ],
+)
+def test_a_note_that_belongs_to_a_checkpoint(content, text, words):
+    assert is_a(content(text, "latest"), UnsupportedFormat, words)
+
+
+# Binary files
+
+
+@pytest.mark.parametrize("row", MAGICS, ids=lambda row: row.what)
+def test_a_file_is_told_by_its_magic(content, row):
+    data = b"\x01" * row.offset + row.magic + bytes(range(256)) * 9
+    error = content(data, "a file.pth")
+    assert is_a(error, row.kind, row.what)
+    assert "{" not in error.hint
+
+
+def test_a_real_gzip_says_how_to_unpack_it(content, tmp_path):
+    error = content(gzip.compress(b"data"), "a file.pth")
+    assert is_a(error, NotACheckpoint, "compressed with gzip")
+    path = f"'{tmp_path}/a file.pth'"
+    assert error.hint == f"gzip -dc {path} > {path}.unpacked && ckptool list {path}.unpacked"
+
+
+def test_a_tfrecord_by_its_checksum(content):
+    # The first record of a TensorBoard log, as TensorFlow wrote it.
+    log = bytes.fromhex("18000000000000008ba3c2a2") + b"\x09\0\0\xc0\x1e" + bytes(40)
+    length = struct.pack("<Q", 24)
+    assert is_a(content(length + masked_crc32c(length) + log[12:]), NotACheckpoint, "TFRecord")
+    assert "TFRecord" not in str(content(length + b"\0\0\0\0" + b"\xff" * 50))
+
+
+def masked_crc32c(data):
+    """After a table, where the library goes bit by bit."""
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ 0x82F63B78 * (byte & 1)
+        table.append(byte)
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 255] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
+    table = bytes(range(128, 228)) + bytes.fromhex("57fb808b247547db")
+    error = content(b"\0\0" + table, "model.index")
+    assert is_a(error, UnsupportedFormat, "TensorFlow checkpoint")
+    assert f"{str(tmp_path / 'model')!r}" in error.hint
+    noise = bytes(range(128, 256)) * 4
+    assert is_a(content(noise, "model.data-00000-of-00001"), UnsupportedFormat, "TensorFlow")
+    assert is_a(content(noise, "other.data-00000-of-00001"), NotACheckpoint, "no kind")
+
+
+def test_protocol_buffers(content):
+    assert is_a(content(b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\xff"), UnsupportedFormat, "ONNX")
+    assert is_a(content(b"\x08\x03\x3a\x80\x01\xff\xfe"), UnsupportedFormat, "ONNX")
+    core_ml = b"\x08\x01\x12\x20\x0a\x1e\x0a\x05image\xff\xfe" + bytes(40)
+    assert is_a(content(core_ml), UnsupportedFormat, "Core ML")
+    saved_model = b"\x08\x01\x12\xc8\x9c\x04\x0a\x80\x12\xff\xfe" + bytes(40)
+    assert is_a(content(saved_model), UnsupportedFormat, "SavedModel")
+
+
+def test_message_pack(content):
+    assert is_a(content(b"\x81\xa6params\x82\xa5Dense\xc7\xff\xfe"), UnsupportedFormat, "Flax")
+    assert is_a(content(b"\xde\x00\x10\xa4bert\xc7\xff\xfe\xfe"), UnsupportedFormat, "Flax")
+
+
+# Archives
+
+
+ARCHIVES = {
+    "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.h5"],
+    "a torch.package archive": ["pkg/.data/extern_modules", "pkg/.data/version"],
+    "a Word document": ["[Content_Types].xml", "word/document.xml"],
+    "an Excel workbook": ["[Content_Types].xml", "xl/workbook.xml"],
+    "a PowerPoint presentation": ["[Content_Types].xml", "ppt/presentation.xml"],
+    "an office document": ["mimetype", "content.xml"],
+    "an Android app": ["AndroidManifest.xml", "META-INF/MANIFEST.MF"],
+    "a Java archive": ["META-INF/MANIFEST.MF", "A.class"],
+    "a Python wheel": ["pkg/__init__.py", "pkg-1.0.dist-info/WHEEL"],
+    "a zip archive of a TensorFlow SavedModel": ["export/saved_model.pb"],
+}
+
+
+@pytest.mark.parametrize("row", ZIP_KINDS, ids=lambda row: row.what)
+def test_a_zip_is_told_by_its_names(content, row):
+    error = content(zipped(**dict.fromkeys(ARCHIVES[row.what], b"x")))
+    assert is_a(error, row.kind, row.what)
+    assert error.hint
+
+
+def test_other_zips_say_what_they_hold(content):
+    images = zipped(**{f"img/{number}.png": b"x" for number in range(9)})
+    error = content(images)
+    assert is_a(error, NotACheckpoint, "'img/0.png'", "and 5 more")
+    arrays = io.BytesIO()
+    with zipfile.ZipFile(arrays, "w") as archive:
+        archive.writestr("w.npy", b"x")
+    assert is_a(content(arrays.getvalue()), UnsupportedFormat, "NumPy archive", "'w'")
+    error = content(zipped(**{"readme.md": b"", "out/model.pth": b""}))
+    assert is_a(error, NotACheckpoint, "with a checkpoint in it")
+    assert error.hint.endswith("ckptool list out/model.pth")
+    error = content(zipped(**{"out/archive/data.pkl": b"", "out/archive/data/0": b""}))
+    assert error.hint.endswith("ckptool list out/archive")
+    assert is_a(content(zipped()), NotACheckpoint, "it holds nothing")
+    assert is_a(content(zipped(**{"\x1b[31m": b""})), NotACheckpoint, r"'\x1b[31m'")
+
+
+def test_a_damaged_zip(content):
+    whole = zipped(a=b"x" * 100)
+    assert is_a(content(whole[:90]), TruncatedFile, "a damaged zip archive")
+    assert is_a(content(whole[:-40] + whole[-20:]), TruncatedFile, "a damaged zip archive")
+    broken = whole.replace(b"PK\x01\x02", b"PK\x09\x02")
+    assert is_a(content(broken), CorruptFile, "a damaged zip archive")
+
+
+def packed(**members):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def test_a_tar(content, tmp_path):
+    error = content(packed(**{"run/model.pth": b"x", "run/log": b""}))
+    assert is_a(error, NotACheckpoint, "a tar archive that holds 'run/model.pth', 'run/log'")
+    assert error.hint == f"unpack it: tar -xf {tmp_path}/model.pth"
+    error = content(packed(**{"./model_config.yaml": b"x", "./model_weights.ckpt": b"x"}))
+    assert is_a(error, UnsupportedFormat, "a NeMo model")
+    assert "ckptool list ./model_weights.ckpt" in error.hint
+    cut = packed(a=b"x" * 9000)[:5000]
+    assert is_a(content(cut), TruncatedFile, "a damaged tar archive", "4,512 of its 9,000 bytes")
+
+
+# Folders
+
+
+FOLDERS = {
+    0: [".metadata", "__0_0.distcp"],
+    1: ["__0_0.distcp", "__1_0.distcp"],
+    2: ["latest", "zero_to_fp32.py", "global_step10/"],
+    3: ["latest", "global_step10/"],
+    4: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    5: ["mp_rank_00_model_states.pt"],
+    6: ["latest_checkpointed_iteration.txt", "iter_0001000/"],
+    7: ["iter_0001000/"],
+    8: ["mp_rank_00/", "mp_rank_01_003/"],
+    9: [".snapshot_metadata", "0/"],
+    10: ["_CHECKPOINT_METADATA", "default/"],
+    11: ["_METADATA", "d/"],
+    12: ["manifest.ocdbt", "d/"],
+    13: [".zarray", "0.0"],
+    14: ["saved_model.pb", "variables/"],
+    15: ["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"],
+    16: ["config.json", "model.weights.h5"],
+    17: ["Manifest.json", "Data/"],
+    18: ["tensor_0.pt", "tensor_1.pt"],
+    19: ["model.safetensors.index.json", "model-00001-of-00002.safetensors"],
+    20: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+}
+
+
+@pytest.mark.parametrize("number", range(len(FOLDER_KINDS)))
+def test_a_folder_is_told_by_its_names(folder, number):
+    row = FOLDER_KINDS[number]
+    error = folder(*FOLDERS[number])
+    assert is_a(error, UnsupportedFormat, row.what)
+    assert "{" not in error.hint
+
+
+def test_the_hints_for_folders_are_commands(folder, tmp_path):
+    path = tmp_path / "run 1"
+    error = folder(".metadata", "__0_0.distcp")
+    assert f"dcp_to_torch '{path}' whole.pth" in error.hint
+    os.remove(path / ".metadata")
+    os.remove(path / "__0_0.distcp")
+    error = folder("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    assert error.hint.endswith(f"ckptool list '{path}/model-00001-of-00002.safetensors'")
+
+
+def test_a_folder_that_holds_checkpoints(folder, tmp_path):
+    path = tmp_path / "run 1"
+    assert is_a(folder(), NotACheckpoint, "an empty folder")
+    assert is_a(folder("log.txt", "images/"), NotACheckpoint, "it holds 'images', 'log.txt'")
+    torch.save({}, path / "best.pth")
+    error = folder()
+    assert is_a(error, NotACheckpoint, "the checkpoint is 'best.pth' in it")
+    assert error.hint == f"ckptool list '{path}/best.pth'"
+    torch.save({}, path / "last.pth", _use_new_zipfile_serialization=False)
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    error = folder()
+    assert is_a(error, NotACheckpoint, "'best.pth', 'last.pth', 'model.safetensors'")
+
+
+# What a format would mistake
+
+
+def refused(path):
+    probe = Probe(path, DEFAULT_LIMITS)
+    try:
+        return refuse(probe)
+    finally:
+        probe.close()
+
+
+def test_a_shard_of_a_distributed_checkpoint_is_no_zip(tmp_path):
+    shard = tmp_path / "__0_0.distcp"
+    torch.save(torch.ones(2), shard)
+    assert refused(shard) is None
+    (tmp_path / ".metadata").write_bytes(b"")
+    error = refused(shard)
+    assert is_a(error, UnsupportedFormat, "one shard of a distributed checkpoint (DCP)")
+    assert f"dcp_to_torch {tmp_path} whole.pth" in error.hint
+
+
+def test_the_main_file_of_torch_xla_is_not_the_whole(tmp_path):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"\x80\x02ctorch_xla.utils.serialization\nTensorReference\n.")
+    assert refused(path) is None
+    (tmp_path / "model.pt.tensors").mkdir()
+    assert is_a(refused(path), UnsupportedFormat, "torch_xla", "model.pt.tensors")
+    torch.save({}, path)
+    assert refused(path) is None
+
+
+def test_an_ordinary_file_and_a_folder_are_not_refused(tmp_path):
+    torch.save({}, tmp_path / "model.pth")
+    assert refused(tmp_path / "model.pth") is None
+    assert refused(tmp_path) is None
+
+
+def test_every_answer_is_an_error_of_ours(content):
+    for seed in range(64):
+        assert isinstance(content(bytes([seed * 4 + 1]) * (seed + 1)), CheckpointError)
