@@ -7,12 +7,20 @@ truncates would kill the process.
 from __future__ import annotations
 
 import os
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from ckptool.errors import CorruptFile, FileDenied, FileMissing, TruncatedFile, UnreadableFile
+from ckptool.errors import (
+    CorruptFile,
+    FileDenied,
+    FileMissing,
+    TruncatedFile,
+    UnreadableFile,
+    UsageError,
+)
 
 __all__ = ["BLOCK", "ByteRange", "FileSource", "InflatedSource", "MemorySource", "Source"]
 
@@ -42,6 +50,13 @@ class Source(Protocol):
         ...
 
 
+# A pipe would wait for a writer; a regular file is never non-blocking.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+
+_Wanted = TypeVar("_Wanted")
+_Got = TypeVar("_Got")
+
+
 class FileSource:
     """A file, opened once for reading; positions are never shared, so threads may read at will."""
 
@@ -51,11 +66,12 @@ class FileSource:
         Raises:
             FileMissing: there is no such file.
             FileDenied: the system refuses it.
-            UnreadableFile: any other refusal, such as a folder.
+            UnreadableFile: any other refusal; a folder, a pipe, a device.
         """
         self.path = os.fspath(path)
+        self._fd = -1
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self._fd = os.open(self.path, _OPEN_FLAGS)
         except FileNotFoundError as error:
             raise FileMissing("there is no such file", file=self.path) from error
         except PermissionError as error:
@@ -63,7 +79,11 @@ class FileSource:
         except OSError as error:
             reason = error.strerror or str(error)
             raise UnreadableFile(f"cannot be opened ({reason})", file=self.path) from error
-        self._size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        self._size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
 
     @property
     def name(self) -> str:
@@ -76,13 +96,19 @@ class FileSource:
         return self._size
 
     def fileno(self) -> int:
-        """The open descriptor, for copies by the kernel."""
+        """The open descriptor, for copies by the kernel.
+
+        Raises:
+            UsageError: the file has been closed.
+        """
+        if self._fd < 0:
+            raise UsageError("the checkpoint has been closed", file=self.path)
         return self._fd
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
         self._check(offset, length)
-        data = _pread(self._fd, length, offset)
+        data = self._system(_pread, length, offset)
         if len(data) == length:
             return data
         buffer = bytearray(length)
@@ -109,10 +135,18 @@ class FileSource:
                 file=self.path,
             )
 
+    def _system(self, call: Callable[[int, _Wanted, int], _Got], wanted: _Wanted, at: int) -> _Got:
+        """What a read of the open descriptor gives, its refusals put into words."""
+        try:
+            return call(self.fileno(), wanted, at)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UnreadableFile(f"cannot be read at {at:,} ({reason})", file=self.path) from error
+
     def _fill(self, offset: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            count = _preadv(self._fd, buffer[done:], offset + done)
+            count = self._system(_preadv, buffer[done:], offset + done)
             if count == 0:
                 raise TruncatedFile(
                     f"the file ended at {offset + done:,} while it was read; "

@@ -12,14 +12,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckptool.errors import UsageError
 from ckptool.files.source import BLOCK, ByteRange
 
 __all__ = ["flip_signs", "narrow", "row_major", "swap_bytes"]
 
-FORMATS = {2: "H", 4: "I", 8: "Q"}
+FORMATS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
 UNITS = (8, 4, 1)
 """Bytes moved as one. Pairs go byte by byte: a bytearray is sliced ten times as fast as a view."""
 Cells = bytearray | memoryview

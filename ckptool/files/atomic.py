@@ -1,0 +1,154 @@
+"""A file that appears whole or not at all: written beside the target, synced, renamed over it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ckptool.errors import CheckpointError, NoSpace, TargetExists, WriteDenied, WriteError
+from ckptool.files.output import FileOutput, Progress
+from ckptool.files.system import reserve, sync_folder
+
+__all__ = ["atomic_output", "refuse_target"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NAME_KEPT = 40
+"""Characters of the target's name in the temporary one: a name has at most 255 bytes."""
+
+
+@contextmanager
+def atomic_output(
+    path: str | os.PathLike[str],
+    size: int,
+    *,
+    overwrite: bool = False,
+    mode: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[FileOutput]:
+    """An output for exactly `size` bytes that become the file at `path` when the block ends well.
+
+    Whatever else happens, a kill included, an old file stays as it was; the temporary file is
+    removed, but for a kill. Links are resolved: what a link leads to is replaced, the link stays.
+    `mode` is the permission bits of a new file (None: what the umask leaves); a file that is
+    replaced hands on its own.
+
+    Raises:
+        TargetExists: the target is there and not to be overwritten, or is a folder.
+        NoSpace: the disk cannot hold `size` bytes.
+        WriteDenied: the system does not let us write there.
+        WriteError: another refusal of the system, or more or fewer bytes than `size`.
+    """
+    target = os.path.realpath(path)
+    with _worded(os.fspath(path)):
+        old = refuse_target(path, overwrite=overwrite)
+        mode = mode if old is None else stat.S_IMODE(old.st_mode)
+        with _folder_of(target) as folder:
+            _check_space(folder, size)
+            with _temporary_name(target) as temporary:
+                with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
+                    reserve(file.fileno(), size)
+                    output = FileOutput(file.fileno(), size, progress)
+                    yield output
+                    output.finish()
+                    if mode is not None:
+                        os.chmod(temporary, mode)
+                    os.fsync(file.fileno())
+                refuse_target(path, overwrite=overwrite)
+                os.replace(temporary, target)
+        sync_folder(folder)
+
+
+def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_result | None:
+    """What the system says of a file that may be replaced; None where there is none.
+
+    Raises:
+        TargetExists: it is there and not to be overwritten, or is a folder.
+        WriteDenied: it is a device, a pipe or the like.
+    """
+    try:
+        old = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(old.st_mode):
+        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
+    if not stat.S_ISREG(old.st_mode):
+        raise WriteDenied("is not a regular file", file=path, hint="give the name of a file")
+    if not overwrite:
+        raise TargetExists(
+            "exists already", file=path, hint="--force replaces it; -o chooses another name"
+        )
+    return old
+
+
+@contextmanager
+def _worded(path: str) -> Iterator[None]:
+    """The system's refusals as our errors, about `path`."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, WriteError) and error.file is None:
+            error.file = path
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            raise NoSpace(
+                f"cannot be written ({reason})", file=path, hint="make room, or choose another disk"
+            ) from error
+        if error.errno in _DENIED:
+            raise WriteDenied(
+                f"cannot be written ({reason})", file=path, hint="choose another folder with -o"
+            ) from error
+        raise WriteError(f"cannot be written ({reason})", file=path) from error
+
+
+@contextmanager
+def _folder_of(target: str) -> Iterator[str]:
+    """The target's folder, made if need be; what was made goes again where the block fails."""
+    folder = os.path.dirname(target)
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        yield os.path.dirname(target)
+    except BaseException:
+        with suppress(OSError):
+            for made in missing:
+                os.rmdir(made)
+        raise
+
+
+def _check_space(folder: str, size: int) -> None:
+    """Refuse what the disk cannot hold."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise NoSpace(
+            f"needs {size:,} bytes, and the disk has {free:,} free",
+            hint="make room, or choose another disk with -o",
+        )
+
+
+@contextmanager
+def _temporary_name(target: str) -> Iterator[str]:
+    """A name beside the target; what is there is removed where the block fails."""
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name[:_NAME_KEPT]}.{secrets.token_hex(6)}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _private(mode: int | None) -> Callable[[str, int], int]:
+    """An opener of a file for us alone while it is written, where its mode is set at the end."""
+    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)

@@ -1,0 +1,55 @@
+"""What a system may be told about a file, each call left out where the system does not have it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+__all__ = ["announce_read", "reserve", "start_writeback", "sync_folder"]
+
+_UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
+
+
+def announce_read(fd: int) -> None:
+    """Say that a file will be read from front to back."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Begin to write dirty pages to the disk, and go on meanwhile.
+
+    What is written early is not waited for at the end. Linux begins when it is told that the
+    pages are not needed, and drops those that are clean.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Take the space for `size` bytes, so that a full disk is found before a byte is written.
+
+    Raises:
+        OSError: there is no such space.
+    """
+    if not size or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+
+
+def sync_folder(path: str) -> None:
+    """Make a rename in a folder last; Windows can open no folder, and needs not."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _UNABLE:  # some network file systems
+            raise
+    finally:
+        os.close(fd)
