@@ -192,7 +192,7 @@ class MemorySource:
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
         data = self._data[offset : offset + length]
-        if offset < 0 or len(data) != length:
+        if offset < 0 or length < 0 or offset + length > self.size:
             raise TruncatedFile(
                 f"{length:,} bytes are wanted at offset {offset:,} of a payload of {self.size:,}",
                 file=self._name,
