@@ -190,7 +190,11 @@ class TorchZip:
         records.append(literal("version", b"3\n"))
         new = plan_zip("archive", records, ALIGNMENT)
         return WritePlan(
-            self.name, new.size, new.write, tensors=sum(1 for _ in checkpoint.tensors())
+            self.name,
+            new.size,
+            new.write,
+            tensors=sum(1 for _ in checkpoint.tensors()),
+            blockers=encoded.blockers,
         )
 
 

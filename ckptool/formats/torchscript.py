@@ -29,7 +29,9 @@ _CLASS = re.compile(r"class ([^\s(:]+)(?:\((.*)\))?:")
 _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
-_KNOWN = frozenset({"data.pkl", "constants.pkl", "model.json", "version", "byteorder"})
+_KNOWN = frozenset(
+    {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
+)
 
 
 class TorchScript:

@@ -2,7 +2,9 @@
 
 The JSON form of `ModelDef` (caffe2/proto/torch.proto), written by
 torch/csrc/jit/export.cpp (`ScriptModuleSerializer`): a tree of modules whose parameters and
-buffers name entries of one list of tensors, whose bytes are records.
+buffers name entries of one list of tensors, whose bytes are records. 1.2 keeps buffers among the
+attributes, in a pickle that names entries of that list; nothing tells them from other tensors
+there, so that every tensor attribute is listed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.formats.archive import read_json
 from ckptool.formats.base import Archive
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, Storage, TensorRef
+from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef
+from ckptool.symbolic import unpickle
 
 __all__ = ["read_model_json"]
 
@@ -33,7 +36,10 @@ def read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
         LimitExceeded: it is larger or nested deeper than `limits` allows.
     """
     document = read_json(archive.records["model.json"], limits)
+    attributes = archive.records.get("attributes.pkl")
     model = _Model(archive, document.get("tensors", []), limits)
+    if attributes is not None:
+        model.attributes = unpickle(attributes.data, limits=limits).root
     model.collect(document.get("mainModule"), "", 0)
     version = document.get("producerVersion", "1.0")
     return model.names, f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
@@ -45,6 +51,7 @@ class _Model:
         self.limits = limits
         self.names = OrderedMap()
         self.storages: dict[str, Storage] = {}
+        self.attributes: Any = ()
         self.tensors = [self._tensor(item) for item in self._list(tensors)]
 
     def collect(self, module: Any, prefix: str, depth: int) -> None:
@@ -60,15 +67,33 @@ class _Model:
         for wanted in (False, True):
             for item in tensors:
                 if isinstance(item, dict) and bool(item.get("isBuffer", False)) is wanted:
-                    name, index = item.get("name"), self._count(item.get("tensorId", 0))
-                    if not isinstance(name, str) or index >= len(self.tensors):
-                        raise self._corrupt(f"a parameter of tensor {index:,}, which is none")
-                    self.names[f"{prefix}{name}"] = self.tensors[index]
+                    self._add(prefix, item.get("name"), self._count(item.get("tensorId", 0)))
+        for item in self._list(module.get("attributes", [])):
+            index = self._attribute(item)
+            if index is not None:
+                self._add(prefix, item.get("name"), index)
         for child in self._list(module.get("submodules", [])):
             name = child.get("name") if isinstance(child, dict) else None
             if not isinstance(name, str):
                 raise self._corrupt("a submodule without a name")
             self.collect(child, f"{prefix}{name}.", depth + 1)
+
+    def _add(self, prefix: str, name: Any, index: int) -> None:
+        if not isinstance(name, str) or index >= len(self.tensors):
+            raise self._corrupt(f"a parameter of tensor {index:,}, which is none")
+        self.names[f"{prefix}{name}"] = self.tensors[index]
+
+    def _attribute(self, item: Any) -> int | None:
+        """The tensor that an attribute is, by number; None for one that is something else."""
+        if not isinstance(item, dict):
+            raise self._corrupt("an attribute that is no object")
+        index = self._count(item.get("id", 0))
+        if not isinstance(self.attributes, (list, tuple)) or index >= len(self.attributes):
+            raise self._corrupt(f"attribute {index:,}, which 'attributes.pkl' does not hold")
+        match self.attributes[index]:
+            case Opaque(func=Global(name="build_tensor_from_id"), args=(int() as number,)):
+                return self._count(number)
+        return None
 
     def _tensor(self, item: Any) -> TensorRef:
         match item:

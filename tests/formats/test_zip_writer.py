@@ -27,7 +27,7 @@ def again(data, alignment=64):
     [
         "torch-1.6.0/dp_full.pth",
         "torch-1.13.1/odd.pth",
-        "torch-2.4.1/odd.pth",
+        "torch-2.2.2/odd.pth",
         "torch-2.13.0/misc.pth",
         "torch-2.13.0/odd.pth",
         "ddp/ddp_full.pth",
@@ -81,7 +81,9 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
     source = Probe(theirs, DEFAULT_LIMITS)
     found = source.archive
     records = [
-        NewRecord(name, record.data.length, lambda output, size=record.data.length: output.skip(size))
+        NewRecord(
+            name, record.data.length, lambda output, size=record.data.length: output.skip(size)
+        )
         if name.startswith("data/")
         else literal(name, record.data.read())
         for name, record in found.records.items()

@@ -1,5 +1,6 @@
 """Zips made by hand, for the tests: any lie a directory can tell; and a place to write to."""
 
+import hashlib
 import struct
 import zlib
 from dataclasses import dataclass, field
@@ -159,3 +160,25 @@ def written(plan):
     plan.write(sink)
     assert len(sink.data) == plan.size
     return bytes(sink.data)
+
+
+FACTS = {
+    "path": lambda path, tensor: list(path),
+    "dtype": lambda path, tensor: tensor.dtype,
+    "shape": lambda path, tensor: list(tensor.shape),
+    "device": lambda path, tensor: tensor.device,
+    "sha256": lambda path, tensor: hashlib.sha256(tensor.read()).hexdigest(),
+}
+
+
+def assert_as_told(checkpoint, oracle):
+    """Every tensor of a checkpoint is what torch read, in torch's order."""
+    told = [{name: t[name] for name in FACTS if name in t} for t in oracle["tensors"]]
+    # Torch itself does not list what a numpy array or an unknown object holds.
+    paths = [t["path"] for t in told]
+    listed = [(path, t) for path, t in checkpoint.tensors() if list(path) in paths]
+    found = [
+        {name: FACTS[name](path, tensor) for name in facts}
+        for (path, tensor), facts in zip(listed, told, strict=True)
+    ]
+    assert found == told
