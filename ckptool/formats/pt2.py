@@ -105,6 +105,11 @@ class _Reader:
         self.saved: dict[str, TensorRef] = {}
         order = archive.records.get("byteorder")
         self.byteorder = "little" if order is None else read_text(order, 64)
+        if self.byteorder not in ("little", "big"):
+            raise CorruptFile(
+                f"its byte order is {self.byteorder!r}, neither 'little' nor 'big'",
+                file=archive.path,
+            )
 
     def models(self) -> OrderedMap:
         """The weights of each model, by the model's name."""
