@@ -30,7 +30,6 @@ __all__ = [
     "LegacyStream",
     "NestedStreams",
     "SourceTexts",
-    "load_from_bytes",
     "unpickle_record",
 ]
 
@@ -114,16 +113,6 @@ class NestedStreams:
             return LegacyStream(ByteRange(source, 0, source.size), self.limits, self.load).root
         finally:
             self.depth -= 1
-
-
-def load_from_bytes(data: bytes, file: str, limits: Limits) -> Any:
-    """What `torch.storage._load_from_bytes(data)` stands for; its tensors' bytes lie in `data`.
-
-    Raises:
-        CorruptFile: it is no legacy stream, or a damaged one.
-        LimitExceeded: it asks for more than `limits`.
-    """
-    return NestedStreams(file, limits, len(data)).load(data)
 
 
 def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:

@@ -21,13 +21,11 @@ from ckptool.formats.legacy_stream import (
     MAGIC_NUMBER,
     VERSION,
     LegacyStream,
-    NestedStreams,
-    load_from_bytes,
 )
 from ckptool.model import Storage
 from ckptool.symbolic import encode
 
-__all__ = ["TORCH_LEGACY", "NestedStreams", "TorchLegacy", "load_from_bytes"]
+__all__ = ["TORCH_LEGACY", "TorchLegacy"]
 
 
 class TorchLegacy:

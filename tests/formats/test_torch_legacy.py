@@ -19,7 +19,8 @@ from ckptool.errors import (
 )
 from ckptool.files import ByteRange, FileSource, MemorySource
 from ckptool.formats.base import Probe, WriteOptions
-from ckptool.formats.torch_legacy import TORCH_LEGACY, load_from_bytes
+from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.formats.torch_legacy import TORCH_LEGACY
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from tests.formats.legacy_streams import Called, Pid, floats, stream, tensor
@@ -346,6 +347,10 @@ def test_another_magic_number_is_another_format(written):
 # Streams inside a pickle
 
 
+def load_from_bytes(data, file="outer.pkl", limits=DEFAULT_LIMITS):
+    return NestedStreams(file, limits, len(data)).load(data)
+
+
 def nested_bytes(obj):
     out = io.BytesIO()
     torch.save(obj, out, _use_new_zipfile_serialization=False)
@@ -353,7 +358,7 @@ def nested_bytes(obj):
 
 
 def test_a_stream_in_memory():
-    found = load_from_bytes(nested_bytes(torch.arange(3)), "outer.pkl", DEFAULT_LIMITS)
+    found = load_from_bytes(nested_bytes(torch.arange(3)))
     assert isinstance(found, TensorRef)
     assert values(found) == [0, 1, 2]
     assert found.storage.data.source.name == "outer.pkl"
@@ -361,7 +366,7 @@ def test_a_stream_in_memory():
 
 def test_bytes_that_are_no_stream_are_damage_of_the_outer_file():
     with pytest.raises(CorruptFile, match=r"^outer.pkl: "):
-        load_from_bytes(b"abc", "outer.pkl", DEFAULT_LIMITS)
+        load_from_bytes(b"abc")
 
 
 def called(data, times):
@@ -373,9 +378,9 @@ def test_streams_nested_too_deep_are_refused():
     limits = Limits(max_nested_pickles=3)
     for _ in range(2):
         data = stream(called(data, 1), [], [])
-    assert load_from_bytes(data, "f", limits)
+    assert load_from_bytes(data, limits=limits)
     with pytest.raises(LimitExceeded, match="nested too deep"):
-        load_from_bytes(stream(called(data, 1), [], []), "f", limits)
+        load_from_bytes(stream(called(data, 1), [], []), limits=limits)
 
 
 def test_a_stream_mentioned_again_and_again_is_refused():
@@ -383,7 +388,7 @@ def test_a_stream_mentioned_again_and_again_is_refused():
     for _ in range(2):
         data = stream(called(data, 60), [], [])
     with pytest.raises(LimitExceeded, match="mentioned too often"):
-        load_from_bytes(data, "f", DEFAULT_LIMITS)
+        load_from_bytes(data)
 
 
 # Writing
