@@ -23,6 +23,7 @@ from ckptool.formats.legacy_stream import (
     LegacyStream,
 )
 from ckptool.model import Storage
+from ckptool.paths import name_of
 from ckptool.symbolic import encode
 
 __all__ = ["TORCH_LEGACY", "TorchLegacy"]
@@ -64,9 +65,12 @@ class TorchLegacy:
         """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
 
         Raises:
-            NotRepresentable: a storage on the meta device, which has no bytes.
+            NotRepresentable: a storage on the meta device, which has no bytes; an element type
+                that has no storage class.
         """
         encoded = encode(checkpoint.root, legacy=True)
+        if any(name.endswith("UntypedStorage") for name in encoded.globals):
+            raise _untyped(checkpoint)
         payloads = [
             _Payload(storage, dtype, checkpoint.path)
             for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
@@ -124,6 +128,20 @@ class _Payload:
 
     def _swapped(self) -> Iterator[bytes]:
         return (swap_bytes(block, self.swap) for block in self.data.blocks())
+
+
+def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
+    """The error for what torch saves over an untyped storage: it cannot load that stream itself."""
+    what = "an untyped storage"
+    for path, ref in checkpoint.tensors():
+        if ref.storage is not None and BY_NAME[ref.dtype].storage is None:
+            what = f"{name_of(path)!r} (of type {ref.dtype})"
+            break
+    return NotRepresentable(
+        f"no torch can load {what} from a legacy stream",
+        file=checkpoint.path,
+        hint="write it as torch-zip, or cast it",
+    )
 
 
 def _writer(names: tuple[str, ...]) -> str:

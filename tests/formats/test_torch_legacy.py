@@ -492,6 +492,16 @@ def test_a_storage_without_bytes_cannot_be_written():
     assert "torch-zip" in error.value.hint
 
 
+def test_what_torch_itself_cannot_load_from_a_stream_is_not_written():
+    source = MemorySource(bytes(6), "source.pth")
+    short = Storage("0", ByteRange(source, 0, 6), 6)
+    with pytest.raises(NotRepresentable, match=r"'w' \(of type uint16\) from a legacy stream"):
+        TORCH_LEGACY.plan(over(short, "uint16", (3,)), WriteOptions())
+    untyped = Checkpoint({"s": StorageRef(short, "uint8", untyped=True)}, "torch-zip", "source.pth")
+    with pytest.raises(NotRepresentable, match="an untyped storage"):
+        TORCH_LEGACY.plan(untyped, WriteOptions())
+
+
 def test_the_pickles_of_a_rewrite_are_those_that_old_torch_knows(saved):
     with read(saved({"w": torch.ones(2)})) as checkpoint:
         data = io.BytesIO(rewritten(checkpoint))
