@@ -20,7 +20,7 @@ __all__ = ["command"]
 @click.option("--at", metavar="PATH", help="Around this submodule instead: features.")
 @target_options()
 def command(file: str, at: str | None, target: Target) -> None:
-    """Put module. before the names, as DataParallel and DistributedDataParallel do.
+    """Put module. before the names, as DataParallel does.
 
     Every state dict of the file is treated, with its _metadata and the optimizer state that is
     keyed by name. The result goes to FILE with .wrapped before its ending.

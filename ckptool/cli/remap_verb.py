@@ -44,9 +44,9 @@ def command(
     visible_devices: str | None,
     target: Target,
 ) -> None:
-    """Rewrite the devices that tensors, torch.device values and optimizer state are tagged with.
+    """Rewrite the devices that the tensors are tagged with.
 
-    The bytes of the tensors are not touched; the result loads with a bare torch.load. It goes to
+    Optimizer state and torch.device values are treated as well. The bytes of the tensors are not touched; the result loads with a bare torch.load. It goes to
     FILE with the device (or .remapped) before its ending.
     """
     if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:

@@ -31,9 +31,10 @@ __all__ = ["command"]
 def command(
     file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: Target
 ) -> None:
-    """Take wrapper names off: module., _orig_mod., _fsdp_wrapped_module. and their like.
+    """Take wrapper names such as module. off the names.
 
-    Every state dict of the file is treated, with its _metadata and the optimizer state that is
+    DataParallel and DistributedDataParallel put module. there, torch.compile _orig_mod., FSDP and
+    others their own, in any order; all go. Every state dict is treated, with its _metadata and the optimizer state that is
     keyed by name. The result goes to FILE with .stripped before its ending.
     """
 

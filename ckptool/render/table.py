@@ -60,20 +60,13 @@ def _drawn(
 ) -> Iterator[str]:
     import tabulate  # 50 ms: only where a table is drawn
 
-    before = tabulate.PRESERVE_WHITESPACE
-    tabulate.PRESERVE_WHITESPACE = True  # names may begin with a space
-    try:
-        text = tabulate.tabulate(
-            rows,
-            headers=list(headers),
-            tablefmt="plain",
-            disable_numparse=True,
-            colalign=["right" if column in right else "left" for column in range(len(headers))]
-            if rows
-            else None,
-        )
-    finally:
-        tabulate.PRESERVE_WHITESPACE = before
+    # The header is a row like the others: tabulate would make its columns wider than they need.
+    text = tabulate.tabulate(
+        [headers, *rows],
+        tablefmt="plain",
+        disable_numparse=True,
+        colalign=["right" if column in right else "left" for column in range(len(headers))],
+    )
     first, *rest = text.split("\n")
     yield look.bold(first.rstrip())
     yield from (line.rstrip() for line in rest)

@@ -13,14 +13,19 @@ def clean(text: str) -> str:
     r"""The text with everything that a terminal might obey or hide spelled out (`\x1b`).
 
     That is control characters, escapes, bidirectional and other invisible format characters, line
-    separators, lone surrogates, unassigned and private code points.
+    separators, lone surrogates, unassigned and private code points, and a space at either end.
     """
-    return text if text.isprintable() else "".join(map(_visible, text))
+    if text.isprintable() and text.strip(" ") == text:
+        return text
+    inner = text.strip(" ")
+    before = len(text) - len(text.lstrip(" "))
+    after = len(text) - len(inner) - before
+    return "\\x20" * before + "".join(map(_visible, inner)) + "\\x20" * after
 
 
 def clean_lines(text: str) -> str:
-    """`clean`, line breaks kept."""
-    return "\n".join(clean(line) for line in text.split("\n"))
+    """As `clean`, for a text of several lines: line breaks and indents are kept."""
+    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
 def _visible(character: str) -> str:

@@ -100,7 +100,7 @@ def test_weights_only_is_what_torch_says(saved, tmp_path):
         if loads:
             assert torch.load(tmp_path / "model.pth", weights_only=True)
         else:
-            with pytest.raises(Exception, match="argparse.Namespace"):
+            with pytest.raises(Exception, match=r"argparse\.Namespace"):
                 torch.load(tmp_path / "model.pth", weights_only=True)
             assert any("argparse.Namespace" in text for text in found.blockers)
 

@@ -1,0 +1,84 @@
+"""Running the command line inside the test's own process."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ckptool.cli import main
+from tests.sources import PROJECT
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run left: exit code, standard output, standard error."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self):
+        return json.loads(self.out)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 8, 3)
+        self.bn1 = torch.nn.BatchNorm2d(8)
+        self.fc = torch.nn.Linear(8, 10)
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def ckptool(capsys):
+    """Run `ckptool` with these arguments."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Run `ckptool` as a process of its own."""
+
+    def run(*arguments, stdout=subprocess.PIPE, code=None, **environment):
+        command = [sys.executable, *(code or ("-m", "ckptool")), *map(str, arguments)]
+        path = os.pathsep.join([str(PROJECT), environment.pop("PYTHONPATH", "")]).strip(os.pathsep)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A DataParallel checkpoint: `{epoch, state_dict, optim_dict}`."""
+    net = torch.nn.DataParallel(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    path = tmp_path / "model.pth"
+    torch.save(
+        {"epoch": 7, "state_dict": net.state_dict(), "optim_dict": optimizer.state_dict()}, path
+    )
+    return path

@@ -1,0 +1,266 @@
+"""strip-module, add-module, remap and convert, with torch reading what they write."""
+
+import argparse
+import os
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+def names(path, key="state_dict"):
+    return list(torch.load(path)[key])
+
+
+def plain(state):
+    return [name.removeprefix("module.") for name in state]
+
+
+def test_strip_module_writes_beside_the_source_and_says_so(ckptool, model, tmp_path):
+    done = ckptool("strip-module", model)
+    target = tmp_path / "model.stripped.pth"
+    assert (done.code, done.out) == (0, "")
+    assert f"wrote {target} (torch-zip, " in done.err
+    assert "module" in done.err.splitlines()[0]
+    assert names(target) == plain(names(model))
+
+
+def test_what_is_written_equals_the_source(ckptool, model, tmp_path):
+    ckptool("strip-module", model, "-o", tmp_path / "deep" / "out.pth")
+    before, after = torch.load(model), torch.load(tmp_path / "deep" / "out.pth")
+    assert after["epoch"] == before["epoch"]
+    assert after["optim_dict"] == before["optim_dict"]
+    for name, tensor in before["state_dict"].items():
+        assert torch.equal(after["state_dict"][name.removeprefix("module.")], tensor)
+
+
+def test_add_module_undoes_it(ckptool, model, tmp_path):
+    ckptool("strip-module", model)
+    assert ckptool("add-module", tmp_path / "model.stripped.pth").code == 0
+    assert names(tmp_path / "model.stripped.wrapped.pth") == names(model)
+
+
+def test_levels_only_and_at_are_passed_on(ckptool, tmp_path):
+    source, target = tmp_path / "m.pth", tmp_path / "out.pth"
+    torch.save({"module._orig_mod.f.module.w": torch.ones(1)}, source)
+    for options, name in (
+        (["--levels", "1"], "_orig_mod.f.module.w"),
+        (["--only", "_orig_mod"], "module.f.module.w"),
+        (["--at", "module._orig_mod.f"], "module._orig_mod.f.w"),
+    ):
+        assert ckptool("strip-module", source, "-o", target, "--force", *options).code == 0
+        assert list(torch.load(target)) == [name]
+
+
+def test_nothing_to_change_is_said_and_written_all_the_same(ckptool, model, tmp_path):
+    ckptool("strip-module", model)
+    done = ckptool("strip-module", tmp_path / "model.stripped.pth")
+    assert done.code == 0
+    assert "nothing to change" in done.err
+    assert (tmp_path / "model.stripped.stripped.pth").exists()
+
+
+def test_an_existing_target_is_refused_without_force(ckptool, model, tmp_path):
+    target = tmp_path / "out.pth"
+    target.write_bytes(b"old")
+    done = ckptool("strip-module", model, "-o", target)
+    assert done.code == 2
+    assert "hint: " in done.err
+    assert target.read_bytes() == b"old"
+    assert ckptool("strip-module", model, "-o", target, "--force").code == 0
+    assert torch.load(target)
+
+
+def test_the_source_is_no_target(ckptool, model):
+    before = model.read_bytes()
+    assert ckptool("strip-module", model, "-o", model, "--force").code == 2
+    assert model.read_bytes() == before
+
+
+def test_in_place_replaces_the_file(ckptool, model):
+    wanted = plain(names(model))
+    assert ckptool("strip-module", model, "--in-place").code == 0
+    assert names(model) == wanted
+    assert os.listdir(model.parent) == ["model.pth"]
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["symlink", "hard link"])
+def test_a_link_is_edited_in_place_only_with_force(ckptool, model, make):
+    link = model.with_name("link.pth")
+    make(model, link)
+    wanted = plain(names(model))
+    done = ckptool("strip-module", link, "--in-place")
+    assert done.code == 2
+    assert "--force" in done.err
+    assert names(link) != wanted
+    assert ckptool("strip-module", link, "--in-place", "--force").code == 0
+    assert names(link) == wanted
+
+
+def test_a_dry_run_says_everything_and_writes_nothing(ckptool, model):
+    done = ckptool("strip-module", model, "--dry-run")
+    assert done.code == 0
+    assert "would write" in done.err
+    assert os.listdir(model.parent) == ["model.pth"]
+
+
+def test_quiet_is_quiet(ckptool, model, tmp_path):
+    done = ckptool("strip-module", model, "-q")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert (tmp_path / "model.stripped.pth").exists()
+
+
+def test_json_is_one_receipt(ckptool, model, tmp_path):
+    done = ckptool("strip-module", model, "--json")
+    document = done.document
+    target = tmp_path / "model.stripped.pth"
+    assert document["schema"] == "ckptool.receipt/1"
+    assert (document["source"], document["file"]) == (str(model), str(target))
+    assert document["size"] == target.stat().st_size
+    assert document["format"] == "torch-zip"
+    assert document["dry_run"] is False
+    assert [change["kind"] for change in document["changes"]] == ["strip"]
+    assert document["weights_only_blockers"] == []
+
+
+def test_what_blocks_weights_only_is_named(ckptool, tmp_path):
+    torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, tmp_path / "m.pth")
+    done = ckptool("strip-module", tmp_path / "m.pth")
+    assert done.code == 0
+    assert "weights_only=True will not load it: " in done.err
+    assert "argparse.Namespace" in done.err
+
+
+def test_another_format_is_chosen_by_option(ckptool, model, tmp_path):
+    done = ckptool("strip-module", model, "--format", "torch-legacy", "--json")
+    assert done.document["format"] == "torch-legacy"
+    assert names(tmp_path / "model.stripped.pth") == plain(names(model))
+
+
+@pytest.fixture
+def tagged(fixtures, tmp_path):
+    """A copy of a checkpoint that was saved from the fourth GPU."""
+    target = tmp_path / "gpu.pth"
+    target.write_bytes((fixtures / "torch-2.13.0" / "dp_full_cuda3.pth").read_bytes())
+    return target
+
+
+def devices(ckptool, path):
+    return set(ckptool("info", path, "--json").document["devices"])
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "device"),
+    [
+        (["--to", "cpu"], "gpu.cpu.pth", "cpu"),
+        (["--to", "cuda:0"], "gpu.cuda0.pth", "cuda:0"),
+        (["--map", "cuda:3=cuda:1"], "gpu.remapped.pth", "cuda:1"),
+        (["--map", "cuda:*=mps"], "gpu.remapped.pth", "mps"),
+        (["--visible-devices", "1,3"], "gpu.remapped.pth", "cuda:1"),
+    ],
+)
+def test_remap_writes_tags_under_the_name_of_the_device(ckptool, tagged, options, name, device):
+    assert ckptool("remap", *options, tagged).code == 0
+    assert devices(ckptool, tagged.with_name(name)) == {device}
+
+
+def test_what_is_remapped_to_the_cpu_loads_with_a_bare_torch_load(ckptool, tagged):
+    ckptool("remap", "--to", "cpu", tagged)
+    loaded = torch.load(tagged.with_name("gpu.cpu.pth"))
+    wanted = torch.load(tagged, map_location="cpu")
+    for name, tensor in wanted["state_dict"].items():
+        assert torch.equal(loaded["state_dict"][name], tensor)
+
+
+@pytest.mark.parametrize("word", ["gpu3", "cuda3", ""])
+def test_a_word_that_is_no_device_is_an_error(ckptool, tagged, word):
+    done = ckptool("remap", "--to", word, tagged)
+    assert done.code == 2
+    assert "is no device" in done.err
+    assert os.listdir(tagged.parent) == ["gpu.pth"]
+
+
+def test_convert_to_safetensors_names_what_it_leaves_out(ckptool, model, tmp_path):
+    target = tmp_path / "model.safetensors"
+    done = ckptool("convert", model, target)
+    assert done.code == 0
+    assert "left out: " in done.err
+    assert "epoch" in done.err
+    assert sorted(load_file(target)) == sorted(plain(names(model)))
+
+
+def test_convert_keeps_wrappers_where_told(ckptool, model, tmp_path):
+    target = tmp_path / "model.safetensors"
+    ckptool("convert", model, target, "--wrappers", "keep")
+    assert sorted(load_file(target)) == sorted(names(model))
+
+
+def test_strict_refuses_to_leave_anything_out(ckptool, model, tmp_path):
+    done = ckptool("convert", model, tmp_path / "model.safetensors", "--strict")
+    assert done.code == 2
+    assert os.listdir(tmp_path) == ["model.pth"]
+
+
+def test_convert_to_torch_keeps_everything_and_does_what_it_is_told(ckptool, tagged):
+    target = tagged.with_name("laptop.pth")
+    assert ckptool("convert", tagged, target, "--wrappers", "strip", "--to", "cpu").code == 0
+    loaded = torch.load(target)
+    assert set(loaded) == {"epoch", "state_dict", "optim_dict"}
+    assert not any(name.startswith("module.") for name in loaded["state_dict"])
+
+
+def test_convert_takes_device_rules(ckptool, tagged):
+    target = tagged.with_name("out.pth")
+    assert ckptool("convert", tagged, target, "--device-map", "cuda:3=cuda:0").code == 0
+    assert devices(ckptool, target) == {"cuda:0"}
+    done = ckptool("convert", tagged, target, "--force", "--to", "cpu", "--device-map", "a=b")
+    assert done.code == 2
+    done = ckptool("convert", tagged, target, "--force", "--visible-devices", "0,3")
+    assert devices(ckptool, target) == {"cuda:1"}
+
+
+def test_model_only_takes_the_weights_alone(ckptool, model, net, tmp_path):
+    target = tmp_path / "weights.pth"
+    assert ckptool("convert", model, target, "--model-only", "--wrappers", "strip").code == 0
+    assert list(torch.load(target)) == list(net.state_dict())
+
+
+def test_a_pickled_module_becomes_a_state_dict(ckptool, net, tmp_path):
+    torch.save(net, tmp_path / "whole.pth")
+    assert ckptool("convert", tmp_path / "whole.pth", tmp_path / "w.pth", "--model-only").code == 0
+    loaded = torch.load(tmp_path / "w.pth", weights_only=True)
+    net.load_state_dict(loaded)
+
+
+def test_several_state_dicts_need_a_key(ckptool, net, tmp_path):
+    state = net.state_dict()
+    copy = {name: value.clone() for name, value in state.items()}
+    torch.save({"model": state, "ema": copy}, tmp_path / "m.pth")
+    target = tmp_path / "m.safetensors"
+    done = ckptool("convert", tmp_path / "m.pth", target)
+    assert done.code == 2
+    assert "ema" in done.err
+    assert ckptool("convert", tmp_path / "m.pth", target, "--key", "ema").code == 0
+    assert set(load_file(target)) == set(copy)
+
+
+def test_ties_are_kept_or_copied(ckptool, tmp_path):
+    weight = torch.randn(16, 16)
+    torch.save({"a": weight, "b": weight}, tmp_path / "m.pth")
+    kept, copied = tmp_path / "kept.safetensors", tmp_path / "copied.safetensors"
+    ckptool("convert", tmp_path / "m.pth", kept)
+    ckptool("convert", tmp_path / "m.pth", copied, "--ties", "copy")
+    assert len(load_file(kept)) == 1
+    assert len(load_file(copied)) == 2
+
+
+@pytest.mark.parametrize("machine", ["one_gpu", "cpu"])
+def test_the_commands_that_info_proposes_work(ckptool, tagged, machine):
+    command = ckptool("info", tagged, "--json").document["commands"][machine]
+    _, *arguments = shlex.split(command)
+    assert ckptool(*arguments).code == 0
+    made = arguments[2]
+    assert "commands" in ckptool("info", made, "--json").document
+    found = ckptool("info", made, "--json").document
+    assert machine not in found["commands"]

@@ -1,0 +1,80 @@
+"""Help: every verb, its summary, its examples."""
+
+import shlex
+
+import click
+import pytest
+
+from ckptool._version import __version__
+from ckptool.cli.group import ALIASES, VERBS, cli
+from ckptool.cli.options import EXIT_CODES
+
+NAMES = [name for verbs in VERBS.values() for name in verbs]
+
+
+def command_of(name):
+    with click.Context(cli) as context:
+        command = cli.get_command(context, name)
+    assert command is not None
+    return command
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_every_verb_with_the_first_line_of_its_own(ckptool, flag):
+    done = ckptool(flag)
+    assert (done.code, done.err) == (0, "")
+    for verbs in VERBS.values():
+        for name, (_, summary) in verbs.items():
+            assert f"  {name} " in done.out
+            assert summary in done.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_summary_is_the_first_line_of_the_help(name):
+    command = command_of(name)
+    summary = next(verbs[name][1] for verbs in VERBS.values() if name in verbs)
+    assert command.name == name
+    assert command.get_short_help_str(200).rstrip(".") == summary.rstrip(".")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_help_has_examples_that_parse_and_exit_codes(ckptool, name):
+    for flag in ("-h", "--help"):
+        done = ckptool(name, flag)
+        assert (done.code, done.err) == (0, "")
+        assert EXIT_CODES in done.out
+    examples = [line for line in done.out.splitlines() if line.startswith("    ckptool ")]
+    assert examples
+    for example in examples:
+        _, verb, *arguments = shlex.split(example)
+        assert verb == name
+        command_of(name).make_context(name, arguments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_has_a_help(name):
+    for parameter in command_of(name).params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.opts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_and_quiet_are_everywhere(name):
+    options = {word for parameter in command_of(name).params for word in parameter.opts}
+    assert {"--json", "-q", "--quiet"} <= options
+
+
+@pytest.mark.parametrize("name", VERBS["change"])
+def test_verbs_that_write_share_their_options(name):
+    options = {word for parameter in command_of(name).params for word in parameter.opts}
+    assert {"--force", "--dry-run", "--format"} <= options
+    assert ({"-o", "--output", "--in-place"} <= options) is (name != "convert")
+
+
+def test_an_alias_is_the_verb_itself(ckptool, model):
+    assert ALIASES == {"ls": "list"}
+    assert ckptool("ls", model).out == ckptool("list", model).out
+
+
+def test_the_version(ckptool):
+    assert ckptool("--version").out == f"ckptool {__version__}\n"

@@ -1,0 +1,182 @@
+"""What goes wrong becomes one sentence, a hint and an exit code; what goes right is quiet."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import click
+import pytest
+
+from ckptool.cli import list_verb, main
+from ckptool.errors import CheckpointError, TruncatedFile
+from tests.sources import PROJECT
+
+
+@pytest.fixture
+def failing(monkeypatch, ckptool):
+    """Run `list` where opening the file raises this."""
+
+    def run(error):
+        def fail(_):
+            raise error
+
+        monkeypatch.setattr(list_verb, "open_checkpoint", fail)
+        return ckptool("list", "model.pth")
+
+    return run
+
+
+def test_an_error_is_a_sentence_and_a_hint(failing):
+    done = failing(CheckpointError("is broken", file="model.pth", hint="mend it"))
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "ckptool: model.pth: is broken\nhint: mend it\n"
+
+
+def test_a_truncated_file_is_no_interruption(failing):
+    # TruncatedFile is an EOFError, which click would take for Ctrl-D.
+    done = failing(TruncatedFile("ends too early"))
+    assert (done.code, done.err) == (2, "ckptool: ends too early\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory"),
+        (RecursionError(), "nests deeper"),
+        (OSError(28, "No space left on device", "out.pth"), "out.pth: No space left on device"),
+        (OSError("odd"), "odd"),
+        (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
+        (CheckpointError("name \x1b[31m\ud800"), "name \\x1b[31m\\ud800"),
+    ],
+)
+def test_any_error_is_a_sentence_and_no_traceback(failing, error, words):
+    done = failing(error)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert all(line.isprintable() for line in done.err.splitlines())
+
+
+def test_a_fault_of_ours_says_so(failing):
+    assert "CKPTOOL_DEBUG=1" in failing(ZeroDivisionError()).err
+
+
+def test_the_traceback_is_there_for_those_who_ask(failing, monkeypatch):
+    monkeypatch.setenv("CKPTOOL_DEBUG", "1")
+    done = failing(CheckpointError("is broken"))
+    assert "Traceback" in done.err
+    assert done.err.endswith("ckptool: is broken\n")
+    assert done.code == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
+def test_an_interruption_is_130(failing, error):
+    assert failing(error).code == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lst", "x"], "Did you mean 'list'?"),
+        (["frobnicate"], "There are list, info"),
+        (["list"], "Missing argument 'FILE'"),
+        (["list", "--jsn", "x"], "--json"),
+        (["list", "a", "b"], "unexpected extra argument"),
+        (["convert", "a", "b", "--ties", "maybe"], "'keep', 'copy'"),
+        (["remap", "a"], "exactly one of --to, --map and --visible-devices"),
+        (["remap", "a", "--to", "cpu", "--map", "a=b"], "exactly one of"),
+        (["remap", "a", "--map", "cuda"], "no rule A=B"),
+        (["remap", "a", "--map", "a=b", "--map", "a=c"], "two rules for 'a'"),
+        (["remap", "a", "--visible-devices", "one"], "no list of device numbers"),
+        (["strip-module", "a", "-o", "b", "--in-place"], "exclude each other"),
+        (["strip-module", "a", "--levels", "0"], "0 is not in the range"),
+        (["--frob"], "--frob"),
+    ],
+)
+def test_wrong_usage_is_2_with_a_way_on(ckptool, arguments, words):
+    done = ckptool(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("ckptool: ")
+    assert words in done.err
+    assert "hint: " in done.err
+
+
+def test_no_command_prints_the_help(ckptool):
+    done = ckptool()
+    assert done.code == 0
+    assert "Commands that read" in done.out
+
+
+def test_errors_stay_on_stderr_with_json(ckptool, tmp_path):
+    done = ckptool("list", tmp_path / "none.pth", "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "none.pth" in done.err
+
+
+def test_errors_are_not_silenced_by_quiet(ckptool, tmp_path):
+    assert "none.pth" in ckptool("list", tmp_path / "none.pth", "-q").err
+
+
+def test_head_ends_a_long_list_quietly(model):
+    script = (
+        f'"{sys.executable}" -m ckptool list --json "{model}" | head -1; echo ${{PIPESTATUS[0]}}'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+    assert (done.stdout, done.stderr) == ("{\n0\n", "")
+
+
+def test_a_reader_that_is_gone_is_no_error(process, model):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = process("list", model, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_ctrl_c_is_130_and_says_nothing(process, model):
+    code = (
+        "import os, signal, sys\n"
+        "from ckptool.cli import list_verb, main\n"
+        f"list_verb.open_checkpoint = lambda _: os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+        "sys.exit(main())\n"
+    )
+    done = process("list", model, code=("-c", code))
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_names_that_the_terminal_cannot_encode_are_escaped(process, tmp_path):
+    import torch
+
+    torch.save({"层": torch.ones(1)}, tmp_path / "m.pth")
+    done = process("list", "m.pth", PYTHONIOENCODING="ascii")
+    assert done.code == 0
+    assert "\\u5c42" in done.out
+
+
+def test_the_garbage_collector_is_as_it_was(ckptool, model):
+    import gc
+
+    assert gc.isenabled()
+    ckptool("list", model)
+    assert gc.isenabled()
+
+
+def test_main_takes_the_words_of_the_process_when_given_none(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ckptool", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("ckptool ")
+
+
+def test_the_shell_can_ask_for_completions(process):
+    done = process(_CKPTOOL_COMPLETE="bash_complete", COMP_WORDS="ckptool str", COMP_CWORD="1")
+    assert "strip-module" in done.out

@@ -1,0 +1,77 @@
+"""The bar: on a terminal, after half a second, gone afterwards."""
+
+import io
+
+import pytest
+
+from ckptool.cli.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 100.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+def test_nothing_is_drawn_in_the_first_half_second(clock):
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock) as bar:
+        clock.now += 0.49
+        bar(1, 10)
+    assert stream.getvalue() == ""
+
+
+def test_then_bytes_done_of_total_and_in_the_end_nothing(clock):
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock) as bar:
+        clock.now += 0.6
+        bar(512, 1024)
+        drawn = stream.getvalue()
+        assert drawn == "\r[############------------] 512 B of 1.0 KiB"
+    assert stream.getvalue() == drawn + "\r" + " " * (len(drawn) - 1) + "\r"
+
+
+def test_it_is_not_drawn_more_often_than_anyone_can_read(clock):
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock) as bar:
+        clock.now += 0.6
+        for done in range(1000):
+            bar(done, 1000)
+        assert stream.getvalue().count("\r") == 1
+
+
+def test_a_shorter_line_covers_a_longer_one(clock):
+    stream = Terminal()
+    bar = Progress(stream=stream, clock=clock)
+    clock.now += 1
+    bar(1023, 4096)
+    clock.now += 1
+    bar(1024, 4096)
+    first, second = stream.getvalue().split("\r")[1:]
+    assert len(second) >= len(first) - 1
+
+
+def test_nothing_of_nothing_is_done(clock):
+    stream = Terminal()
+    bar = Progress(stream=stream, clock=clock)
+    clock.now += 1
+    bar(0, 0)
+    assert "#" * 24 in stream.getvalue()
+
+
+@pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
+def test_never_in_a_pipe_nor_when_quiet(clock, stream, quiet):
+    with Progress(stream=stream, quiet=quiet, clock=clock) as bar:
+        clock.now += 10
+        bar(1, 2)
+    assert stream.getvalue() == ""

@@ -1,0 +1,42 @@
+"""Where a result goes when the user does not say."""
+
+import pytest
+
+from ckptool.cli.targets import default_target
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("model.pth", "model.stripped.pth"),
+        ("a.b/model", "a.b/model.stripped"),
+        ("/x/model.pth.tar", "/x/model.stripped.pth.tar"),
+        ("model.tar", "model.stripped.tar"),
+        ("v1.0.ckpt", "v1.0.stripped.ckpt"),
+        ("model.safetensors", "model.stripped.safetensors"),
+        ("model.safetensors.index.json", "model.stripped.safetensors.index.json"),
+        (".hidden", ".hidden.stripped"),
+    ],
+)
+def test_the_word_goes_before_the_ending(source, target):
+    assert default_target(source, "stripped") == target
+
+
+@pytest.mark.parametrize(
+    ("source", "format", "target"),
+    [
+        ("model.pth", "safetensors", "model.cpu.safetensors"),
+        ("model.safetensors", "torch-zip", "model.cpu.pth"),
+        ("model.bin", "torch-legacy", "model.cpu.bin"),
+        ("model.safetensors", "safetensors", "model.cpu.safetensors"),
+    ],
+)
+def test_a_chosen_format_has_its_ending(source, format, target):
+    assert default_target(source, "cpu", format) == target
+
+
+@pytest.mark.parametrize("tail", ["", "/"])
+def test_a_folder_becomes_a_file_beside_it(tmp_path, tail):
+    folder = tmp_path / "model.v1"
+    folder.mkdir()
+    assert default_target(f"{folder}{tail}", "stripped") == f"{folder}.stripped.pth"

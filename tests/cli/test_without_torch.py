@@ -1,0 +1,92 @@
+"""Nothing on the command line needs torch, nor imports it where it is there."""
+
+import sys
+
+import pytest
+
+REFUSING = 'raise ImportError("torch must not be imported here")\n'
+
+
+@pytest.fixture
+def torchless(process, tmp_path):
+    """Run `ckptool` where importing torch, numpy or safetensors is an error."""
+    shadow = tmp_path / "shadow"
+    for name in ("torch", "numpy", "safetensors"):
+        (shadow / name).mkdir(parents=True)
+        (shadow / name / "__init__.py").write_text(REFUSING)
+
+    def run(*arguments):
+        code = (
+            "import sys\n"
+            f"sys.path.insert(0, {str(shadow)!r})\n"
+            "from ckptool.cli import main\n"
+            "code = main()\n"
+            "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)\n"
+            "sys.exit(code)\n"
+        )
+        return process(*arguments, code=("-c", code))
+
+    return run
+
+
+def test_the_shadow_works(process, tmp_path, torchless):
+    done = process(
+        code=("-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'shadow')!r}); import torch")
+    )
+    assert "must not be imported" in done.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["list", "--help"],
+        ["list", "MODEL"],
+        ["list", "--json", "--hash", "MODEL"],
+        ["list", "--tree", "MODEL"],
+        ["info", "MODEL"],
+        ["show", "MODEL", "module.fc.weight"],
+        ["strip-module", "MODEL"],
+        ["add-module", "MODEL"],
+        ["remap", "--to", "cpu", "MODEL"],
+        ["convert", "MODEL", "out.safetensors"],
+        ["convert", "MODEL", "out.pth", "--model-only", "--to", "cuda:0"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_runs_without_torch(torchless, model, arguments):
+    done = torchless(*(model if word == "MODEL" else word for word in arguments))
+    assert done.code == 0, done.err
+
+
+def test_help_imports_no_verb(process):
+    code = (
+        "import sys\n"
+        "from ckptool.cli import main\n"
+        "main(['--help'])\n"
+        "verbs = [name for name in sys.modules if name.endswith('_verb')]\n"
+        "heavy = {'tabulate', 'zipfile', 'pathlib', 'ckptool.formats'} & set(sys.modules)\n"
+        "assert not verbs and not heavy, (verbs, heavy)\n"
+    )
+    done = process(code=("-c", code))
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("verb", ["list", "info"])
+def test_a_look_at_a_file_imports_little(process, model, verb):
+    code = (
+        "import sys\n"
+        "from ckptool.cli import main\n"
+        f"main([{verb!r}, '--json', sys.argv[1]])\n"
+        "heavy = {'tabulate', 'zipfile', 'tarfile', 'subprocess', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = process(model, code=("-c", code))
+    assert done.code == 0, done.err
+
+
+def test_python_dash_m(process):
+    done = process("--version")
+    assert done.code == 0
+    assert done.out.startswith("ckptool ")
+    assert sys.version_info >= (3, 10)

@@ -1,0 +1,61 @@
+"""Tables: drawn, streamed, fitted to a terminal."""
+
+import pytest
+
+from ckptool.render.table import MOST_DRAWN, table
+from ckptool.render.terminal import PLAIN, Look
+
+HEADERS = ["name", "size"]
+
+
+def lines(rows, look=PLAIN, **options):
+    return list(table(HEADERS, rows, look, **options))
+
+
+def test_columns_are_aligned():
+    assert lines([["a", "10 B"], ["long", "1 B"]], right={1}) == [
+        "name  size",
+        "a     10 B",
+        "long   1 B",
+    ]
+
+
+@pytest.mark.parametrize("text", ["001", "1e5", "nan", "1_000", "0x10"])
+def test_what_looks_like_a_number_stays_text(text):
+    assert lines([[text, "x"]])[1].startswith(text)
+
+
+def test_no_rows_leave_the_header():
+    assert lines([]) == ["name  size"]
+
+
+def test_beyond_some_thousands_of_rows_the_same_table_streams():
+    rows = [[f"layer.{n}", f"{n} B"] for n in range(MOST_DRAWN + 1)]
+    drawn, streamed = lines(rows[:MOST_DRAWN], right={1}), lines(rows, right={1})
+    assert len(streamed) == len(rows) + 1
+    assert streamed[:MOST_DRAWN] == drawn[:MOST_DRAWN]
+
+
+def test_one_endless_name_does_not_cost_every_row_its_length():
+    rows = [["short", "1 B"]] * 50 + [["x" * 1_000_000, "1 B"]]
+    found = lines(rows)
+    assert max(map(len, found[:-1])) < 200
+    assert found[-1].startswith("x" * 1_000_000)
+
+
+@pytest.mark.parametrize("count", [3, MOST_DRAWN + 1])
+def test_rows_fit_the_terminal(count):
+    rows = [[f"{n}." + "name" * 30, "10 B"] for n in range(count)]
+    found = lines(rows, Look(width=60))
+    assert max(map(len, found)) <= 60
+    assert "..." in found[1]
+
+
+def test_a_terminal_too_narrow_still_shows_something():
+    assert all("..." in line for line in lines([["name" * 30, "10 B"]], Look(width=5))[1:])
+
+
+def test_only_the_header_is_coloured():
+    found = lines([["a", "b"]], Look(colour=True))
+    assert found[0].startswith("\x1b[1m")
+    assert "\x1b" not in found[1]
