@@ -114,14 +114,15 @@ def own_tensors(module: Opaque) -> dict[Any, Any]:
             {name: value for name, value in buffers if name not in passing},
         )
         for name, value in group.items()
-        if value is not None
+        if value is not None and isinstance(name, str)
     }
 
 
 def child_modules(module: Opaque) -> dict[Any, Opaque]:
     """The modules directly inside one, by name."""
     children = module.attributes.get("_modules", {})
-    found = {name: child for name, child in children.items() if is_module(child)}
+    named = ((name, child) for name, child in children.items() if isinstance(name, str))
+    found = {name: child for name, child in named if is_module(child)}
     return found or _compiled(module)
 
 

@@ -69,9 +69,10 @@ def rebuild(
     `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue and Opaque and returns what
     stands in its place (itself for no change). A tensor comes with its parts and wrapping
     treated; its storage (or what carries it, on a TPU) is left to `leaf`. An Opaque is asked for
-    before its content is treated. `mapping` gets each dict of the source and returns the one to go on with (itself for no
-    change). A container or object given in place of another is treated in turn. Plain values
-    pass through. Nothing of the source is changed, and no depth of nesting is too deep.
+    before its content is treated. `mapping` gets each dict of the source and returns the one to
+    go on with (itself for no change). A container or object given in place of another is treated
+    in turn. Plain values pass through. Nothing of the source is changed, and no depth of nesting
+    is too deep.
 
     Raises:
         NameCollision: two keys of one dict have become equal.

@@ -165,10 +165,10 @@ def _below(path: str, before: str, done: list[_Level]) -> str:
 
 def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
     """The kinds of wrapper that the names carry, outermost first, each once."""
-    names = [name for name in names if counts(name)]
+    names = list(filter(counts, names))
     found: dict[str, None] = {}
     while (level := _outermost(names, WRAPPERS)) is not None:
-        names = [level.apply(name) for name in names]
+        names = list(filter(counts, map(level.apply, names)))
         found.update(dict.fromkeys(level.kinds))
     return tuple(found)
 

@@ -195,7 +195,7 @@ class _Mover:
     def _carried(self, tensor: TensorRef, target: str) -> TensorRef:
         """A tensor for a back end without storages, over a tensor of the CPU."""
         if tensor.kind != "strided" or tensor.storage is None:
-            self._target(target, f"a {tensor.kind} tensor")
+            self._target(tensor.device, f"a {tensor.kind} tensor")
         storage = tensor.storage and self._storage(tensor.storage, "cpu")
         data = replace(
             tensor, device="cpu", storage=storage, requires_grad=False, hooks=None, wrapping=()

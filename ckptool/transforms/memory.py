@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ def _stand_in(node: Any) -> TensorRef | None:
 class _Relocation:
     """Moves tensors, each shared storage once."""
 
-    def __init__(self, decide: Rules, every: Iterable[Any]) -> None:
+    def __init__(self, decide: Callable[[str], str], every: Iterable[Any]) -> None:
         self._decide = decide
         self._users = Counter(filter(None, map(_shareable, every)))
         self._moved: dict[tuple[int, str], Any] = {}

@@ -1,0 +1,102 @@
+"""A pickled module reads as its `state_dict()`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckptool.errors import LimitExceeded
+from ckptool.limits import Limits
+from ckptool.model import Global, Opaque
+from ckptool.modules import child_modules, is_module, module_state, own_tensors
+from tests.trees import module, opened, parallel, tensor
+
+
+class Net(torch.nn.Module):
+    """One of each: parameters, none, buffers of both kinds, children before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 3)
+        self.register_parameter("absent", None)
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU())
+        self.again = self.first
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 4])
+@pytest.mark.parametrize("wrap", [lambda net: net, torch.nn.DataParallel, torch.compile])
+def test_names_order_and_shapes_are_those_of_state_dict(tmp_path, wrap, protocol):
+    net = wrap(Net())
+    torch.save(net, tmp_path / "net.pth", pickle_protocol=protocol)
+    with opened(tmp_path / "net.pth") as checkpoint:
+        found = module_state(checkpoint.root)
+    expected = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    assert found is not None
+    assert {name: ref.shape for name, ref in found.items()} == expected
+    assert list(found) == list(expected)
+
+
+def test_anything_else_is_no_module():
+    lacking = module()
+    del lacking.steps[0][1]["_buffers"]
+    for node in (None, {}, {"_parameters": {}, "_buffers": {}, "_modules": {}}, lacking, tensor()):
+        assert module_state(node) is None
+        assert not is_module(node)
+
+
+def test_a_module_inside_itself_is_not_entered_again():
+    inner = module(parameters={"weight": tensor()})
+    outer = module(children={"inner": inner})
+    inner.attributes["_modules"]["back"] = outer
+    assert list(module_state(outer)) == ["inner.weight"]
+
+
+def test_a_shared_module_gives_its_names_under_each_path():
+    shared = module(parameters={"weight": tensor()})
+    net = module(children={"a": shared, "b": shared, "none": None})
+    assert list(module_state(net)) == ["a.weight", "b.weight"]
+    assert list(child_modules(net)) == ["a", "b"]
+
+
+def test_names_that_are_no_strings_are_no_names():
+    net = module(parameters={1: tensor(), "w": tensor()}, children={2: module()})
+    assert list(module_state(net)) == ["w"]
+    assert child_modules(net) == {}
+
+
+def test_modules_shared_exponentially_are_refused():
+    net = module(parameters={"weight": tensor()})
+    for _ in range(60):
+        net = module(children={"a": net, "b": net})
+    with pytest.raises(LimitExceeded, match="again and again"):
+        module_state(net)
+
+
+def test_modules_nested_too_deep_are_refused():
+    net = module(parameters={"weight": tensor()})
+    for _ in range(9):
+        net = module(children={"a": net})
+    assert module_state(net, Limits(max_depth=9)) is not None
+    with pytest.raises(LimitExceeded, match="deeper than 8"):
+        module_state(net, Limits(max_depth=8))
+
+
+def test_non_persistent_buffers_are_left_out_however_the_set_is_spelled():
+    called = Opaque(Global("builtins", "set"), (["passing"],))
+    added = Opaque(Global("builtins", "set"), (), steps=[("add", ["passing"])])
+    for names in (called, added):
+        net = module(
+            buffers={"kept": tensor(), "passing": tensor(), "none": None},
+            _non_persistent_buffers_set=names,
+        )
+        assert list(own_tensors(net)) == ["kept"]
+
+
+def test_a_compiled_module_is_the_call_that_pickles_it():
+    inner = parallel(module(parameters={"weight": tensor()}))
+    compiled = Opaque(Global("torch._dynamo.eval_frame", "OptimizedModule"), (inner, None))
+    assert list(module_state(compiled)) == ["_orig_mod.module.weight"]
+    assert not is_module(Opaque(compiled.func, ({},)))

@@ -1,0 +1,282 @@
+"""Walking a checkpoint and finding things in it."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import getitem
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
+from ckptool.limits import Limits
+from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef
+from ckptool.paths import held_items, listed, name_of, printable, resolve, selected, walk
+from tests.trees import checkpoint, module, parallel, scalar, state_dict, storage, tensor
+
+
+def names(root, **options):
+    return [name_of(path) for path, _ in walk(root, **options)]
+
+
+def test_leaves_come_in_the_order_of_the_file_with_their_paths():
+    a, b = tensor(), tensor()
+    device, ref = DeviceValue("cpu"), StorageRef(storage(), "float32")
+    root = OrderedMap(
+        model={"w": a}, list=[1, b], pair=(True, None), size=Size((2, 3)), raw=b"x",
+        device=device, dtype=Global("torch", "float32"), storage=ref,
+    )  # fmt: skip
+    assert list(walk(root)) == [
+        (("model", "w"), a), (("list", 0), 1), (("list", 1), b), (("pair", 0), True),
+        (("pair", 1), None), (("size", 0), 2), (("size", 1), 3), (("raw",), b"x"),
+        (("device",), device), (("dtype",), Global("torch", "float32")), (("storage",), ref),
+    ]  # fmt: skip
+
+
+def test_a_lone_leaf_has_the_empty_path():
+    assert list(walk(7)) == [((), 7)]
+    assert list(walk({})) == []
+
+
+def test_a_pickled_module_gives_its_tensors_under_full_names_wherever_it_is():
+    net = parallel(module(parameters={"weight": tensor()}, training=True))
+    assert [path for path, _ in walk({"epoch": 1, "nets": [net]})] == [
+        ("epoch",), ("nets", 0, "module.weight"),
+    ]  # fmt: skip
+
+
+def test_an_object_is_listed_then_its_items_then_the_tensors_in_its_attributes():
+    thing = Opaque(
+        Global("m", "Thing"), (tensor(), "argument"), {"keyword": tensor()},
+        steps=[
+            ("build", {"a": tensor(), "n": 1, "deep": {"b": tensor(), "n": 2}}),
+            ("set", [("key", tensor()), ("n", 3)]),
+        ],
+    )  # fmt: skip
+    assert names({"thing": thing}) == [
+        "thing", "thing/key", "thing/n", "thing/a", "thing/deep/b", "thing/2", "thing/keyword",
+    ]  # fmt: skip
+
+
+def test_an_object_among_attributes_is_searched_for_tensors_and_not_listed():
+    inner = Opaque(Global("m", "Inner"), (), steps=[("build", {"w": tensor(), "n": 1})])
+    outer = Opaque(Global("m", "Outer"), (), steps=[("build", {"inner": inner})])
+    assert names([outer]) == ["0", "0/inner/w"]
+
+
+def test_slots_and_states_that_are_no_dict_are_searched_too():
+    slots = Opaque(Global("m", "S"), (), steps=[("build", (None, {"w": tensor()}))])
+    other = Opaque(Global("m", "T"), (), steps=[("build", [tensor()])])
+    assert names([slots, other]) == ["0", "0/w", "1", "1/state/0"]
+
+
+def test_what_default_dicts_counters_and_deques_hold():
+    factory = Global("builtins", "float")
+    default = Opaque(Global("collections", "defaultdict"), (factory,), steps=[("set", [("a", 1)])])
+    counter = Opaque(Global("collections", "Counter"), ({"w": tensor()},))
+    deque = Opaque(Global("collections", "deque"), ((), 4), steps=[("append", [1, tensor()])])
+    assert names({"d": default, "c": counter, "q": deque}) == ["d", "d/a", "c", "c/0/w",
+                                                              "q", "q/0", "q/1"]  # fmt: skip
+    assert held_items(default) == [("a", 1)]
+    assert held_items(Opaque(Global("m", "L"), (), steps=[("append", [5]), ("append", [6])])) == [
+        (0, 5), (1, 6),
+    ]  # fmt: skip
+
+
+def test_cycles_end_and_sharing_is_listed_under_each_name():
+    root = {"w": tensor()}
+    root["self"] = root
+    looped = [root]
+    looped.append(looped)
+    root["list"] = looped
+    assert names(root) == ["w"]
+    shared = state_dict(["w"])
+    assert names({"a": shared, "b": shared}) == ["a/w", "b/w"]
+    thing = Opaque(Global("m", "T"), ())
+    thing.steps.append(("build", {"me": thing, "w": tensor()}))
+    assert names([thing]) == ["0", "0/w"]
+
+
+def test_sharing_that_multiplies_is_refused_before_it_costs_anything():
+    node = ["x"] * 5
+    for _ in range(200):
+        node = [node] * 5
+    with pytest.raises(LimitExceeded, match="again and again"):
+        for _ in walk(node):
+            pass
+    repeated = [["x"]] * 30
+    assert len(names(repeated, limits=Limits(max_repeats=60))) == 30
+    with pytest.raises(LimitExceeded):
+        names(repeated, limits=Limits(max_repeats=20))
+
+
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_depth_is_limited_and_counts_an_object_once(kind):
+    node = tensor()
+    for _ in range(10):
+        node = (
+            [node]
+            if kind == "list"
+            else Opaque(Global("m", "T"), (), steps=[("build", {"x": node})])
+        )
+    assert names(node, limits=Limits(max_depth=9))
+    with pytest.raises(LimitExceeded, match="deeper than 8"):
+        names(node, limits=Limits(max_depth=8))
+
+
+def test_enter_is_asked_before_each_container_and_what_it_refuses_is_left_out():
+    asked = []
+
+    def enter(path, node):
+        asked.append(name_of(path))
+        return path != ("b",)
+
+    thing = Opaque(Global("m", "T"), ())
+    assert names({"a": {"x": 1}, "b": {"y": [2]}, "c": thing}, enter=enter) == ["a/x", "c"]
+    assert asked == ["", "a", "b", "c"]
+
+
+def test_a_walk_of_many_tensors_takes_one_step_each():
+    root = state_dict(f"layers.{at}.weight" for at in range(20_000))
+    assert sum(1 for _ in walk(root)) == 20_000
+
+
+def test_keys_of_any_kind_have_a_short_text():
+    thing = Opaque(Global("m", "T"), ())
+    thing.args = ([thing] * 9,)
+    path = (1, "a", b"b", 1.5, True, None, (1, "x"), thing, tensor(), DeviceValue("cuda:1"),
+            Global("m", "f"))  # fmt: skip
+    assert name_of(path) == "1/a/b'b'/1.5/True/None/(1, x)/<m.T>/<TensorRef>/cuda:1/m.f"
+
+
+def test_names_for_a_terminal():
+    assert printable("a\x1b[31m\nü") == "a\\x1b[31m\\nü"
+    assert len(printable("x" * 5000)) < 200
+    assert listed(["a", "b"]) == "a, b"
+    assert listed(map(str, range(10)), most=2) == "0, 1, and 8 more"
+    assert listed([]) == "nothing"
+
+
+ROOT = {
+    "model": state_dict(["fc.weight", "fc.bias"]),
+    "ema": state_dict(["fc.weight"]),
+    "epoch": 3,
+    "groups": [{"lr": 0.1}, {"lr": 0.2}],
+    0: {"zero": 1},
+    "net": module(parameters={"w": tensor()}),
+    "args": Opaque(Global("m", "A"), (), steps=[("build", {"t": scalar()})]),
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("epoch", ("epoch",)),
+        ("model/fc.weight", ("model", "fc.weight")),
+        ("fc.bias", ("model", "fc.bias")),
+        ("model", ("model",)),
+        ("groups/1/lr", ("groups", 1, "lr")),
+        ("1/lr", ("groups", 1, "lr")),
+        ("0/zero", (0, "zero")),
+        (("groups", 0, "lr"), ("groups", 0, "lr")),
+        (["groups", "1", "lr"], ("groups", 1, "lr")),
+        ("net", ("net",)),
+        ("net/w", ("net", "w")),
+        (("net", "w"), ("net", "w")),
+        (("args", "t"), ("args", "t")),
+        ("args", ("args",)),
+        ("", ()),
+        ((), ()),
+    ],
+)
+def test_an_address_is_an_exact_name_else_a_unique_suffix_after_a_slash(address, path):
+    found, node = resolve(checkpoint(ROOT), address)
+    assert found == path
+    if path == ("net", "w"):
+        assert node is ROOT["net"].attributes["_parameters"]["w"]
+    elif path == ("args", "t"):
+        assert node is ROOT["args"].attributes["t"]
+    else:
+        assert node is reduce(getitem, path, ROOT)
+
+
+def test_an_exact_name_beats_a_suffix():
+    root = {"w": 1, "model": {"w": 2}, "0": [{"w": 3}]}
+    assert resolve(checkpoint(root), "w") == (("w",), 1)
+
+
+def test_accept_narrows_to_what_is_wanted():
+    root = {"run": {"model": {"w": 1}}, "config": {"model": "resnet"}}
+    with pytest.raises(AmbiguousName):
+        resolve(checkpoint(root), "model")
+    found, _ = resolve(checkpoint(root), "model", accept=lambda node: isinstance(node, dict))
+    assert found == ("run", "model")
+    with pytest.raises(NotFound):
+        resolve(checkpoint(root), ("config", "model"), accept=lambda node: isinstance(node, list))
+
+
+def test_a_name_of_several_lists_them():
+    with pytest.raises(AmbiguousName, match=r"could be any of model/fc.weight, ema/fc.weight"):
+        resolve(checkpoint(ROOT), "fc.weight")
+    with pytest.raises(AmbiguousName, match=r"\['a/b'\], \['a', 'b'\]"):
+        resolve(checkpoint({"a/b": 1, "a": {"b": 2}}), "a/b")
+
+
+@pytest.mark.parametrize(
+    ("address", "near"),
+    [
+        ("WEIGHT", "model/fc.weight, ema/fc.weight"),
+        ("nowhere", "epoch, args, model, ema, groups, 0, net"),
+        (("model", "no"), "epoch, args"),
+        (("groups", 7), "epoch, args"),
+        (("groups", -1), "epoch, args"),
+        (("epoch", "x"), "epoch, args"),
+        (("net", "x"), "epoch, args"),
+    ],
+)
+def test_a_name_of_nothing_says_what_is_near(address, near):
+    with pytest.raises(NotFound, match="nothing named") as caught:
+        resolve(checkpoint(ROOT), address)
+    assert f"there is {near}" in str(caught.value)
+    assert caught.value.hint == "ckptool list file.pth"
+
+
+def test_messages_escape_what_a_terminal_would_obey():
+    with pytest.raises(NotFound) as caught:
+        resolve(checkpoint({"evil\x1b[2J": 1}), "no\x07thing")
+    assert "\x1b" not in str(caught.value)
+    assert "\x07" not in str(caught.value)
+
+
+@given(
+    st.recursive(
+        st.integers(0, 3),
+        lambda inner: (
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+def test_every_leaf_is_found_again_by_its_path(root):
+    for path, leaf in walk(root):
+        assert resolve(checkpoint(root), path) == (path, leaf)
+
+
+@pytest.mark.parametrize(
+    ("path", "include", "exclude", "expected"),
+    [
+        (("model", "fc.weight"), (), (), True),
+        (("model", "fc.weight"), ("fc.*",), (), True),
+        (("model", "fc.weight"), ("weight",), (), False),
+        (("model", "fc.weight"), ("model/*",), (), True),
+        (("model", "fc.weight"), ("*.bias", "*.weight"), (), True),
+        (("model", "fc.weight"), ("*",), ("model/fc.*",), False),
+        (("model", "fc.weight"), (), ("fc.weight",), False),
+        (("model", "FC.weight"), ("fc.*",), (), False),
+        (("list", 3), ("3",), (), True),
+        ((), ("*",), (), True),
+    ],
+)
+def test_globs_hold_the_own_name_or_the_whole(path, include, exclude, expected):
+    assert selected(path, include, exclude) is expected

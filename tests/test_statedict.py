@@ -1,0 +1,222 @@
+"""Which parts a checkpoint has."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.errors import AmbiguousName, NotFound
+from ckptool.model import Global, Opaque, OrderedMap
+from ckptool.statedict import model_state_dict, optimizer_names, sections, wrapped_names
+from tests.trees import checkpoint, module, opened, parallel, scalar, state_dict, storage, tensor
+
+
+def kinds(root):
+    return {section.name: section.kind for section in sections(root)}
+
+
+def adam(*names):
+    return {
+        "state": {name: {"step": scalar(), "exp_avg": tensor()} for name in names},
+        "param_groups": [{"lr": 0.1, "params": list(names)}],
+    }
+
+
+def rng(nbytes=16):
+    return tensor(nbytes, dtype="uint8")
+
+
+def test_a_training_checkpoint():
+    root = {
+        "epoch": 3,
+        "state_dict": state_dict(["fc.w"]),
+        "optimizer": adam(0, 1),
+        "scheduler": {"last_epoch": 3, "base_lrs": [0.1]},
+        "rng": rng(),
+        "args": Opaque(Global("argparse", "Namespace"), ()),
+    }
+    assert kinds(root) == {
+        "state_dict": "state_dict", "optimizer": "optimizer", "scheduler": "scheduler",
+        "": "values",
+    }  # fmt: skip
+    values = sections(root)[-1]
+    assert list(values.node) == [("epoch",), ("rng",), ("args",)]
+    assert [path for path, _ in values.tensors()] == [("rng",)]
+    assert [path for path, _ in sections(root)[1].tensors()] == [
+        ("optimizer", "state", 0, "step"), ("optimizer", "state", 0, "exp_avg"),
+        ("optimizer", "state", 1, "step"), ("optimizer", "state", 1, "exp_avg"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "expected"),
+    [
+        ("plain", state_dict(["a"]), {"": "state_dict"}),
+        ("empty", {}, {}),
+        ("one number", 3, {"": "values"}),
+        ("values beside", {"w": tensor(), "v": tensor(), "epoch": 1, "lr": 0.1},
+         {"": "state_dict"}),
+        ("too few tensors", {"w": tensor(), "epoch": 1, "lr": 0.1}, {"": "values"}),
+        ("keys that are no strings", {0: tensor(), 1: tensor()}, {"": "values"}),
+        ("tensors deeper", {"w": tensor(), "more": [tensor()]}, {"": "values"}),
+        ("extra state", {"w": tensor(), "fc._extra_state": {"scale": [tensor()]}},
+         {"": "state_dict"}),
+        ("random states", {"cpu": rng(), "cuda": rng()}, {"": "values"}),
+        ("random states below", {"r": {"cpu": rng()}}, {"": "values"}),
+        ("a uint8 weight among others", {"w": tensor(), "packed": rng()}, {"": "state_dict"}),
+        ("metrics", {"best": {"epoch=1.ckpt": scalar()}}, {"": "values"}),
+        ("numbers at the root", {"module.scale": scalar()}, {"": "state_dict"}),
+        ("numbers with metadata", {"net": state_dict(["s"], metadata=[""])},
+         {"net": "state_dict"}),
+        ("shadow list", {"decay": 0.9, "shadow_params": [tensor(), tensor()]}, {"": "values"}),
+        ("shadow dict", {"decay": 0.9, "shadow": {"fc.w": tensor()}},
+         {"shadow": "state_dict", "": "values"}),
+        ("timm", {"state_dict": state_dict(["a"]), "state_dict_ema": state_dict(["a"])},
+         {"state_dict": "state_dict", "state_dict_ema": "state_dict"}),
+        ("GAN", {"netG": state_dict(["a"]), "netD": state_dict(["a"])},
+         {"netG": "state_dict", "netD": "state_dict"}),
+        ("YOLO", {"epoch": -1, "model": module(parameters={"w": tensor()}), "ema": None},
+         {"model": "module", "": "values"}),
+        ("DeepSpeed", {"module": state_dict(["a"]), "param_shapes": [OrderedMap(a=1)]},
+         {"module": "state_dict", "": "values"}),
+        ("detectron2", {"model": {"w": tensor(kind="numpy")}, "__author__": "x"},
+         {"model": "state_dict", "": "values"}),
+        ("Lightning", {"optimizer_states": [adam(0)], "lr_schedulers": [{"_step_count": 2}],
+                       "state_dict": state_dict(["a"])},
+         {"optimizer_states/0": "optimizer", "lr_schedulers/0": "scheduler",
+          "state_dict": "state_dict"}),
+        ("an epoch does not make a scheduler", {"last_epoch": 3, "net": state_dict(["a"])},
+         {"net": "state_dict", "": "values"}),
+        ("nested twice", {"state_dict": {"state_dict": state_dict(["a"])}},
+         {"state_dict/state_dict": "state_dict"}),
+        ("param_groups alone", {"param_groups": [{}], "w": [tensor()]}, {"": "values"}),
+        ("an optimizer that never stepped", {"state": {}, "param_groups": []}, {"": "optimizer"}),
+        ("inside an object", Opaque(Global("m", "Learner"), (), steps=[
+            ("build", {"model": module(parameters={"w": tensor()}), "lr": 0.1})]),
+         {"model": "module", "": "values"}),
+        ("a class derived from dict", Opaque(Global("m", "State"), (), steps=[
+            ("set", [("module.w", tensor())])]), {"": "values"}),
+    ],
+)  # fmt: skip
+def test_what_is_what(name, root, expected):
+    found = kinds(root)
+    if name == "a class derived from dict":
+        assert [section.kind for section in sections(root)] == ["state_dict", "values"]
+        assert sections(root)[0].wrappers == ("module",)
+    else:
+        assert found == expected
+
+
+def test_every_leaf_belongs_to_exactly_one_section():
+    root = {"a": state_dict(["w", "v"]), "o": adam("w"), "x": [1, {"y": tensor()}],
+            "m": parallel(module(parameters={"w": tensor()}))}  # fmt: skip
+    from ckptool.paths import walk
+
+    every = [path for path, _ in walk(root) if _.__class__.__name__ == "TensorRef"]
+    held = [path for section in sections(root) for path, _ in section.tensors()]
+    assert sorted(map(str, held)) == sorted(map(str, every))
+
+
+def test_sections_say_which_wrappers_their_names_carry():
+    root = {
+        "model": state_dict(["module._orig_mod.a.w", "module._orig_mod.a.b"]),
+        "plain": state_dict(["a.w"]),
+        "whole": parallel(module(parameters={"w": tensor()})),
+        "opt": adam("module.a.w"),
+        "numbered": adam(0),
+    }
+    assert [section.wrappers for section in sections(root)] == [
+        ("module", "_orig_mod"), (), ("module",), ("module",), (),
+    ]  # fmt: skip
+
+
+def test_names_that_count():
+    named = {"w": tensor(), "epoch": 1, "a._extra_state": 5, "_extra_state": None, 3: tensor()}
+    assert wrapped_names(named) == ["w", "a._extra_state", "_extra_state"]
+    optimizer = {"state": {"a": {}}, "param_groups": [
+        {"params": ["a", "b"], "param_names": ["c"]}, {"params": [3]}, {"params": "odd"},
+    ]}  # fmt: skip
+    assert optimizer_names(optimizer) == ["a", "b", "c"]
+
+
+def test_the_only_state_dict_is_found_and_a_module_is_one():
+    root = {"epoch": 1, "net": state_dict(["w"]), "opt": adam(0)}
+    section = model_state_dict(checkpoint(root))
+    assert (section.path, section.kind) == (("net",), "state_dict")
+    assert section.node is root["net"]
+    whole = model_state_dict(checkpoint(module(parameters={"w": tensor()})))
+    assert (whole.path, whole.kind, list(whole.node)) == ((), "module", ["w"])
+
+
+def test_several_are_listed_with_their_tensors_and_never_guessed_between():
+    root = {"model": state_dict(["a", "b"]), "model_ema": state_dict(["a"])}
+    with pytest.raises(AmbiguousName) as caught:
+        model_state_dict(checkpoint(root))
+    assert "model (2 tensors), model_ema (1 tensors)" in str(caught.value)
+    assert caught.value.hint == "choose one: --key model"
+    assert model_state_dict(checkpoint(root), "model_ema").node is root["model_ema"]
+
+
+def test_one_dict_under_two_names_is_one():
+    shared = state_dict(["a"])
+    assert model_state_dict(checkpoint({"model": shared, "best": shared})).path == ("model",)
+
+
+def test_none_lists_what_there_is():
+    with pytest.raises(NotFound) as caught:
+        model_state_dict(checkpoint({"opt": adam(0), "epoch": 1, "loops": {"a": 1, "b": 2}}))
+    assert "the optimizer opt, epoch, loops" in str(caught.value)
+    assert caught.value.hint == "ckptool info file.pth"
+
+
+def test_a_key_may_name_the_level_above_a_loose_dict_or_a_suffix():
+    inner = state_dict(["w"])
+    root = {"state_dict": {"state_dict": inner, "n": 1}, "run": {"model": state_dict(["v"])},
+            "opt": adam(0), "two": {"a": state_dict(["x"]), "b": state_dict(["y"])},
+            "few": {"w": tensor(), "a": 1, "b": 2, "c": 3}}  # fmt: skip
+    opened_root = checkpoint(root)
+    assert model_state_dict(opened_root, "state_dict").path == ("state_dict", "state_dict")
+    assert model_state_dict(opened_root, "model").path == ("run", "model")
+    assert model_state_dict(opened_root, "opt/state/0").path == ("opt", "state", 0)
+    assert list(model_state_dict(opened_root, "few").node) == ["w", "a", "b", "c"]
+    assert model_state_dict(opened_root, ("run",)).path == ("run", "model")
+    with pytest.raises(AmbiguousName, match="two/a"):
+        model_state_dict(opened_root, "two")
+    for key in ("opt", "nothing"):
+        with pytest.raises(NotFound):
+            model_state_dict(opened_root, key)
+
+
+def test_a_key_is_a_container_and_not_the_word_beside_it():
+    root = {"run": {"model": state_dict(["v"])}, "args": {"model": "resnet"}}
+    assert model_state_dict(checkpoint(root), "model").path == ("run", "model")
+    with pytest.raises(NotFound):
+        model_state_dict(checkpoint({"model": 3}), "model")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("torch-2.13.0/dp_full.pth", {"state_dict": ("state_dict", ("module",)),
+                                      "optim_dict": ("optimizer", ()), "": ("values", ())}),
+        ("torch-2.13.0/misc.pth", {"state_dict": ("state_dict", ("module",)), "": ("values", ())}),
+        ("torch-2.13.0/whole_dp.pth", {"": ("module", ("module",))}),
+        ("torch-1.4.0/whole_single.pth", {"": ("module", ())}),
+        ("torch-2.13.0/odd.pth", {"": ("state_dict", ())}),
+        ("ddp/ddp_compiled.pth", {"": ("state_dict", ("module", "_orig_mod"))}),
+        ("ecosystem/compiled_dp.pth", {"": ("state_dict", ("_orig_mod", "module"))}),
+        ("ecosystem/ema.pth", {"model": ("state_dict", ("module",)),
+                               "model_ema": ("state_dict", ("module",)), "": ("values", ())}),
+        ("ecosystem/lightning.ckpt", {"state_dict": ("state_dict", ()),
+                                      "optimizer_states/0": ("optimizer", ()),
+                                      "lr_schedulers/0": ("scheduler", ()), "": ("values", ())}),
+    ],
+)  # fmt: skip
+def test_real_files(fixtures, file, expected):
+    with opened(fixtures / file) as read:
+        assert {part.name: (part.kind, part.wrappers) for part in read.sections} == expected
+
+
+def test_ties_are_counted_under_each_name():
+    shared = storage()
+    root = {"a": tensor(over=shared), "b": tensor(over=shared)}
+    assert len(sections(root)[0].tensors()) == 2

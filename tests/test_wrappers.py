@@ -1,0 +1,207 @@
+"""Wrapper names are whole components, and nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ckptool.errors import NameCollision, UsageError
+from ckptool.model import OrderedMap
+from ckptool.wrappers import (
+    WRAPPERS,
+    add_name,
+    check_collisions,
+    moved_metadata,
+    prefixed,
+    strip_names,
+    wrappers_of,
+)
+
+
+def stripped(*names, **options):
+    renamed = strip_names(names, **options).renamed
+    return [renamed.get(name, name) for name in names]
+
+
+@pytest.mark.parametrize("word", WRAPPERS)
+def test_each_word_is_a_wrapper_at_the_front(word):
+    result = strip_names([f"{word}.fc.weight", f"{word}.fc.bias"])
+    assert list(result.renamed.values()) == ["fc.weight", "fc.bias"]
+    assert (result.levels, result.wrappers) == (1, (word,))
+
+
+@pytest.mark.parametrize("word", WRAPPERS[1:])
+def test_each_word_but_module_is_a_wrapper_in_the_middle(word):
+    assert stripped(f"a.{word}.w", "b.w", f"a.{word}.c.{word}.w") == ["a.w", "b.w", "a.c.w"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected", "levels", "wrappers"),
+    [
+        (["module._orig_mod.0.weight"], ["0.weight"], 2, ("module", "_orig_mod")),
+        (["_orig_mod.module.0.weight"], ["0.weight"], 2, ("_orig_mod", "module")),
+        (["0._orig_mod.weight"], ["0.weight"], 1, ("_orig_mod",)),
+        (["module.module.w", "module.module.b"], ["w", "b"], 2, ("module",)),
+        (["module.a.w", "a.w"], ["module.a.w", "a.w"], 0, ()),
+        (["module.a.w", "b"], ["module.a.w", "b"], 0, ()),
+        (["a.module.w", "a.module.b"], ["a.module.w", "a.module.b"], 0, ()),
+        (["module.mlp_module.0.weight"], ["mlp_module.0.weight"], 1, ("module",)),
+        (["mlp_module.0.weight", "module_list.0"], ["mlp_module.0.weight", "module_list.0"], 0, ()),
+        (["my_orig_mod.w", "_orig_mod_.w"], ["my_orig_mod.w", "_orig_mod_.w"], 0, ()),
+        (["module", "_orig_mod"], ["module", "_orig_mod"], 0, ()),
+        (["a._orig_mod"], ["a._orig_mod"], 0, ()),
+        (["n_averaged", "module.w"], ["n_averaged", "w"], 1, ("module",)),
+        (["module.n_averaged", "module.module.w"], ["n_averaged", "w"], 2, ("module",)),
+        (["_orig_mod.n_averaged", "_orig_mod.module.w"], ["n_averaged", "w"], 2,
+         ("_orig_mod", "module")),
+        (["module.fc._extra_state", "module.fc.w"], ["fc._extra_state", "fc.w"], 1, ("module",)),
+        (["_forward_module._fsdp_wrapped_module.l.0._checkpoint_wrapped_module.w",
+          "_forward_module._fsdp_wrapped_module.l.1.w"], ["l.0.w", "l.1.w"], 3,
+         ("_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")),
+        (["n_averaged"], ["n_averaged"], 0, ()),
+        ([], [], 0, ()),
+    ],
+)  # fmt: skip
+def test_levels_go_from_the_outside_until_nothing_changes(names, expected, levels, wrappers):
+    result = strip_names(names)
+    assert [result.renamed.get(name, name) for name in names] == expected
+    assert (result.levels, result.wrappers) == (levels, wrappers)
+    assert wrappers_of(names) == wrappers
+
+
+def test_levels_stops_earlier():
+    names = "module._orig_mod.module.w", "module._orig_mod.module.b"
+    assert stripped(*names, levels=1) == ["_orig_mod.module.w", "_orig_mod.module.b"]
+    assert stripped(*names, levels=2) == ["module.w", "module.b"]
+    assert stripped(*names, levels=9) == ["w", "b"]
+    with pytest.raises(UsageError, match="at least one level"):
+        strip_names(names, levels=0)
+
+
+def test_only_narrows_to_kinds_and_looks_behind_those_that_stay():
+    names = "_orig_mod.module.a._checkpoint_wrapped_module.w", "_orig_mod.module.b"
+    assert stripped(*names, only="module") == [
+        "_orig_mod.a._checkpoint_wrapped_module.w", "_orig_mod.b",
+    ]  # fmt: skip
+    assert stripped(*names, only=["_checkpoint_wrapped_module"]) == [
+        "_orig_mod.module.a.w", "_orig_mod.module.b",
+    ]  # fmt: skip
+    assert stripped(*names, only=("module", "_orig_mod")) == ["a._checkpoint_wrapped_module.w", "b"]
+    with pytest.raises(UsageError, match="'modul' is no wrapper") as caught:
+        strip_names(names, only="modul")
+    assert "_orig_mod" in caught.value.hint
+
+
+def test_at_takes_the_wrapper_off_a_submodule():
+    names = "features.module.0.weight", "features.module.0.bias", "classifier.weight"
+    result = strip_names(names, at="features")
+    assert result.renamed == {names[0]: "features.0.weight", names[1]: "features.0.bias"}
+    assert stripped("features.module.w", "features.x.w", at="features") == [
+        "features.module.w", "features.x.w",
+    ]  # fmt: skip
+    assert stripped("features.module.w", "featuresque.module.w", at="features") == [
+        "features.w", "featuresque.module.w",
+    ]  # fmt: skip
+
+
+def test_two_names_that_would_become_one_are_refused_by_both_names():
+    with pytest.raises(NameCollision, match=r"'a._orig_mod.w' and 'a.w' would both be named 'a.w'"):
+        strip_names(["a._orig_mod.w", "a.w"])
+    with pytest.raises(NameCollision, match=r"'epoch' and 'module\.epoch'"):
+        check_collisions(["epoch", "module.epoch", 3], {"module.epoch": "epoch"})
+    check_collisions([1, "1", "a"], {"a": "b"})
+
+
+METADATA = OrderedMap(
+    (path, {"version": at}) for at, path in enumerate(["", "module", "module.bn", "module.act"])
+)
+
+
+def test_metadata_follows_and_the_wrapped_modules_entry_replaces_the_wrappers():
+    rename = strip_names(["module.bn.weight"]).rename_module
+    moved = moved_metadata(METADATA, rename)
+    assert list(moved.items()) == [
+        ("", {"version": 1}), ("bn", {"version": 2}), ("act", {"version": 3}),
+    ]  # fmt: skip
+    assert type(moved) is OrderedMap
+
+
+def test_metadata_of_a_wrapper_in_the_middle_also_where_it_holds_no_tensor():
+    rename = strip_names(["a._orig_mod.w", "b.w"]).rename_module
+    old = {"": 0, "a": 1, "a._orig_mod": 2, "act": 3, "act._orig_mod": 4, "b": 5}
+    assert moved_metadata(old, rename) == {"": 0, "a": 2, "act": 4, "b": 5}
+
+
+def test_metadata_of_a_wrapper_on_a_submodule():
+    rename = strip_names(["f.module.0.w", "c.w"], at="f").rename_module
+    old = {"": 0, "f": 1, "f.module": 2, "f.module.0": 3, "c": 4}
+    assert moved_metadata(old, rename) == {"": 0, "f": 2, "f.0": 3, "c": 4}
+
+
+def test_adding_gives_the_wrapper_an_entry_of_its_own():
+    old = {"": 7, "bn": 8}
+    moved = moved_metadata(old, add_name("module"), fresh="")
+    assert list(moved.items()) == [("", {"version": 1}), ("module", 7), ("module.bn", 8)]
+    below = moved_metadata({"": 7, "f": 8, "f.0": 9}, add_name("module", "f"), fresh="f")
+    assert list(below.items()) == [
+        ("", 7), ("f", {"version": 1}), ("f.module", 8), ("f.module.0", 9),
+    ]  # fmt: skip
+    assert moved_metadata({3: 1}, add_name("module"), fresh="") == {"": {"version": 1}, 3: 1}
+
+
+def test_adding_leaves_the_counter_of_averaged_weights():
+    add = prefixed("module")
+    assert [add(name) for name in ("n_averaged", "fc.w")] == ["n_averaged", "module.fc.w"]
+    assert prefixed("_orig_mod", "f")("f.w") == "f._orig_mod.w"
+    assert prefixed("_orig_mod", "f")("g.w") == "g.w"
+    with pytest.raises(UsageError):
+        prefixed("model")
+
+
+COMPONENT = st.sampled_from(["a", "b", "0", "mlp_module", "n_averaged", "_orig_mod_x", *WRAPPERS])
+NAMES = st.lists(st.lists(COMPONENT, min_size=1, max_size=5).map(".".join), unique=True, max_size=6)
+
+
+def apply(names, **options):
+    try:
+        return stripped(*names, **options)
+    except NameCollision:
+        assume(False)
+
+
+@given(NAMES, st.sampled_from(WRAPPERS))
+def test_what_is_added_comes_off_again(names, word):
+    added = [prefixed(word)(name) for name in names]
+    assert apply(added, levels=1) == names
+
+
+@given(NAMES)
+def test_stripping_twice_is_stripping_once(names):
+    once = apply(names)
+    assert apply(once) == once
+    assert len(set(once)) == len(names)
+
+
+@given(NAMES)
+def test_components_only_go_never_change_or_move(names):
+    for old, new in zip(names, apply(names), strict=True):
+        gone = iter(old.split("."))
+        assert all(part in gone for part in new.split("."))
+        assert [part for part in old.split(".") if part not in WRAPPERS] == [
+            part for part in new.split(".") if part not in WRAPPERS
+        ]
+
+
+@given(NAMES)
+def test_no_name_keeps_a_wrapper_but_module(names):
+    for name in apply(names):
+        assert not set(name.split(".")[:-1]) & set(WRAPPERS[1:])
+
+
+@given(NAMES.filter(bool), st.sampled_from(WRAPPERS))
+def test_module_stays_unless_every_name_begins_with_it(names, word):
+    plain = [*names, "plain"]
+    assume(len(set(plain)) == len(plain))
+    for old, new in zip(plain, apply(plain, only="module"), strict=True):
+        assert old == new

@@ -1,0 +1,74 @@
+"""One state dict out of a checkpoint, and the rest named."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.errors import AmbiguousName
+from ckptool.model import Global, Opaque, OrderedMap
+from ckptool.transforms import single_state_dict
+from tests.trees import checkpoint, module, opened, parallel, state_dict, tensor
+
+
+def left_out(made):
+    assert all(change.kind == "left-out" for change in made.changes)
+    return [change.text for change in made.changes]
+
+
+def test_the_rest_is_named():
+    root = {
+        "epoch": 3,
+        "run": {"model": state_dict(["a.w"], metadata=["", "a"]), "lr": 0.1, "hist": [1, 2]},
+        "ema": state_dict(["a.w"]),
+        "opt": {"state": {0: {"m": tensor()}}, "param_groups": []},
+        "rng": [tensor()],
+        "args": Opaque(Global("m", "A"), ()),
+    }
+    made = single_state_dict(checkpoint(root), "model")
+    assert made.root == root["run"]["model"]
+    assert made.root is not root["run"]["model"]
+    assert made.root.metadata is root["run"]["model"].metadata
+    assert left_out(made) == [
+        "the state_dict ema (1 tensors)",
+        "the optimizer opt (1 tensors)",
+        "the tensors rng",
+        "the values epoch, run/lr, run/hist",
+        "the objects args",
+    ]
+    assert [change.count for change in made.changes] == [1, 1, 1, 4, 1]
+
+
+def test_a_file_that_is_one_state_dict_is_itself():
+    read = checkpoint(state_dict(["w"]))
+    assert single_state_dict(read) is read
+    plain = single_state_dict(checkpoint({"w": tensor()}))
+    assert type(plain.root) is OrderedMap
+    assert plain.changes == ()
+
+
+def test_a_module_becomes_its_state_dict_and_its_class_is_named():
+    made = single_state_dict(checkpoint({"model": parallel(module(parameters={"w": tensor()}))}))
+    assert type(made.root) is OrderedMap
+    assert list(made.root) == ["module.w"]
+    assert left_out(made) == [
+        "the object of class torch.nn.parallel.data_parallel.DataParallel around the state dict"
+    ]
+
+
+def test_a_part_of_a_section_leaves_out_its_rest():
+    root = {"opt": {"state": {0: {"m": tensor()}, 1: {"m": tensor()}}, "param_groups": []}}
+    made = single_state_dict(checkpoint(root), "opt/state/0")
+    assert left_out(made) == ["the rest of the optimizer opt (1 tensors)"]
+
+
+def test_several_need_a_key():
+    with pytest.raises(AmbiguousName):
+        single_state_dict(checkpoint({"a": state_dict(["w"]), "b": state_dict(["w"])}))
+
+
+def test_a_real_module(fixtures):
+    with opened(fixtures / "torch-2.13.0/whole_single.pth") as read:
+        made = single_state_dict(read)
+        assert next(iter(made.root)) == "conv1.weight"
+        assert made.root["conv1.weight"].is_parameter
+        assert left_out(made) == ["the object of class net.Net around the state dict"]

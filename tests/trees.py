@@ -1,0 +1,76 @@
+"""Small trees for tests: tensors without bytes, state dicts, pickled modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.files import ByteRange, MemorySource
+from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef
+
+
+def storage(nbytes: int = 8, device: str = "cpu", key: str = "0") -> Storage:
+    """A storage of zeros."""
+    return Storage(key, ByteRange(MemorySource(bytes(nbytes), "test"), 0, nbytes), nbytes, device)
+
+
+def tensor(*shape: int, device: str = "cpu", over: Storage | None = None, **more: Any) -> TensorRef:
+    """A contiguous float32 tensor (two elements, unless a shape is given)."""
+    dtype = more.pop("dtype", "float32")
+    shape = shape or (2,)
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    over = over or storage(math.prod(shape) * 8, device)
+    return TensorRef(dtype, shape, stride, 0, over, over.device, **more)
+
+
+def scalar(device: str = "cpu") -> TensorRef:
+    """A float32 tensor without dimensions."""
+    return TensorRef("float32", (), (), 0, storage(4, device), device)
+
+
+def state_dict(names: Iterable[str], metadata: Iterable[str] | None = None) -> OrderedMap:
+    """A state dict of two-element tensors; `metadata` names the modules that have an entry."""
+    made = OrderedMap((name, tensor()) for name in names)
+    if metadata is not None:
+        made.attributes["_metadata"] = OrderedMap(
+            (path, {"version": at}) for at, path in enumerate(metadata, start=10)
+        )
+    return made
+
+
+def module(
+    name: str = "net.Net",
+    parameters: dict[str, Any] | None = None,
+    buffers: dict[str, Any] | None = None,
+    children: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Opaque:
+    """A pickled `nn.Module`."""
+    home, _, cls = name.rpartition(".")
+    state = {
+        "_parameters": OrderedMap(parameters or {}),
+        "_buffers": OrderedMap(buffers or {}),
+        "_modules": OrderedMap(children or {}),
+        **attributes,
+    }
+    return Opaque(Global(home, cls), (), maker="newobj", steps=[("build", state)])
+
+
+def parallel(inner: Opaque) -> Opaque:
+    """`DataParallel(inner)`."""
+    return module("torch.nn.parallel.data_parallel.DataParallel", children={"module": inner})
+
+
+def checkpoint(root: Any) -> Checkpoint:
+    """A checkpoint of that tree, as if it had been read from `file.pth`."""
+    return Checkpoint(root, "torch-zip", "file.pth")
+
+
+def opened(path: Path) -> Checkpoint:
+    """A file, read."""
+    from ckptool.formats import open_checkpoint
+
+    return open_checkpoint(path)
