@@ -9,7 +9,6 @@ import os
 import re
 
 from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
-from ckptool.formats import identify_folder, identify_magic, identify_text, identify_zip
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import DCP_HINT, Finding, few, quoted, shell
 from ckptool.formats.tar_members import is_tar, read_members
@@ -43,6 +42,9 @@ def refuse(probe: Probe) -> CheckpointError | None:
 
 def explain(probe: Probe) -> CheckpointError:
     """The error for a file or folder that no format takes; it says what it is instead."""
+    # Imported here: a file that opens needs none of it, and should not wait for it.
+    from ckptool.formats import identify_folder, identify_magic, identify_text, identify_zip
+
     if probe.is_folder:
         return identify_folder.find(probe).error(probe.path)
     if not probe.head:
