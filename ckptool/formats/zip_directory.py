@@ -25,7 +25,8 @@ _METHODS = {
 _END = struct.Struct("<4s4H2IH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
+_ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
+"""Of a directory entry, what counts: no versions, times and attributes."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _FAR, _MANY = 0xFFFFFFFF, 0xFFFF
@@ -155,9 +156,10 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
     position = 0
     unpack, width = _ENTRY.unpack_from, _ENTRY.size
     for index in range(end.entries):
-        fields = unpack(directory, position)
-        signature, _, _, flags, method, _, _, crc, packed, size, name_length = fields[:11]
-        extra_length, comment_length, disk, _, _, header = fields[11:]
+        (
+            signature, flags, method, crc, packed, size,
+            name_length, extra_length, comment_length, disk, header,
+        ) = unpack(directory, position)  # fmt: skip
         if signature != _ENTRY_SIGNATURE:
             raise _corrupt(data, f"the zip directory is damaged at its entry {index:,}")
         start = position + width
@@ -170,14 +172,12 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         if _FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
             size, packed, header = _widen(data, name, extra, size, packed, header)
-        if flags & _REFUSED or disk > 1 or method not in (STORED, DEFLATED):
-            _refuse_record(data, name, flags, method)
-        if method == STORED and packed != size:
-            raise _corrupt(
-                data, f"record {name!r} is stored in {packed:,} bytes but should have {size:,}"
-            )
         descriptor = bool(flags & _DESCRIPTOR)
-        yield Entry(name, raw_name, method, crc, packed, size, header, descriptor)
+        entry = Entry(name, raw_name, method, crc, packed, size, header, descriptor)
+        odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
+        if odd_method or flags & _REFUSED or disk > 1:
+            _refuse_record(data, entry, flags)
+        yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:
         raise _corrupt(data, f"the zip directory holds more than the {end.entries:,} it states")
 
@@ -204,17 +204,24 @@ def _widen(
     return values[0], values[1], values[2]
 
 
-def _refuse_record(data: ByteRange, name: str, flags: int, method: int) -> None:
+def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:
+    method = entry.method
     if flags & (_ENCRYPTED | _STRONG | _MASKED):
         what = "encrypted"
     elif flags & _PATCH:
         what = "a patch"
     elif method not in (STORED, DEFLATED):
         what = f"compressed by a method that torch cannot read ({_METHODS.get(method, method)})"
+    elif entry.packed != entry.size and method == STORED:
+        raise _corrupt(
+            data,
+            f"record {entry.name!r} is stored in {entry.packed:,} bytes "
+            f"but should have {entry.size:,}",
+        )
     else:
-        raise _corrupt(data, f"record {name!r} lies on another disk of the zip")
+        raise _corrupt(data, f"record {entry.name!r} lies on another disk of the zip")
     raise UnsupportedFormat(
-        f"record {name!r} is {what}",
+        f"record {entry.name!r} is {what}",
         file=data.source.name,
         hint="unzip it with the tool that made it and give the folder",
     )

@@ -13,7 +13,8 @@ from ckptool.limits import Limits
 
 __all__ = ["payload_offsets", "record_of"]
 
-_LOCAL = struct.Struct("<4s5H3I2H")
+_LOCAL = struct.Struct("<4s22x2H")
+"""Of the local header, what the directory does not tell: lengths of name and extra field."""
 _WINDOW = 64 << 10
 """Bytes read at once where small records lie close together."""
 _CLOSE = 4 << 10
@@ -31,55 +32,72 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     Raises:
         CorruptFile: a record outside the file, two that overlap, a header that is none.
     """
+    headers = _LocalHeaders(data, end.offset)
     ordered = sorted(entries, key=attrgetter("header"))
-    offsets: dict[int, int] = {}
-    window, window_start = b"", 0
-    previous_end, dead = 0, 0
-    previous: Entry | None = None
     starts = [*(entry.header for entry in ordered), end.offset]
+    offsets: dict[int, int] = {}
+    dead = reached = 0
+    before = ""
     for entry, following in zip(ordered, starts[1:], strict=True):
         header = entry.header
-        if header < previous_end:
-            raise _overlap(data, previous, entry)
-        length = _LOCAL.size + len(entry.raw_name)
-        at = header - window_start
-        if at + length > len(window):
-            if header + length > end.offset:
-                raise _outside(data, entry, end)
-            reach = _WINDOW if following - header < _CLOSE else length
-            window = data.read(header, min(reach, end.offset - header))
-            window_start, at = header, 0
-        extra = _check_header(data, entry, window, at)
-        payload = header + length + extra
-        offsets[header] = payload
-        record_end = payload + entry.packed
-        if record_end > end.offset:
-            raise _outside(data, entry, end)
-        dead += header - previous_end
-        if entry.descriptor and following > record_end:
+        if header < reached:
+            raise CorruptFile(
+                f"records {before!r} and {entry.name!r} overlap at offset {header:,}",
+                file=data.source.name,
+            )
+        dead += header - reached
+        offsets[header] = payload = headers.payload(entry, following)
+        reached = payload + entry.packed
+        if entry.descriptor and following > reached:
             wide = entry.size >= _FAR or header >= _FAR
-            record_end += min(following - record_end, _DESCRIPTOR64 if wide else _DESCRIPTOR)
-        previous, previous_end = entry, record_end
-    return offsets, dead + end.offset - previous_end
+            reached += min(following - reached, _DESCRIPTOR64 if wide else _DESCRIPTOR)
+        before = entry.name
+    return offsets, dead + end.offset - reached
 
 
-def _check_header(data: ByteRange, entry: Entry, window: bytes, at: int) -> int:
-    """Bytes of the local header's extra field, which need not be the directory's."""
-    fields = _LOCAL.unpack_from(window, at)
-    name_length = len(entry.raw_name)
-    start = at + _LOCAL.size
-    if (
-        fields[0] != b"PK\x03\x04"
-        or fields[9] != name_length
-        or window[start : start + name_length] != entry.raw_name
-    ):
-        raise CorruptFile(
-            f"there is no record {entry.name!r} at offset {entry.header:,}, "
-            "where the zip directory puts it",
-            file=data.source.name,
+class _LocalHeaders:
+    """Reads local headers in the order of the file, several at once where they lie close."""
+
+    def __init__(self, data: ByteRange, end: int) -> None:
+        self.data = data
+        self.end = end
+        self.window = b""
+        self.start = 0
+
+    def payload(self, entry: Entry, following: int) -> int:
+        """Where the content begins: behind an extra field that need not be the directory's."""
+        header, name = entry.header, entry.raw_name
+        length = _LOCAL.size + len(name)
+        at = header - self.start
+        if at + length > len(self.window):
+            self._read(entry, length, following)
+            at = 0
+        signature, stated, extra = _LOCAL.unpack_from(self.window, at)
+        found = self.window[at + _LOCAL.size : at + length]
+        if signature != b"PK\x03\x04" or stated != len(name) or found != name:
+            raise CorruptFile(
+                f"there is no record {entry.name!r} at offset {header:,}, "
+                "where the zip directory puts it",
+                file=self.data.source.name,
+            )
+        payload = header + length + int(extra)
+        if payload + entry.packed > self.end:
+            raise self._outside(entry)
+        return payload
+
+    def _read(self, entry: Entry, length: int, following: int) -> None:
+        if entry.header + length > self.end:
+            raise self._outside(entry)
+        reach = _WINDOW if following - entry.header < _CLOSE else length
+        self.window = self.data.read(entry.header, min(reach, self.end - entry.header))
+        self.start = entry.header
+
+    def _outside(self, entry: Entry) -> CorruptFile:
+        return CorruptFile(
+            f"record {entry.name!r} of {entry.packed:,} bytes at offset {entry.header:,} reaches "
+            f"beyond the zip directory at {self.end:,}",
+            file=self.data.source.name,
         )
-    extra: int = fields[10]
-    return extra
 
 
 def record_of(data: ByteRange, entry: Entry, payload: int, name: str, limits: Limits) -> Record:
@@ -100,19 +118,3 @@ def record_of(data: ByteRange, entry: Entry, payload: int, name: str, limits: Li
         )
     inflated = ByteRange(InflatedSource(packed, entry.size), 0, entry.size)
     return Record(name, inflated, crc, entry.header, compressed=True)
-
-
-def _overlap(data: ByteRange, one: Entry | None, two: Entry) -> CorruptFile:
-    first = one.name if one else "the directory"
-    return CorruptFile(
-        f"records {first!r} and {two.name!r} overlap at offset {two.header:,}",
-        file=data.source.name,
-    )
-
-
-def _outside(data: ByteRange, entry: Entry, end: End) -> CorruptFile:
-    return CorruptFile(
-        f"record {entry.name!r} of {entry.packed:,} bytes at offset {entry.header:,} reaches "
-        f"beyond the zip directory at {end.offset:,}",
-        file=data.source.name,
-    )
