@@ -1,0 +1,83 @@
+"""Run by an old Python with an old torch: what it reads from files that ckptool wrote.
+
+Takes on stdin a JSON object, path of a file -> the classes and functions that its pickle names;
+prints one, path -> `{"missing": [name]}`, `{"error": text}` or `{"tensors": [row]}`, where a row is
+`[path, dtype, shape, device, sha256]` (no hash of what has no plain bytes). Python 3.6, torch 1.0.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import json
+import sys
+import warnings
+
+import numpy
+import torch
+
+
+def sha256(tensor):
+    """Hash of the elements in row-major order, as they lie on this machine."""
+    for resolve in ("resolve_conj", "resolve_neg"):
+        if hasattr(tensor, resolve):
+            tensor = getattr(tensor, resolve)()
+    tensor = tensor.detach().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), size) if size else b"").hexdigest()
+
+
+def row(tensor, path):
+    """One tensor."""
+    plain = tensor.layout == torch.strided and not tensor.is_quantized
+    plain = plain and tensor.device.type != "meta"
+    dtype = str(tensor.dtype).replace("torch.", "")
+    shape, device = list(tensor.shape), str(tensor.device)
+    return [path, dtype, shape, device, sha256(tensor) if plain else None]
+
+
+def array_row(array, path):
+    """One numpy array."""
+    little = numpy.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+    dtype = array.dtype.newbyteorder("=").name
+    return [path, dtype, list(array.shape), "cpu", hashlib.sha256(little.tobytes()).hexdigest()]
+
+
+def rows(node, path, entered):
+    """The tensors below a node, in order; objects are not looked into."""
+    if isinstance(node, torch.Tensor):
+        yield row(node, path)
+    elif isinstance(node, numpy.ndarray) and node.dtype.kind in "biufc":
+        yield array_row(node, path)
+    elif isinstance(node, torch.nn.Module):
+        for name, tensor in node.state_dict().items():
+            yield row(tensor, [*path, name])
+    elif isinstance(node, (dict, list, tuple)) and id(node) not in entered:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, item in items:
+            yield from rows(item, [*path, str(key)], entered | {id(node)})
+
+
+def is_known(name):
+    """Whether this Python can import a class or function."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except ImportError:
+        return False
+
+
+def read(path, names):
+    """What one file gives."""
+    missing = [name for name in names if not is_known(name)]
+    if missing:
+        return {"missing": missing}
+    try:
+        return {"tensors": list(rows(torch.load(path), [], frozenset()))}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    wanted = json.load(sys.stdin)
+    json.dump({path: read(path, names) for path, names in wanted.items()}, sys.stdout)
