@@ -61,6 +61,11 @@ class Storages:
         if not is_storage_pid(pid):
             return Opaque(None, (pid,), maker="persid")
         parsed = parse_storage_pid(pid, self.archive.path)
+        if parsed.view is not None:
+            raise CorruptFile(
+                f"storage {parsed.key!r} is said to be seen through a view, which zips do not have",
+                file=self.archive.path,
+            )
         storage = self.by_key.get(parsed.key)
         if storage is None:
             storage = self.by_key[parsed.key] = self._find(parsed)

@@ -264,6 +264,7 @@ def test_the_same_storage_mentioned_twice_must_be_the_same(tmp_path):
         (("storage", FLOATS, "0", "cpu", 1 << 70), "no count"),
         (("storage", FLOATS, "0", "cpu", True), "no count"),
         (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 2)), "does not lie inside"),
+        (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 1)), "through a view"),
     ],
 )
 def test_a_persistent_id_that_breaks_a_rule_is_refused(tmp_path, pid, said):
