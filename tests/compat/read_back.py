@@ -71,6 +71,8 @@ def read(path, names):
     missing = [name for name in names if not is_known(name)]
     if missing:
         return {"missing": missing}
+    # Where a load fails, torch keeps the sparse tensors that it meant to check for the next one.
+    getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
     try:
         return {"tensors": list(rows(torch.load(path), [], frozenset()))}
     except Exception as error:
