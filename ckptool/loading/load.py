@@ -1,0 +1,52 @@
+"""`load`: everything that a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.formats import open_checkpoint
+from ckptool.loading.tree import made_tree
+from ckptool.tensors.placement import MapLocation
+
+__all__ = ["load", "opened"]
+
+
+def load(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    map_location: MapLocation = "cpu",
+    mmap: bool = False,
+) -> Any:
+    """The whole tree with tensors made, as `torch.load` would give it; nothing of it is run.
+
+    Containers, ties, circles, `_metadata`, parameters, devices, dtypes and sizes are what they
+    were. An object of any other class than torch's and Python's own stays an inert
+    `ckptool.Opaque` with its tensors made (for the weights of a pickled module see
+    `load_state_dict`). A numpy array becomes a tensor, a numpy scalar a number, a tensor subclass
+    a plain tensor; a DTensor or ShardedTensor stays a `ckptool.TensorRef`, whose `local` part can
+    be read while the checkpoint is open.
+
+    `map_location` is what `torch.load` takes; `"meta"` reads no tensor. `mmap=True` maps the file
+    privately in place of reading it: the file must not be truncated while the tensors live.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
+        DeviceError: a tensor's device is not here; the message names tensor, tag and remedy.
+    """
+    with opened(path) as checkpoint:
+        return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint that is open already, which stays so, or the one in a file."""
+    if isinstance(path, Checkpoint):
+        yield path
+        return
+    with open_checkpoint(path) as checkpoint:
+        yield checkpoint

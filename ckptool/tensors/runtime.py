@@ -1,0 +1,83 @@
+"""What is needed of torch itself: that it is there, its dtypes, attributes set with care."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError
+from ckptool.paths import printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["called", "require_torch", "set_attributes", "torch_dtype", "wanted_dtype"]
+
+
+def require_torch() -> None:
+    """Import torch, or say what to install.
+
+    Raises:
+        TorchMissing: it is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise TorchMissing(
+            "tensors cannot be made without torch, which is not installed",
+            hint="pip install torch",
+        ) from error
+
+
+def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
+    """The `torch.dtype` of that name.
+
+    Raises:
+        UnsupportedFormat: the torch that is installed has none.
+    """
+    import torch
+
+    # vars, not getattr: a lookup must never make torch import one of its lazy submodules.
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedFormat(
+            f"holds elements of type {name}, which torch {torch.__version__} does not have",
+            file=file,
+            hint="pip install --upgrade torch",
+        )
+    return dtype
+
+
+def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
+    """The bare name of an element type that a caller asks for: `float16`, None for none.
+
+    Raises:
+        UsageError: it is no floating type of this torch.
+    """
+    if dtype is None:
+        return None
+    import torch
+
+    name = str(dtype).removeprefix("torch.")
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            f"dtype {name!r} is no floating element type of torch {torch.__version__}",
+            hint="float32, float16 and bfloat16 are",
+        )
+    return str(found).removeprefix("torch.")
+
+
+def called(name: str) -> str:
+    """How a message calls a tensor, which may stand alone."""
+    return f"tensor {printable(name)!r}" if name else "the tensor"
+
+
+def set_attributes(made: Any, attributes: Mapping[Any, Any]) -> None:
+    """Give `made` attributes that came from a file, but none that its class has.
+
+    So no file replaces a method or a property of the object.
+    """
+    for name, value in attributes.items():
+        if isinstance(name, str) and name[:2] != "__" and not hasattr(type(made), name):
+            setattr(made, name, value)

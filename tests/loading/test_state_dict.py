@@ -1,0 +1,170 @@
+"""`load_state_dict`: what a model takes, out of whatever file there is."""
+
+import io
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import (
+    AmbiguousName,
+    NameCollision,
+    NotFound,
+    UnsupportedFormat,
+    UsageError,
+)
+from ckptool.formats import open_checkpoint
+from ckptool.model import TensorRef
+from tests.tensors.judge import assert_same
+
+
+def net():
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+
+
+def saved(path, tree):
+    torch.save(tree, path)
+    return path
+
+
+def wrapped_by(name, model):
+    if name == "plain":
+        return model
+    if name == "parallel":
+        return torch.nn.DataParallel(model)
+    if name == "compiled":
+        return torch.compile(model)
+    return torch.compile(torch.nn.DataParallel(model))
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("wrapper", ["plain", "parallel", "compiled", "both"])
+def test_a_wrapped_model_goes_into_a_bare_one(tmp_path, wrapper, mmap):
+    model = net()
+    state = wrapped_by(wrapper, model).state_dict()
+    file = saved(tmp_path / "f.pt", {"epoch": 1, "state_dict": state})
+    loaded = ckptool.load_state_dict(file, mmap=mmap)
+    assert_same(loaded, torch.load(saved(tmp_path / "bare.pt", model.state_dict())))
+    fresh = net()
+    assert fresh.load_state_dict(loaded).missing_keys == []
+    assert torch.equal(fresh[3].weight, model[3].weight)
+
+
+FILES = [
+    "ddp/ddp.pth", "ddp/ddp_compiled.pth", "ddp/ddp_full.pth", "ecosystem/compiled.pth",
+    "ecosystem/compiled_dp.pth", "ecosystem/dp_compiled.pth",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_real_wrappers(fixtures, name):
+    single = ckptool.load_state_dict(fixtures / "torch-2.13.0" / "single.pth")
+    loaded = ckptool.load_state_dict(fixtures / name)
+    assert list(loaded) == list(single)
+    assert [t.shape for t in loaded.values()] == [t.shape for t in single.values()]
+    assert list(loaded._metadata) == list(single._metadata)
+
+
+@pytest.mark.parametrize("folder", ["torch-1.4.0", "torch-1.6.0", "torch-1.13.1", "torch-2.13.0"])
+@pytest.mark.parametrize("name", ["whole_single.pth", "whole_dp.pth", "scripted.pt"])
+def test_modules_and_torchscript_give_their_state_dict(fixtures, folder, name):
+    plain = ckptool.load_state_dict(fixtures / folder / "single.pth")
+    assert set(ckptool.load_state_dict(fixtures / folder / name)) == set(plain)
+
+
+def test_names_can_be_kept(tmp_path):
+    state = torch.nn.DataParallel(net()).state_dict()
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", state), wrappers="keep")
+    assert_same(loaded, torch.load(tmp_path / "f.pt"))
+
+
+def test_a_key_chooses(fixtures):
+    file = fixtures / "ecosystem" / "ema.pth"
+    with pytest.raises(AmbiguousName):
+        ckptool.load_state_dict(file)
+    theirs = torch.load(file)
+    loaded = ckptool.load_state_dict(file, key="model_ema", wrappers="keep")
+    assert_same(loaded, theirs["model_ema"])
+    with pytest.raises(NotFound):
+        ckptool.load_state_dict(file, key="nothing")
+
+
+def test_an_open_checkpoint_will_do(fixtures):
+    with open_checkpoint(fixtures / "torch-2.13.0" / "dp_full.pth") as checkpoint:
+        first = ckptool.load_state_dict(checkpoint)
+        assert_same(ckptool.load_state_dict(checkpoint), first)
+
+
+def test_parameters_stay_parameters_and_ties_stay_ties(tmp_path):
+    weight = torch.nn.Parameter(torch.randn(2))
+    tree = {"a": weight, "b": weight, "c": torch.randn(4)[1:]}
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", tree))
+    assert type(loaded["a"]) is torch.nn.Parameter
+    assert loaded["a"] is loaded["b"]
+
+
+def test_floating_tensors_are_cast_and_counters_are_not(tmp_path):
+    file = saved(tmp_path / "f.pt", net().state_dict())
+    loaded = ckptool.load_state_dict(file, dtype=torch.float16)
+    theirs = torch.load(file)
+    for name, tensor in loaded.items():
+        expected = torch.float16 if theirs[name].is_floating_point() else theirs[name].dtype
+        assert tensor.dtype is expected
+    net().half().load_state_dict(loaded)
+
+
+def test_meta_gives_the_shapes_of_a_state_dict(tmp_path):
+    with torch.device("meta"):
+        model = net()
+    file = saved(tmp_path / "f.pt", net().state_dict())
+    loaded = ckptool.load_state_dict(file, map_location="meta")
+    model.load_state_dict(loaded, assign=True)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_extra_state_comes_along(tmp_path):
+    tree = {"w": torch.zeros(1), "w2": torch.zeros(1), "_extra_state": {"scale": torch.ones(2)}}
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", tree))
+    assert_same(dict(loaded), tree)
+
+
+def test_names_that_would_collide_are_refused(tmp_path):
+    tree = {"module._orig_mod.w": torch.zeros(1), "module.w": torch.ones(1)}
+    with pytest.raises(NameCollision):
+        ckptool.load_state_dict(saved(tmp_path / "f.pt", tree))
+
+
+@pytest.mark.parametrize("name", ["dtensor", "fsdp2", "sharded_tensor", "fsdp1_sharded"])
+def test_one_part_of_a_distributed_tensor_is_no_state_dict(fixtures, name):
+    file = fixtures / "distributed" / f"{name}_0_of_2.pth"
+    with open_checkpoint(file) as checkpoint:
+        wrapped = [path[-1] for path, ref in checkpoint.tensors() if isinstance(ref, TensorRef)]
+    with pytest.raises(UnsupportedFormat, match="one rank's part") as caught:
+        ckptool.load_state_dict(file)
+    assert any(str(name) in str(caught.value) for name in wrapped)
+    assert "local" in caught.value.hint
+
+
+def test_no_state_dict_at_all(tmp_path):
+    with pytest.raises(NotFound):
+        ckptool.load_state_dict(saved(tmp_path / "f.pt", {"epoch": 1}))
+
+
+def test_options_that_are_none(tmp_path):
+    file = saved(tmp_path / "f.pt", {"w": torch.zeros(1)})
+    with pytest.raises(UsageError, match="'strip' nor 'keep'"):
+        ckptool.load_state_dict(file, wrappers="remove")
+    with pytest.raises(UsageError, match="int8"):
+        ckptool.load_state_dict(file, dtype="int8")
+
+
+def test_what_was_loaded_can_be_saved_and_loaded_safely(tmp_path):
+    """Nothing of ours is left inside that a reader would have to import."""
+    model = torch.nn.DataParallel(net())
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", model.state_dict()))
+    buffer = io.BytesIO()
+    torch.save(loaded, buffer)
+    buffer.seek(0)
+    assert_same(torch.load(buffer, weights_only=True), loaded)
