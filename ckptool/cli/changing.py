@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from ckptool.checkpoint import Checkpoint
@@ -9,7 +10,7 @@ from ckptool.cli.console import print_document, say
 from ckptool.cli.options import Target
 from ckptool.cli.progress import Progress
 from ckptool.cli.targets import default_target
-from ckptool.errors import UsageError
+from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import WriteOptions, open_checkpoint
 from ckptool.render.receipt import receipt_document, receipt_lines
 from ckptool.writing import save
@@ -32,6 +33,7 @@ def write_changed(
 
     Raises:
         UsageError: both `--output` and `--in-place`.
+        TargetExists: `--in-place` through a link, without `--force`.
         CheckpointError: whatever opening, changing or writing meets.
     """
     path = _path(source, target, word)
@@ -44,19 +46,38 @@ def write_changed(
             overwrite=target.force,
             in_place=target.in_place,
             strict=strict,
-            options=options or WriteOptions(),
+            options=options,
             dry_run=target.dry_run,
             progress=progress,
         )
     facts = (source, changed.changes, receipt)
-    say(receipt_lines(*facts, dry_run=target.dry_run), quiet=target.quiet)
+    say(receipt_lines(*facts), quiet=target.quiet)
     if target.as_json:
-        print_document(receipt_document(*facts, dry_run=target.dry_run))
+        print_document(receipt_document(*facts))
 
 
 def _path(source: str, target: Target, word: str) -> str:
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place exclude each other", hint="give one of them")
     if target.in_place:
+        _refuse_link(source, force=target.force)
         return source
     return target.output or default_target(source, word, target.format)
+
+
+def _refuse_link(path: str, *, force: bool) -> None:
+    """Refuse to edit in place what other names lead to as well."""
+    if force or not os.path.lexists(path):
+        return
+    if os.path.islink(path):
+        raise TargetExists(
+            f"is a link to {os.path.realpath(path)}",
+            file=path,
+            hint="--force edits what it leads to",
+        )
+    if os.stat(path).st_nlink > 1 and not os.path.isdir(path):
+        raise TargetExists(
+            "has several links, and the others would keep the old content",
+            file=path,
+            hint="--force replaces this one",
+        )

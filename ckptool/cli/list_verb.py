@@ -60,7 +60,7 @@ def command(
 
 
 def _print_tree(listing: Listing, as_json: bool) -> None:
-    from ckptool.inspection.tree import tree
+    from ckptool.inspection.folding import tree
     from ckptool.render.tree import tree_lines
 
     root = tree(listing)

@@ -46,8 +46,9 @@ def command(
 ) -> None:
     """Rewrite the devices that the tensors are tagged with.
 
-    Optimizer state and torch.device values are treated as well. The bytes of the tensors are not touched; the result loads with a bare torch.load. It goes to
-    FILE with the device (or .remapped) before its ending.
+    Optimizer state and torch.device values are treated as well, the bytes of the tensors are not
+    touched; the result loads with a bare torch.load. It goes to FILE with the device (or
+    .remapped) before its ending.
     """
     if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
         raise UsageError(

@@ -8,7 +8,7 @@ from ckptool.cli.console import print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.show import HEAD, show
+from ckptool.inspection.closeup import HEAD, show
 
 __all__ = ["command"]
 

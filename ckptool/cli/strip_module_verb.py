@@ -34,8 +34,9 @@ def command(
     """Take wrapper names such as module. off the names.
 
     DataParallel and DistributedDataParallel put module. there, torch.compile _orig_mod., FSDP and
-    others their own, in any order; all go. Every state dict is treated, with its _metadata and the optimizer state that is
-    keyed by name. The result goes to FILE with .stripped before its ending.
+    others their own, in any order; all go. Every state dict is treated, with its _metadata and the
+    optimizer state that is keyed by name. The result goes to FILE with .stripped before its
+    ending.
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptool.inspection.info import Info, SectionInfo
+from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, count, shorten, size

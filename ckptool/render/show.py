@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
+from ckptool.inspection.closeup import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.values import shape_text
 from ckptool.render.table import table
 from ckptool.render.terminal import Look

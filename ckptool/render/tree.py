@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptool.inspection.tree import TreeNode
+from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.values import shape_text
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, count, plural, shorten, size

@@ -196,8 +196,9 @@ def receipt(**options):
 
 def test_a_receipt_says_what_changed_and_what_was_written():
     changes = (Change("strip", "module taken off 2 names", 2), Change("warning", "look out"))
+    changes += (Change("left-out", "epoch", 1),)
     made = receipt(left_out=("epoch",), notes=("tied",), blockers=("net.Net",))
-    assert list(receipt_lines("in.pth", changes, made, dry_run=False)) == [
+    assert list(receipt_lines("in.pth", changes, made)) == [
         "module taken off 2 names",
         "warning: look out",
         "left out: epoch",
@@ -208,14 +209,14 @@ def test_a_receipt_says_what_changed_and_what_was_written():
 
 
 def test_nothing_changed_is_said():
-    lines = list(receipt_lines("in.pth", (), receipt(), dry_run=True))
+    lines = list(receipt_lines("in.pth", (), receipt(dry_run=True)))
     assert lines[0] == "nothing to change in in.pth"
     assert lines[-1].startswith("would write out.pth")
 
 
 def test_a_receipt_as_a_document():
     changes = (Change("strip", "module taken off", 2),)
-    document = receipt_document("in.pth", changes, receipt(), dry_run=False)
+    document = receipt_document("in.pth", changes, receipt())
     assert document["schema"] == "ckptool.receipt/1"
     assert (document["source"], document["file"], document["size"]) == ("in.pth", "out.pth", 2048)
     assert document["changes"] == [{"kind": "strip", "text": "module taken off", "count": 2}]
