@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UsageError
@@ -40,9 +42,7 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def open_checkpoint(
-    path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS
-) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:
     """The checkpoint in a file or folder, told apart by content; only the header is read.
 
     Raises:
@@ -50,18 +50,39 @@ def open_checkpoint(
     """
     probe = Probe(path, limits)
     try:
-        refused = identify.refuse(probe)
-        if refused is not None:
-            raise refused
-        for candidate in FORMATS:
-            if candidate.recognise(probe):
-                return candidate.read(probe)
-        raise identify.explain(probe)
+        with _collector_paused():
+            return _read(probe)
     except CheckpointError as error:
         probe.close()
         if error.file is None:
             error.file = probe.path
         raise
+
+
+def _read(probe: Probe) -> Checkpoint:
+    refused = identify.refuse(probe)
+    if refused is not None:
+        raise refused
+    for candidate in FORMATS:
+        if candidate.recognise(probe):
+            return candidate.read(probe)
+    raise identify.explain(probe)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile.
+
+    A reader makes a million objects that all live; searching them for dead ones again and again
+    takes a third of its time.
+    """
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def writer(name: str) -> WritableFormat:
@@ -73,4 +94,4 @@ def writer(name: str) -> WritableFormat:
     writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
     if name not in writable:
         raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(writable)}")
-    return cast(WritableFormat, writable[name])
+    return writable[name]

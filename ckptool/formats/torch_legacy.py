@@ -89,6 +89,7 @@ class TorchLegacy:
             len(head) + sum(payload.size for payload in payloads),
             write,
             tensors=sum(1 for _ in checkpoint.tensors()),
+            blockers=encoded.blockers,
         )
 
 

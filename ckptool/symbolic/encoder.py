@@ -132,20 +132,20 @@ class _Encoder:
 
     # Leaves
 
-    def raw(self, node: _Raw) -> None:
+    def write_raw(self, node: _Raw) -> None:
         self.out += node
 
-    def put(self, node: _Put) -> None:
+    def write_put(self, node: _Put) -> None:
         self.remember(id(node.node))
         self.open.discard(id(node.node))
 
-    def none(self, node: None) -> None:
+    def write_none(self, node: None) -> None:
         self.out += b"N"
 
-    def boolean(self, node: bool) -> None:
+    def write_boolean(self, node: bool) -> None:
         self.out += b"\x88" if node else b"\x89"
 
-    def integer(self, node: int) -> None:
+    def write_integer(self, node: int) -> None:
         if 0 <= node < 256:
             self.out += b"K%c" % node
         elif 0 <= node < 65536:
@@ -158,30 +158,30 @@ class _Encoder:
             self.out += b"\x8a%c" % len(raw) if short else b"\x8b" + struct.pack("<i", len(raw))
             self.out += raw
 
-    def real(self, node: float) -> None:
+    def write_float(self, node: float) -> None:
         self.out += b"G" + struct.pack(">d", node)
 
-    def text(self, node: str) -> None:
+    def write_text(self, node: str) -> None:
         key = ("text", str(node))
         if not self.recall(key):
             raw = node.encode("utf-8", "surrogatepass")
             self.out += b"X" + struct.pack("<I", len(raw)) + raw
             self.remember(key)
 
-    def complex(self, node: complex) -> None:
+    def write_complex(self, node: complex) -> None:
         self.call(Global("builtins", "complex"), (node.real, node.imag))
 
-    def bytes(self, node: bytes) -> None:
+    def write_bytes(self, node: bytes) -> None:
         """As protocol 2 has no bytes: `_codecs.encode(text, 'latin1')`."""
         if not self.recall(id(node)):
             self.call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
 
-    def device(self, node: DeviceValue) -> None:
+    def write_device(self, node: DeviceValue) -> None:
         word, _, index = node.tag.partition(":")
         args = (word, int(index)) if index.isdecimal() else (node.tag,)
         self.call(Global("torch", "device"), args)
 
-    def name(self, node: Global) -> None:
+    def write_global(self, node: Global) -> None:
         key = ("global", node.module, node.name)
         if self.recall(key):
             return
@@ -201,7 +201,7 @@ class _Encoder:
 
     # Containers
 
-    def list(self, node: list[Any]) -> None:
+    def write_list(self, node: list[Any]) -> None:
         if self.recall(id(node)):
             return
         self.out += b"]"
@@ -209,17 +209,17 @@ class _Encoder:
         if node:
             self.push(_MARK, *node, _END_OF_STEP["append"])
 
-    def dict(self, node: dict[Any, Any]) -> None:
+    def write_dict(self, node: dict[Any, Any]) -> None:
         if self.recall(id(node)):
             return
         self.out += b"}"
         self.remember(id(node))
         self.push(*self.items(node))
 
-    def ordered(self, node: OrderedMap) -> None:
+    def write_ordered(self, node: OrderedMap) -> None:
         if self.recall(id(node)):
             return
-        self.name(_ORDERED_DICT)
+        self.write_global(_ORDERED_DICT)
         self.out += b")R"
         self.remember(id(node))
         attributes = (node.attributes, _BUILD) if node.attributes else ()
@@ -235,7 +235,7 @@ class _Encoder:
         work.append(_END_OF_STEP["set"])
         return work
 
-    def tuple(self, node: tuple[Any, ...]) -> None:
+    def write_tuple(self, node: tuple[Any, ...]) -> None:
         if not node:
             self.out += b")"
         elif not self.recall(id(node)):
@@ -252,7 +252,7 @@ class _Encoder:
         self.out += b"t" if len(node) > 3 else _SHORT_TUPLES[len(node)]
         self.remember(id(node))
 
-    def size(self, node: Size) -> None:
+    def write_size(self, node: Size) -> None:
         if not self.recall(id(node)):
             self.call(Global("torch", "Size"), (tuple(node),), node)
 
@@ -268,7 +268,7 @@ class _Encoder:
         """Do these next, in this order."""
         self.todo.extend(reversed(work))
 
-    def opaque(self, node: Opaque) -> None:
+    def write_opaque(self, node: Opaque) -> None:
         if self.recall(id(node)):
             return
         if id(node) in self.open:
@@ -284,6 +284,7 @@ class _Encoder:
                 steps += (_MARK, *(part for pair in value for part in pair), _END_OF_STEP[kind])
             else:
                 steps += (_MARK, *value, _END_OF_STEP[kind])
+        made: tuple[Any, ...]
         if node.maker == "persid":
             made = (node.args[0], _Raw(b"Q"))
         elif node.kwargs is not None:
@@ -297,52 +298,58 @@ class _Encoder:
 
     # Tensors
 
-    def storage(self, node: StorageRef) -> None:
+    def write_storage(self, node: StorageRef) -> None:
         """The persistent id: class, key, location, and size in elements of that class."""
         storage = node.storage
         index = self.storages.setdefault(id(storage), len(self.order))
         if index == len(self.order):
             self.order.append((storage, node.dtype, node.untyped))
         self.out += b"("
-        self.text("storage")
-        self.name(_storage_class(node))
-        self.text(str(index))
-        self.text(storage.device)
+        self.write_text("storage")
+        self.write_global(_storage_class(node))
+        self.write_text(str(index))
+        self.write_text(storage.device)
         size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
-        self.integer(storage.nbytes // size)
+        self.write_integer(storage.nbytes // size)
         self.out += b"NtQ" if self.legacy else b"tQ"
 
-    def tensor(self, node: TensorRef) -> None:
+    def write_tensor(self, node: TensorRef) -> None:
         if self.recall(id(node)):
             return
         if node.kind == "numpy" and node.parts:
             self.push(node.parts["array"])
-        elif node.wrapping or node.parts or node.flags or node.hooks or not self.plain(node):
+        elif (
+            node.wrapping
+            or node.parts
+            or node.flags
+            or node.hooks
+            or not self.write_plain_tensor(node)
+        ):
             func, args = call_of(node)
             self.call(func, args, node)
 
-    def plain(self, node: TensorRef) -> bool:
+    def write_plain_tensor(self, node: TensorRef) -> bool:
         """Put out an ordinary tensor at once; False for one that is not ordinary."""
         storage = node.storage
         if storage is None or BY_NAME[node.dtype].storage is None:
             return False
-        self.name(_REBUILD_V2)
+        self.write_global(_REBUILD_V2)
         self.out += b"("
-        self.storage(StorageRef(storage, node.dtype))
-        self.integer(node.offset)
-        self.integers(node.shape)
-        self.integers(node.stride)
-        self.boolean(node.requires_grad)
-        self.name(_ORDERED_DICT)
+        self.write_storage(StorageRef(storage, node.dtype))
+        self.write_integer(node.offset)
+        self.write_integers(node.shape)
+        self.write_integers(node.stride)
+        self.write_boolean(node.requires_grad)
+        self.write_global(_ORDERED_DICT)
         self.out += b")RtR"
         self.remember(id(node))
         return True
 
-    def integers(self, values: tuple[int | None, ...]) -> None:
+    def write_integers(self, values: tuple[int | None, ...]) -> None:
         if len(values) > 3:
             self.out += b"("
         for value in values:
-            self.integer(value or 0)
+            self.write_integer(value or 0)
         self.out += b"t" if len(values) > 3 else _SHORT_TUPLES[len(values)]
 
 
@@ -356,26 +363,26 @@ def _storage_class(ref: StorageRef) -> Global:
 
 
 _WRITERS: dict[type, Any] = {
-    _Raw: _Encoder.raw,
-    _Put: _Encoder.put,
+    _Raw: _Encoder.write_raw,
+    _Put: _Encoder.write_put,
     _EndTuple: _Encoder.end_tuple,
-    type(None): _Encoder.none,
-    bool: _Encoder.boolean,
-    int: _Encoder.integer,
-    float: _Encoder.real,
-    str: _Encoder.text,
-    complex: _Encoder.complex,
-    bytes: _Encoder.bytes,
-    list: _Encoder.list,
-    dict: _Encoder.dict,
-    OrderedMap: _Encoder.ordered,
-    tuple: _Encoder.tuple,
-    Size: _Encoder.size,
-    Global: _Encoder.name,
-    DeviceValue: _Encoder.device,
-    Opaque: _Encoder.opaque,
-    StorageRef: _Encoder.storage,
-    TensorRef: _Encoder.tensor,
+    type(None): _Encoder.write_none,
+    bool: _Encoder.write_boolean,
+    int: _Encoder.write_integer,
+    float: _Encoder.write_float,
+    str: _Encoder.write_text,
+    complex: _Encoder.write_complex,
+    bytes: _Encoder.write_bytes,
+    list: _Encoder.write_list,
+    dict: _Encoder.write_dict,
+    OrderedMap: _Encoder.write_ordered,
+    tuple: _Encoder.write_tuple,
+    Size: _Encoder.write_size,
+    Global: _Encoder.write_global,
+    DeviceValue: _Encoder.write_device,
+    Opaque: _Encoder.write_opaque,
+    StorageRef: _Encoder.write_storage,
+    TensorRef: _Encoder.write_tensor,
 }
 
 

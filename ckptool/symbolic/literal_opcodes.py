@@ -63,7 +63,7 @@ def long4(machine: Machine, position: int) -> int:
     """An integer with a four-byte length."""
     length = _INT32(machine.data, position)[0]
     machine.stack.append(little_endian(machine.counted(position + 4, length), machine.limits))
-    return position + 4 + length
+    return position + 4 + int(length)
 
 
 @opcode(b"I", refused=True)

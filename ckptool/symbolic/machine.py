@@ -83,7 +83,9 @@ class Machine:
         except (EOFError, struct.error) as error:
             raise self.cut_short() from error
         except RecursionError as error:
-            raise LimitExceeded("calls in its pickle are nested too deep", file=self.file) from error
+            raise LimitExceeded(
+                "calls in its pickle are nested too deep", file=self.file
+            ) from error
 
     def cut_short(self) -> CorruptFile:
         """The error for a pickle that goes on behind the end of its data."""

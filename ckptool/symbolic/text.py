@@ -43,7 +43,7 @@ def unescape(text: bytes) -> bytes:
     quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
     if not quoted:
         raise ValueError("a string has no quotes around it")
-    return codecs.escape_decode(text[1:-1])[0]  # type: ignore[attr-defined, no-any-return]
+    return codecs.escape_decode(text[1:-1])[0]
 
 
 _PYTHON2_NAMES = {
