@@ -29,9 +29,7 @@ def found(itemsize: int, shape: Any, stride: Any, offset: int, block: int) -> by
     """What ours gives, with blocks of a size that is kept."""
     data = ByteRange(MemorySource(b"junk" + STORAGE, "memory"), 4, len(STORAGE))
     blocks = list(
-        row_major(
-            data, itemsize=itemsize, shape=shape, stride=stride, offset=offset, block=block
-        )
+        row_major(data, itemsize=itemsize, shape=shape, stride=stride, offset=offset, block=block)
     )
     assert all(0 < len(part) <= max(block, 16) for part in blocks)
     return b"".join(blocks)

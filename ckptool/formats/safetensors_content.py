@@ -1,0 +1,167 @@
+"""What of a checkpoint safetensors can hold: tensors of plain elements under names, no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotRepresentable
+from ckptool.formats.safetensors_header import METADATA, is_unicode
+from ckptool.model import Opaque, TensorRef, find_tensors
+from ckptool.paths import listed, printable
+
+__all__ = ["flat_tensors", "left_out", "overlapping", "remarks", "true_ties"]
+
+
+def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
+    """The tensors of a state dict by name, each one such as safetensors can hold.
+
+    Raises:
+        NotRepresentable: the root is no state dict, or a tensor or its name cannot be held.
+    """
+    items = list(root.items()) if isinstance(root, dict) else []
+    tensors = [(key, value) for key, value in items if isinstance(value, TensorRef)]
+    if not tensors and (items or not isinstance(root, dict)):
+        raise NotRepresentable(
+            "safetensors holds one flat state dict, and this is none",
+            file=file,
+            hint="--key NAME chooses a state dict inside; ckptool info lists them",
+        )
+    for key, tensor in tensors:
+        fact = _name_fault(key) or _tensor_fault(tensor)
+        if fact is not None:
+            raise NotRepresentable(
+                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold", file=file
+            )
+    return dict(tensors)
+
+
+def _name_fault(key: Any) -> str | None:
+    if not isinstance(key, str):
+        return f"has a name of type {type(key).__name__}"
+    if key == METADATA:
+        return "has the name of the header's own entry"
+    return None if is_unicode(key) else "has a name that is not Unicode"
+
+
+def _tensor_fault(tensor: TensorRef) -> str | None:
+    if tensor.kind == "meta" or tensor.device == "meta":
+        return "is on the meta device and has no bytes"
+    if not tensor.has_content:
+        local = " of which the file has a part" if tensor.local is not None else ""
+        return f"is a {tensor.kind} tensor{local}"
+    if BY_NAME[tensor.dtype].safetensors is None:
+        return f"has the dtype {tensor.dtype}"
+    if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:
+        return "is a pair of float4 without a dimension"
+    return None
+
+
+def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
+    """Each name that stands for a tensor that an earlier name stands for, with that name.
+
+    A name in `taken` cannot be an entry of the header and stays a tensor of its own.
+    """
+    first: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        kept = first.setdefault(_identity(tensor), name)
+        if kept != name and name not in taken:
+            ties[name] = kept
+    return ties
+
+
+def _identity(tensor: TensorRef) -> tuple[Any, ...]:
+    """What two names must share to be one tensor."""
+    place = tensor.offset, tensor.shape, tensor.stride
+    return id(tensor.storage), *place, tensor.dtype, tensor.flags
+
+
+def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
+    """What the file will not have, a sentence each."""
+    tensors = [value for value in root.values() if isinstance(value, TensorRef)]
+    yield from _others(root)
+    tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
+    if tags:
+        yield "device tags: " + listed(f"{tag} on {_tensors(n)}" for tag, n in tags.items())
+    for what, count in (
+        ("that it is a Parameter", sum(tensor.is_parameter for tensor in tensors)),
+        ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
+        ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
+        ("its class or attributes", sum(map(_has_class, tensors))),
+    ):
+        if count:
+            yield f"{what}, of {_tensors(count)}"
+
+
+def _others(root: Mapping[Any, Any]) -> Iterator[str]:
+    """The entries of a state dict that are no tensors."""
+    groups: dict[str, list[str]] = {"values": [], "objects": [], "containers": []}
+    for key, value in root.items():
+        if isinstance(value, TensorRef):
+            continue
+        name = printable(str(key))
+        if isinstance(value, Opaque):
+            groups["objects"].append(f"{name} ({value.class_name})")
+        elif isinstance(value, (dict, list, tuple)):
+            inside = sum(1 for _ in find_tensors(value))
+            groups["containers"].append(f"{name} ({_tensors(inside)} inside)")
+        else:
+            groups["values"].append(name)
+    for group, names in groups.items():
+        if names:
+            yield f"{group}: {listed(names)}"
+
+
+def _has_class(tensor: TensorRef) -> bool:
+    return any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor{'' if count == 1 else 's'}"
+
+
+def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
+    """What comes out otherwise than it was, though nothing is lost."""
+    if ties:
+        pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
+        yield f"tied tensors are written once, the other names in {METADATA}: {pairs}"
+    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
+    if scattered:
+        yield f"made contiguous: {listed(scattered)}"
+    arrays = [name for name, tensor in tensors.items() if tensor.kind == "numpy"]
+    if arrays:
+        yield f"numpy arrays become tensors: {listed(arrays)}"
+
+
+def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
+    """The tensors that share bytes, each of which gets its own."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.nbytes:
+            groups.setdefault(id(tensor.storage), []).append(name)
+    shared: set[str] = set()
+    for group in groups.values():
+        if len(group) == 1:
+            continue
+        end, widest = 0, ""
+        for start, stop, name in sorted((*_reach(tensors[name]), name) for name in group):
+            if start < end:
+                shared |= {widest, name}
+            if stop > end:
+                end, widest = stop, name
+    if shared:
+        names = listed(name for name in tensors if name in shared)
+        yield f"tensors that share memory get bytes of their own: {names}"
+
+
+def _reach(tensor: TensorRef) -> tuple[int, int]:
+    """The first element of the storage that it looks at, and the one after the last, in bytes."""
+    steps = [
+        ((size or 0) - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)
+    ]
+    first = tensor.offset + sum(step for step in steps if step < 0)
+    last = tensor.offset + sum(step for step in steps if step > 0)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize

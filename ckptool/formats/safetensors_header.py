@@ -1,0 +1,274 @@
+"""The header of a safetensors file: eight bytes of length, then JSON, then the tensors' bytes.
+
+The rules are those of safetensors/src/tensor.rs (`SafeTensors::read_metadata`,
+`Metadata::validate`) and, where that reader is laxer, of the format's README: no name twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable, TruncatedFile
+from ckptool.files import ByteRange, FileSource
+from ckptool.limits import Limits
+from ckptool.paths import printable
+
+__all__ = [
+    "BITS",
+    "METADATA",
+    "Entry",
+    "Header",
+    "header_bytes",
+    "is_unicode",
+    "parse_json",
+    "read_header",
+]
+
+METADATA = "__metadata__"
+LENGTH = struct.Struct("<Q")
+MAX_BYTES = 100_000_000
+"""What the reference reader takes (`MAX_HEADER_SIZE`)."""
+BITS = {
+    **{code: 8 * dtype.itemsize for code, dtype in BY_SAFETENSORS.items()},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+"""Bits of one element, as the shape in the header counts them."""
+_MAX_SIZE = (1 << 64) - 1
+_LONG_NUMBER = re.compile(r"[0-9]{21}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the header; `start` and `stop` count from the first byte after the header."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header that keeps every rule: the tensors tile the rest of the file exactly."""
+
+    entries: tuple[Entry, ...]
+    """In the order of the header."""
+    metadata: Mapping[str, str]
+    body: ByteRange
+    """The bytes of the tensors."""
+
+
+def read_header(source: FileSource, limits: Limits) -> Header:
+    """The header of a file, every rule checked.
+
+    Raises:
+        TruncatedFile: the header, or a tensor, reaches past the end.
+        LimitExceeded: the header, or a shape, is longer than `limits` allows.
+        CorruptFile: any other rule is broken.
+    """
+    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    if length > limits.max_header_bytes:
+        raise LimitExceeded(
+            f"the header says that it takes {length:,} bytes; "
+            f"more than {limits.max_header_bytes:,} are not read",
+            file=source.name,
+        )
+    begin = LENGTH.size + length
+    if begin > source.size:
+        raise TruncatedFile(
+            f"the header takes {length:,} bytes, but the file ends "
+            f"{begin - source.size:,} bytes before its end",
+            file=source.name,
+            hint="fetch the file again: the download or copy was cut short",
+        )
+    body = ByteRange(source, begin, source.size - begin)
+    try:
+        return _parsed(source.read(LENGTH.size, length), body, limits)
+    except CorruptFile as error:
+        error.file = source.name
+        raise
+
+
+def _parsed(raw: bytes, body: ByteRange, limits: Limits) -> Header:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"the header is not UTF-8 at byte {8 + error.start:,}") from error
+    document = parse_json(text)
+    if not isinstance(document, dict):
+        raise CorruptFile("the header is not a JSON object")
+    metadata = _metadata(document.pop(METADATA, None))
+    if "\\u" in text:
+        _check_text(document, metadata)
+    entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
+    _check_tiling(entries, body.length)
+    return Header(entries, metadata, body)
+
+
+def parse_json(text: str) -> Any:
+    """A JSON document without what Python adds to JSON, and without repeated keys.
+
+    Raises:
+        CorruptFile: it is none.
+    """
+    # Python before 3.10.7 takes quadratic time for a number of a million digits.
+    whole = _bounded_integer if _LONG_NUMBER.search(text) else None
+    try:
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=whole
+        )
+    except RecursionError as error:
+        raise CorruptFile("the header is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise CorruptFile(f"the header is not JSON ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise CorruptFile(f"the header names '{printable(twice)}' twice")
+    return fields
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise CorruptFile(f"the header is not JSON (it holds {word})")
+
+
+def _bounded_integer(digits: str) -> int:
+    if len(digits) > len(str(_MAX_SIZE)):
+        raise CorruptFile(f"the header holds a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _check_text(document: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Refuse escapes of half a character, which no other reader takes."""
+    for text in (*document, *metadata, *metadata.values()):
+        if not is_unicode(text):
+            raise CorruptFile(f"the header holds {text!a}, which is not Unicode")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _metadata(fields: Any) -> dict[str, str]:
+    if fields is None:
+        return {}
+    if not isinstance(fields, dict):
+        raise CorruptFile(f"{METADATA} is not an object of strings")
+    for key, value in fields.items():
+        if not isinstance(value, str):
+            raise CorruptFile(f"{METADATA} is not an object of strings: '{printable(key)}' is none")
+    return fields
+
+
+def _entry(name: str, fields: Any, limits: Limits) -> Entry:
+    """One tensor, checked by itself."""
+    match fields:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
+            pass
+        case _:
+            raise _wrong(name, "does not have a dtype, a shape and two data_offsets")
+    bits = BITS.get(code)
+    if bits is None:
+        raise _wrong(name, f"has the dtype '{printable(code)}', which is unknown")
+    if len(shape) > limits.max_dimensions:
+        raise LimitExceeded(
+            f"tensor '{printable(name)}' has {len(shape)} dimensions; "
+            f"more than {limits.max_dimensions} are not read"
+        )
+    for size in (*shape, start, stop):
+        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+            raise _wrong(name, f"has {size!r} where a count is wanted")
+    count = _product(name, shape)
+    if stop < start:
+        raise _wrong(name, f"ends at {stop:,}, before it begins at {start:,}")
+    if (count * bits) % 8:
+        raise _wrong(name, f"has {count:,} elements of {bits} bits, which are no whole bytes")
+    if stop - start != count * bits // 8:
+        raise _wrong(
+            name,
+            f"of {code} and shape {shape} takes {count * bits // 8:,} bytes, "
+            f"but its data_offsets span {stop - start:,}",
+        )
+    return Entry(name, code, tuple(shape), start, stop)
+
+
+def _product(name: str, shape: Iterable[int]) -> int:
+    """Elements of a shape; as in the reference reader, a 0 does not excuse what precedes it."""
+    count = 1
+    for size in shape:
+        count *= size
+        if count > _MAX_SIZE:
+            raise _wrong(name, "has more than 2**64 elements")
+    return count
+
+
+def _wrong(name: str, fact: str) -> CorruptFile:
+    return CorruptFile(f"tensor '{printable(name)}' {fact}")
+
+
+def _check_tiling(entries: Iterable[Entry], length: int) -> None:
+    """The tensors must cover the rest of the file, each byte once."""
+    end, last = 0, None
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start < end:
+            raise _wrong(entry.name, f"begins at {entry.start:,}, inside {_shown(last)}")
+        if entry.start > end:
+            raise _wrong(
+                entry.name,
+                f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}: "
+                f"{entry.start - end:,} bytes belong to nothing",
+            )
+        end, last = entry.stop, entry
+    if end > length:
+        raise TruncatedFile(
+            f"{_shown(last)} ends at {end:,}, but the file has {length:,} bytes after its header: "
+            f"{end - length:,} bytes are missing",
+            hint="fetch the file again: the download or copy was cut short",
+        )
+    if end < length:
+        raise CorruptFile(
+            f"{length - end:,} bytes follow after {_shown(last)}, and belong to nothing"
+        )
+
+
+def _shown(entry: Entry | None) -> str:
+    return f"tensor '{printable(entry.name)}'" if entry else "the header"
+
+
+def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], *, file: str) -> bytes:
+    """Length and JSON, padded with spaces so that the tensors begin at a multiple of 8.
+
+    Raises:
+        NotRepresentable: it is longer than readers take.
+    """
+    document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for entry in entries:
+        document[entry.name] = {
+            "dtype": entry.code,
+            "shape": entry.shape,
+            "data_offsets": (entry.start, entry.stop),
+        }
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH.size)
+    if len(text) > MAX_BYTES:
+        raise NotRepresentable(
+            f"the header would take {len(text):,} bytes; safetensors allows {MAX_BYTES:,}",
+            file=file,
+        )
+    return LENGTH.pack(len(text)) + text

@@ -1,0 +1,118 @@
+"""Planning a safetensors file: where each tensor goes, what is copied and what is streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.dtypes import BY_NAME
+from ckptool.files import ByteRange
+from ckptool.files.output import Output
+from ckptool.formats.base import WriteOptions, WritePlan
+from ckptool.formats.safetensors_content import (
+    flat_tensors,
+    left_out,
+    overlapping,
+    remarks,
+    true_ties,
+)
+from ckptool.formats.safetensors_header import Entry, header_bytes
+from ckptool.formats.safetensors_metadata import FORMAT, RESERVED, metadata_of, plain_versions
+from ckptool.model import TensorRef
+from ckptool.paths import listed
+
+__all__ = ["plan"]
+
+
+def plan(checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+    """The file for a checkpoint whose root is one flat state dict.
+
+    Raises:
+        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
+    """
+    tensors = flat_tensors(checkpoint.root, checkpoint.path)
+    given = {FORMAT: "pt", **_kept_entries(checkpoint), **options.metadata}
+    ties = {} if options.ties == "copy" else true_ties(tensors, RESERVED | given.keys())
+    versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
+    metadata = {**given, **metadata_of(ties, tensors, versions)}
+    written = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    entries = _entries(written)
+    head = header_bytes((entries[name] for name in written), metadata, file=checkpoint.path)
+    pieces = list(_pieces(written[name] for name in entries))
+
+    def write(output: Output) -> None:
+        output.write(head)
+        for piece in pieces:
+            if isinstance(piece, ByteRange):
+                output.copy(piece)
+            else:
+                output.stream(piece.content())
+
+    return WritePlan(
+        "safetensors",
+        len(head) + sum(tensor.nbytes for tensor in written.values()),
+        write,
+        left_out=(*left_out(checkpoint.root), *((f"attributes: {listed(lost)}",) if lost else ())),
+        notes=(*remarks(tensors, ties), *overlapping(written)),
+        tensors=len(tensors),
+    )
+
+
+def _kept_entries(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Entries of the source's own header that mean nothing to us and are carried along."""
+    return checkpoint.details.layout if checkpoint.format == "safetensors" else {}
+
+
+def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
+    """Each tensor's entry, in the order of the bytes.
+
+    The largest elements come first, so that every tensor is aligned; otherwise the order stays.
+    """
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: -_alignment(tensors[name])):
+        tensor = tensors[name]
+        code = BY_NAME[tensor.dtype].safetensors or ""
+        entries[name] = Entry(name, code, _header_shape(tensor), end, end + tensor.nbytes)
+        end += tensor.nbytes
+    return entries
+
+
+def _alignment(tensor: TensorRef) -> int:
+    """The power of two that divides an element's size: F6 has three bytes for four elements."""
+    return tensor.itemsize & -tensor.itemsize
+
+
+def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
+    """The shape as the header counts: torch's pairs of F4 are two elements there."""
+    shape = tuple(size or 0 for size in tensor.shape)
+    if tensor.dtype == "float4_e2m1fn_x2":
+        return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    return shape
+
+
+def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
+    """What to copy and what to stream, in order; neighbours in one file are one copy."""
+    last: ByteRange | TensorRef | None = None
+    for tensor in tensors:
+        if tensor.nbytes == 0:
+            continue
+        piece = tensor.data if _is_verbatim(tensor) else tensor
+        if isinstance(last, ByteRange) and isinstance(piece, ByteRange) and _adjoin(last, piece):
+            last = ByteRange(last.source, last.offset, last.length + piece.length)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def _is_verbatim(tensor: TensorRef) -> bool:
+    """Whether its bytes in the source are those of the target."""
+    swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
+    return tensor.is_contiguous and not tensor.flags and not swapped
+
+
+def _adjoin(first: ByteRange, second: ByteRange) -> bool:
+    return first.source is second.source and first.offset + first.length == second.offset

@@ -1,0 +1,93 @@
+"""`save`: plan, refuse what must be refused, write beside the target, rename."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotRepresentable
+from ckptool.files.atomic import atomic_output
+from ckptool.files.output import Progress
+from ckptool.files.system import announce_read
+from ckptool.formats import WriteOptions, writer
+from ckptool.writing.receipt import Receipt
+from ckptool.writing.target import check_target, target_format
+
+__all__ = ["LEFT_OUT", "save"]
+
+LEFT_OUT = "left-out"
+"""The kind of the changes that name what a transform did not carry over."""
+
+
+def save(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    overwrite: bool = False,
+    in_place: bool = False,
+    strict: bool = False,
+    options: WriteOptions | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Write `checkpoint` to `path`, whole or not at all.
+
+    Args:
+        checkpoint: Open; its tensors are copied from the files that it was read from.
+        path: Missing folders are made; a link's target is replaced and the link stays.
+        format: `torch-zip`, `torch-legacy`, `safetensors`; see `target_format` for the default.
+        overwrite: Replace another file that is there.
+        in_place: Allow the target to be the source: a new file takes its place.
+        strict: Refuse to leave anything out.
+        options: What the format's writer may be asked for.
+        dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
+        progress: Told bytes done and bytes in all.
+
+    Raises:
+        NotRepresentable: the format cannot hold a tensor (or, `strict`, anything else).
+        TargetExists: the target is there, or is the source.
+        NoSpace: the disk cannot hold it.
+        WriteDenied: the system does not let us write there.
+        TruncatedFile: the source became shorter meanwhile.
+    """
+    options = options or WriteOptions()
+    check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
+    plan = writer(target_format(checkpoint, path, format)).plan(checkpoint, options)
+    dropped = tuple(change.text for change in checkpoint.changes if change.kind == LEFT_OUT)
+    left_out = (*dropped, *plan.left_out)
+    if strict and left_out:
+        raise NotRepresentable(
+            f"{plan.format} cannot hold all of it; this would be left out: {'; '.join(left_out)}",
+            file=checkpoint.path,
+            hint="write it without --strict to leave that out",
+        )
+    if not dry_run:
+        for source in checkpoint.sources:
+            announce_read(source.fileno())
+        with atomic_output(
+            path,
+            plan.size,
+            overwrite=overwrite or in_place,
+            mode=_permissions(checkpoint),
+            progress=progress,
+        ) as output:
+            plan.write(output)
+    return Receipt(
+        path=os.fspath(path),
+        format=plan.format,
+        size=plan.size,
+        tensors=plan.tensors,
+        left_out=left_out,
+        notes=plan.notes,
+        blockers=plan.blockers,
+        dry_run=dry_run,
+    )
+
+
+def _permissions(checkpoint: Checkpoint) -> int | None:
+    """The permission bits of the source, which a new file takes over."""
+    if not checkpoint.sources:
+        return None
+    return stat.S_IMODE(os.fstat(checkpoint.sources[0].fileno()).st_mode) & 0o777

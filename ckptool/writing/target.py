@@ -1,0 +1,66 @@
+"""Where a checkpoint may be written, and in what format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import TargetExists
+from ckptool.files import FileSource
+from ckptool.files.atomic import refuse_target
+from ckptool.formats import FORMATS, WritableFormat, writer
+
+__all__ = ["check_target", "target_format"]
+
+_BY_ENDING = {".safetensors": "safetensors"}
+DEFAULT = "torch-zip"
+
+
+def target_format(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None = None
+) -> str:
+    """The name of the format to write: `format`, else the target's ending, else the source's.
+
+    A source whose own format cannot be written, or has an ending that the target does not have,
+    becomes a torch zip.
+
+    Raises:
+        UsageError: `format` is none that can be written.
+    """
+    if format is not None:
+        return writer(format).name
+    ending = os.path.splitext(os.fspath(path))[1].lower()
+    if ending in _BY_ENDING:
+        return _BY_ENDING[ending]
+    writable = {known.name for known in FORMATS if isinstance(known, WritableFormat)}
+    kept = checkpoint.format in writable and checkpoint.format not in _BY_ENDING.values()
+    return checkpoint.format if kept else DEFAULT
+
+
+def check_target(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], *, overwrite: bool, in_place: bool
+) -> None:
+    """Refuse a target that is the source, or another file that is not to be replaced.
+
+    Raises:
+        TargetExists: the file is there; the hint says what would allow it.
+        WriteDenied: it is a device, a pipe or the like.
+    """
+    if not _is_a_source(path, checkpoint.sources):
+        refuse_target(path, overwrite=overwrite)
+    elif not in_place:
+        raise TargetExists(
+            "is the source itself",
+            file=path,
+            hint="-o chooses another name; --in-place replaces the file",
+        )
+
+
+def _is_a_source(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> bool:
+    """Whether the target, links resolved, is one of the files that will be read."""
+    try:
+        target = os.stat(path)
+    except OSError:
+        return False
+    return any(os.path.samestat(target, os.fstat(source.fileno())) for source in sources)

@@ -1,0 +1,275 @@
+"""`save`: the format it chooses, what it refuses, and what is there after any failure."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptool.checkpoint import Change
+from ckptool.errors import (
+    NoSpace,
+    NotRepresentable,
+    TargetExists,
+    TruncatedFile,
+    UsageError,
+    WriteDenied,
+)
+from ckptool.formats import open_checkpoint
+from ckptool.writing import Receipt, save, target_format
+
+TENSORS = {"w": torch.arange(50_000.0), "b": torch.ones(3)}
+OLD = b"the old content"
+needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    torch.save(TENSORS, tmp_path / "model.pth")
+    with open_checkpoint(tmp_path / "model.pth") as opened:
+        yield opened
+
+
+def loads(path):
+    found = load_file(path) if str(path).endswith("safetensors") else torch.load(path)
+    return found.keys() == TENSORS.keys() and all(found[k].equal(TENSORS[k]) for k in TENSORS)
+
+
+def files(folder):
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["out.pth", "out.bin", "out", "out.safetensors", "OUT.SAFETENSORS"]
+)
+def test_the_ending_decides_the_format(checkpoint, tmp_path, name):
+    receipt = save(checkpoint, tmp_path / name)
+    assert receipt.format == ("safetensors" if "safetensors" in name.lower() else "torch-zip")
+    assert receipt.size == os.path.getsize(tmp_path / name)
+    if name != "OUT.SAFETENSORS":
+        assert loads(tmp_path / name)
+
+
+def test_the_format_asked_for_overrides_the_ending(checkpoint, tmp_path):
+    save(checkpoint, tmp_path / "out.pth", format="safetensors")
+    with open_checkpoint(tmp_path / "out.pth") as found:
+        assert found.format == "safetensors"
+    save(checkpoint, tmp_path / "out.safetensors", format="torch-legacy")
+    with open_checkpoint(tmp_path / "out.safetensors") as found:
+        assert found.format == "torch-legacy"
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "expected"),
+    [
+        ("torch-zip", "x.pth", "torch-zip"),
+        ("torch-legacy", "x.pth", "torch-legacy"),
+        ("torch-legacy", "x.safetensors", "safetensors"),
+        ("safetensors", "x.pth", "torch-zip"),
+        ("safetensors", "x", "torch-zip"),
+        ("torch-tar", "x.pth", "torch-zip"),
+        ("torchscript", "x.pt", "torch-zip"),
+        ("pickle", "x.pkl", "torch-zip"),
+    ],
+)
+def test_a_format_that_is_written_is_kept(checkpoint, source, path, expected):
+    assert target_format(replace(checkpoint, format=source), path) == expected
+
+
+def test_an_unknown_format(checkpoint, tmp_path):
+    with pytest.raises(UsageError, match="safetensors"):
+        save(checkpoint, tmp_path / "out", format="zip")
+
+
+def test_the_receipt(checkpoint, tmp_path):
+    receipt = save(checkpoint, tmp_path / "a" / "out.safetensors")
+    assert receipt == Receipt(
+        path=str(tmp_path / "a" / "out.safetensors"),
+        format="safetensors",
+        size=os.path.getsize(tmp_path / "a" / "out.safetensors"),
+        tensors=2,
+    )
+    assert receipt.to_dict() == {
+        "path": receipt.path, "format": "safetensors", "size": receipt.size, "tensors": 2,
+        "left_out": [], "notes": [], "blockers": [], "dry_run": False,
+    }  # fmt: skip
+
+
+def test_a_dry_run_plans_and_writes_nothing(checkpoint, tmp_path):
+    planned = save(checkpoint, tmp_path / "out.pth", dry_run=True)
+    assert planned.dry_run
+    assert files(tmp_path) == ["model.pth"]
+    assert save(checkpoint, tmp_path / "out.pth").size == planned.size
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_existing_target_is_refused(checkpoint, tmp_path, dry_run):
+    (tmp_path / "out.pth").write_bytes(OLD)
+    with pytest.raises(TargetExists, match="exists already") as caught:
+        save(checkpoint, tmp_path / "out.pth", dry_run=dry_run)
+    assert "--force" in caught.value.hint
+    assert (tmp_path / "out.pth").read_bytes() == OLD
+    save(checkpoint, tmp_path / "out.pth", overwrite=True)
+    assert loads(tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("way", ["same", "dotted", "symlink", "hardlink"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_the_source_is_no_target(checkpoint, tmp_path, way, overwrite):
+    source, path = tmp_path / "model.pth", tmp_path / "other.pth"
+    before = source.read_bytes()
+    if way == "same":
+        path = source
+    elif way == "dotted":
+        path = f"{tmp_path}/./model.pth"
+    elif way == "symlink":
+        path.symlink_to(source)
+    else:
+        os.link(source, path)
+    with pytest.raises(TargetExists, match="is the source itself") as caught:
+        save(checkpoint, path, overwrite=overwrite)
+    assert "--in-place" in caught.value.hint
+    assert source.read_bytes() == before
+
+
+@needs_posix
+def test_in_place_a_new_file_takes_the_place_of_the_source(tmp_path):
+    torch.save(TENSORS, tmp_path / "model.pth")
+    (tmp_path / "model.pth").chmod(0o640)
+    with open_checkpoint(tmp_path / "model.pth") as checkpoint:
+        changed = checkpoint.with_root({"renamed": checkpoint["w"]})
+        save(changed, tmp_path / "model.pth", in_place=True)
+        assert checkpoint["w"].read() == TENSORS["w"].numpy().tobytes()
+    assert torch.load(tmp_path / "model.pth")["renamed"].equal(TENSORS["w"])
+    assert (tmp_path / "model.pth").stat().st_mode & 0o777 == 0o640
+    assert files(tmp_path) == ["model.pth"]
+
+
+@needs_posix
+def test_a_new_file_has_the_permissions_of_its_source(tmp_path):
+    torch.save(TENSORS, tmp_path / "model.pth")
+    (tmp_path / "model.pth").chmod(0o604)
+    with open_checkpoint(tmp_path / "model.pth") as checkpoint:
+        save(checkpoint, tmp_path / "out.pth")
+    assert (tmp_path / "out.pth").stat().st_mode & 0o777 == 0o604
+
+
+def test_a_folder_is_no_target(checkpoint, tmp_path):
+    with pytest.raises(TargetExists, match="is a folder"):
+        save(checkpoint, tmp_path, overwrite=True)
+
+
+@needs_posix
+def test_a_device_is_no_target(checkpoint):
+    with pytest.raises(WriteDenied, match="not a regular file"):
+        save(checkpoint, "/dev/null", overwrite=True)
+
+
+def test_what_transforms_left_out_counts(checkpoint, tmp_path):
+    changed = checkpoint.with_root(checkpoint.root, Change("left-out", "the optimizer", 3))
+    receipt = save(changed, tmp_path / "out.pth")
+    assert receipt.left_out == ("the optimizer",)
+    with pytest.raises(NotRepresentable, match="this would be left out: the optimizer"):
+        save(changed, tmp_path / "strict.pth", strict=True)
+    assert not (tmp_path / "strict.pth").exists()
+
+
+def test_other_changes_are_nothing_left_out(checkpoint, tmp_path):
+    changed = checkpoint.with_root(checkpoint.root, Change("strip", "stripped", 3))
+    assert save(changed, tmp_path / "out.pth", strict=True).left_out == ()
+
+
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+def test_a_source_that_becomes_shorter(checkpoint, tmp_path, name):
+    (tmp_path / name).write_bytes(OLD)
+    os.truncate(tmp_path / "model.pth", 100_000)
+    with pytest.raises(TruncatedFile, match=r"model\.pth.*ended at 100,000"):
+        save(checkpoint, tmp_path / name, overwrite=True)
+    assert (tmp_path / name).read_bytes() == OLD
+    assert files(tmp_path) == ["model.pth", name]
+
+
+def test_progress_is_told_all_in_the_end(checkpoint, tmp_path):
+    told = []
+    receipt = save(checkpoint, tmp_path / "out.pth", progress=lambda *now: told.append(now))
+    assert told[-1] == (receipt.size, receipt.size)
+
+
+def test_an_interrupt_leaves_nothing_behind(checkpoint, tmp_path):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoint, tmp_path / "new" / "out.pth", progress=interrupt)
+    assert files(tmp_path) == ["model.pth"]
+
+
+def test_a_checkpoint_that_has_been_closed(tmp_path):
+    torch.save(TENSORS, tmp_path / "model.pth")
+    with open_checkpoint(tmp_path / "model.pth") as checkpoint:
+        pass
+    with pytest.raises(UsageError, match="closed"):
+        save(checkpoint, tmp_path / "out.pth")
+    assert files(tmp_path) == ["model.pth"]
+
+
+def run_child(code, *arguments):
+    """A process that saves, with a limit or a signal of its own."""
+    head = """
+        import os, resource, signal, sys
+        from ckptool.errors import NoSpace
+        from ckptool.formats import open_checkpoint
+        from ckptool.writing import save
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(code)
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@needs_posix
+def test_no_space_is_found_before_a_byte_is_written(checkpoint, tmp_path):
+    (tmp_path / "out.pth").write_bytes(OLD)
+    done = run_child(
+        """
+        checkpoint = open_checkpoint(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        told = []
+        try:
+            save(checkpoint, sys.argv[2], overwrite=True, progress=lambda *now: told.append(now))
+        except NoSpace as error:
+            print(told, error)
+        """,
+        tmp_path / "model.pth",
+        tmp_path / "out.pth",
+    )
+    assert done.stdout == f"[] {tmp_path / 'out.pth'}: cannot be written (File too large)\n"
+    assert (tmp_path / "out.pth").read_bytes() == OLD
+    assert files(tmp_path) == ["model.pth", "out.pth"]
+
+
+@needs_posix
+def test_a_kill_leaves_the_old_file(checkpoint, tmp_path):
+    (tmp_path / "out.pth").write_bytes(OLD)
+    done = run_child(
+        """
+        def kill(done, total):
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(open_checkpoint(sys.argv[1]), sys.argv[2], overwrite=True, progress=kill)
+        """,
+        tmp_path / "model.pth",
+        tmp_path / "out.pth",
+    )
+    assert done.returncode == -9, done.stderr
+    assert (tmp_path / "out.pth").read_bytes() == OLD
+
+
+def test_more_than_the_disk_can_hold(tmp_path):
+    """A tensor of strides 0 has more elements than there are disks."""
+    torch.save({"huge": torch.ones(1).expand(1 << 50)}, tmp_path / "model.pth")
+    with open_checkpoint(tmp_path / "model.pth") as checkpoint, pytest.raises(NoSpace):
+        save(checkpoint, tmp_path / "out.safetensors")
+    assert files(tmp_path) == ["model.pth"]
