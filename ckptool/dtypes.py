@@ -16,7 +16,8 @@ class DType:
     """One element type.
 
     `itemsize` is in bytes and counts what torch counts as one element: `float4_e2m1fn_x2`
-    is a pair in a byte. `swap` is the unit that a change of byte order reverses.
+    is a pair in a byte. Of the `PACKED` types several elements share it; torch has no float6,
+    which safetensors packs by fours. `swap` is the unit that a change of byte order reverses.
     """
 
     name: str
@@ -55,6 +56,8 @@ DTYPES: tuple[DType, ...] = (
     DType("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ", floating=True),
     DType("float8_e8m0fnu", 1, None, "F8_E8M0", floating=True),
     DType("float4_e2m1fn_x2", 1, None, "F4", floating=True),
+    DType("float6_e2m3fn", 3, None, "F6_E2M3", floating=True),
+    DType("float6_e3m2fn", 3, None, "F6_E3M2", floating=True),
     DType("qint8", 1, "QInt8Storage"),
     DType("quint8", 1, "QUInt8Storage"),
     DType("qint32", 4, "QInt32Storage"),
@@ -67,8 +70,8 @@ DTYPES: tuple[DType, ...] = (
     DType("bits16", 2),
 )
 
-SUB_BYTE_QUANTIZED = {"quint4x2": 2, "quint2x4": 4}
-"""Elements in a byte where torch counts elements, not bytes, in the shape."""
+PACKED = {"quint4x2": 2, "quint2x4": 4, "float6_e2m3fn": 4, "float6_e3m2fn": 4}
+"""Elements that share `itemsize` bytes, where the shape counts elements all the same."""
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}
