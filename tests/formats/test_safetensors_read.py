@@ -1,5 +1,6 @@
 """Reading safetensors: equal to the reference where it reads, one error for each broken rule."""
 
+import json
 import struct
 
 import pytest
