@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.dtypes import BY_NAME, SUB_BYTE_QUANTIZED
+from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CorruptFile, UsageError
 from ckptool.files import ByteRange, InflatedSource
 from ckptool.files.strided import flip_signs, narrow, row_major, swap_bytes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ByteString",
     "DeviceValue",
     "Global",
     "Opaque",
@@ -63,6 +64,13 @@ class OrderedMap(dict[Any, Any]):
     def metadata(self) -> Any:
         """The state dict's `_metadata` (module path -> version), or None."""
         return self.attributes.get("_metadata")
+
+
+class ByteString(str):
+    """A Python 2 `str` beyond ASCII: read as text, its bytes kept."""
+
+    __slots__ = ("raw",)
+    raw: bytes
 
 
 class Size(tuple[Any, ...]):
@@ -279,7 +287,7 @@ class TensorRef:
 
     @property
     def _per_byte(self) -> int:
-        return SUB_BYTE_QUANTIZED.get(self.dtype, 1)
+        return PACKED.get(self.dtype, 1)
 
     @property
     def numel(self) -> int:
@@ -335,6 +343,8 @@ class TensorRef:
         Raises:
             UsageError: a tensor that has no plain array of bytes (`has_content`).
         """
+        if self.dtype in PACKED:
+            return self.data.blocks()
         dtype = BY_NAME[self.dtype]
         blocks = row_major(
             self._stored(),
@@ -370,6 +380,8 @@ class TensorRef:
         """A view, by basic indexing (integers, slices, `...`); only its bytes are ever read."""
         if self.kind not in STRIDED_KINDS or self.storage is None:
             raise UsageError(f"a {self.kind} tensor cannot be sliced")
+        if self.dtype in PACKED:
+            raise UsageError(f"a {self.dtype} tensor cannot be sliced: its elements share bytes")
         shape = tuple(size or 0 for size in self.shape)
         shape, stride, offset = narrow(shape, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
