@@ -66,11 +66,13 @@ class TorchLegacy:
 
         Raises:
             NotRepresentable: a storage on the meta device, which has no bytes; an element type
-                that has no storage class.
+                that has no storage class; a nested tensor of torch's own kind.
         """
         encoded = encode(checkpoint.root, legacy=True)
         if any(name.endswith("UntypedStorage") for name in encoded.globals):
             raise _untyped(checkpoint)
+        if "torch._utils._rebuild_nested_tensor" in encoded.globals:
+            raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
         payloads = [
             _Payload(storage, dtype, checkpoint.path)
             for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
@@ -138,10 +140,14 @@ def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
         if ref.storage is not None and BY_NAME[ref.dtype].storage is None:
             what = f"{name_of(path)!r} (of type {ref.dtype})"
             break
+    return _unloadable(checkpoint, what)
+
+
+def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
     return NotRepresentable(
         f"no torch can load {what} from a legacy stream",
         file=checkpoint.path,
-        hint="write it as torch-zip, or cast it",
+        hint="write it as torch-zip",
     )
 
 
