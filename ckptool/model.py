@@ -184,7 +184,7 @@ class Opaque:
             args = self.args if isinstance(self.args, tuple) else ()
             if self.func.name in _RECONSTRUCTORS and args and isinstance(args[0], Global):
                 return args[0].qualified
-            return self.func.qualified
+            return _MADE_BY.get(self.func.name, self.func.qualified)
         return self.func.attribute_name if isinstance(self.func, Opaque) else "object"
 
     @property
@@ -213,6 +213,8 @@ class Opaque:
 
 
 _RECONSTRUCTORS = frozenset({"_reconstructor", "__newobj__", "__newobj_ex__", "_reconstruct"})
+_MADE_BY = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
+"""Classes of what functions of no telling name make."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

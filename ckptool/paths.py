@@ -179,12 +179,20 @@ def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
 def held_items(node: Opaque) -> list[tuple[Any, Any]]:
     """What an object holds as a list or dict (a `defaultdict`, a `deque`), keys first."""
     held: list[tuple[Any, Any]] = []
+    if _is_counter(node):
+        held.extend(node.args[0].items())
     for kind, value in node.steps:
         if kind == "set":
             held.extend(value)
         elif kind in ("append", "add"):
             held.extend(enumerate(value, start=len(held)))
     return held
+
+
+def _is_counter(node: Opaque) -> bool:
+    """Whether it is a `Counter`, which is pickled as the call on the dict that it holds."""
+    called = isinstance(node.args, tuple) and len(node.args) == 1 and isinstance(node.args[0], dict)
+    return called and node.class_name == "collections.Counter"
 
 
 def _hidden_items(node: Opaque, held: int) -> Entries:
@@ -194,7 +202,7 @@ def _hidden_items(node: Opaque, held: int) -> Entries:
         yield from state.items()
     elif node.state is not None:
         yield "state", node.state
-    if isinstance(node.args, tuple):
+    if isinstance(node.args, tuple) and not _is_counter(node):
         yield from enumerate(node.args, start=held)
     if isinstance(node.kwargs, dict):
         yield from node.kwargs.items()

@@ -76,7 +76,7 @@ def test_what_default_dicts_counters_and_deques_hold():
     default = Opaque(Global("collections", "defaultdict"), (factory,), steps=[("set", [("a", 1)])])
     counter = Opaque(Global("collections", "Counter"), ({"w": tensor()},))
     deque = Opaque(Global("collections", "deque"), ((), 4), steps=[("append", [1, tensor()])])
-    assert names({"d": default, "c": counter, "q": deque}) == ["d", "d/a", "c", "c/0/w",
+    assert names({"d": default, "c": counter, "q": deque}) == ["d", "d/a", "c", "c/w",
                                                               "q", "q/0", "q/1"]  # fmt: skip
     assert held_items(default) == [("a", 1)]
     assert held_items(Opaque(Global("m", "L"), (), steps=[("append", [5]), ("append", [6])])) == [

@@ -23,6 +23,9 @@ def json_path(path: Path) -> tuple[str | int, ...]:
 
 def _key_repr(key: Any) -> str:
     """Plain data as its repr; an object, whose repr may be as big as the file, by its class."""
+    if isinstance(key, tuple):
+        inside = ", ".join(map(_key_repr, key))
+        return f"({inside},)" if len(key) == 1 else f"({inside})"
     plain = is_value(key) or isinstance(key, bytes)
     return repr(key) if plain else name_of((key,))
 
