@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from contextlib import suppress
 
 import click
 
@@ -26,8 +26,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     Click's own `main` is passed by: it answers 1 to wrong usage and takes every EOFError, a
     truncated file among them, for an interruption.
     """
-    for stream in (sys.stdout, sys.stderr):
-        _never_fail_to_encode(stream)
+    _mend_streams()
     # A tree of a million nodes is all kept to the end: looking for cycles in it costs a third.
     collecting = gc.isenabled()
     gc.disable()
@@ -49,7 +48,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except Exception as error:  # the last place that can say it in a sentence
-        return _report(error)
+        with suppress(OSError):  # nobody listens
+            _report(error)
+        return ERROR
     return code
 
 
@@ -64,7 +65,7 @@ def _invoke(words: list[str]) -> int:
     return 0
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception) -> None:
     """Say what went wrong on stderr."""
     if os.environ.get("CKPTOOL_DEBUG"):
         import traceback
@@ -75,7 +76,10 @@ def _report(error: Exception) -> int:
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
         print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)
-    return ERROR
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, say: that was told above, once is enough
+        _forget_stdout()
 
 
 def _in_words(error: Exception) -> tuple[str, str | None]:
@@ -112,11 +116,16 @@ _SENTENCES: dict[type[Exception], Callable[[Exception], str]] = {
 }
 
 
-def _never_fail_to_encode(stream: TextIO) -> None:
-    """Names that the terminal's encoding lacks are escaped."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+def _mend_streams() -> None:
+    """Streams that are closed lead nowhere; names that an encoding lacks are escaped."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
 
 
 def _forget_stdout() -> None:

@@ -180,3 +180,21 @@ def test_main_takes_the_words_of_the_process_when_given_none(monkeypatch, capsys
 def test_the_shell_can_ask_for_completions(process):
     done = process(_CKPTOOL_COMPLETE="bash_complete", COMP_WORDS="ckptool str", COMP_CWORD="1")
     assert "strip-module" in done.out
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_one_sentence(process, model):
+    with open("/dev/full", "w") as full:
+        done = process("list", model, stdout=full)
+    assert (done.code, done.err) == (2, "ckptool: No space left on device\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closed by a shell of POSIX")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(model, closed):
+    command = f'"{sys.executable}" -m ckptool list "{model}" {closed}'
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
