@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -265,6 +264,8 @@ class _Hashes:
         return digest
 
     def _read(self, tensor: TensorRef) -> str:
+        import hashlib  # OpenSSL: a list without hashes has no use for it
+
         digest = hashlib.sha256()
         for block in tensor.content():
             digest.update(block)

@@ -99,7 +99,7 @@ def _array(
     if fortran:
         stride = tuple(reversed(row_major_strides(tuple(reversed(shape)))))
     storage = Storage(
-        key=f"numpy:{id(made):x}",
+        key="numpy",
         data=ByteRange(MemorySource(raw, file), 0, len(raw)),
         nbytes=len(raw),
         byteorder=order,

@@ -201,3 +201,11 @@ def test_repetition_adds_up_over_tensors():
     limits = Limits(max_repeated_bytes=1000)
     with pytest.raises(LimitExceeded, match="repeated bytes"):
         list_tensors(checkpoint(root), hash=True, limits=limits)
+
+
+def test_a_listing_is_the_same_every_time(saved):
+    numpy = pytest.importorskip("numpy")
+    root = {"a": numpy.arange(3), "b": numpy.arange(4)}
+    rows = saved(root).tensors
+    assert [row.kind for row in rows] == ["numpy", "numpy"]
+    assert [row.storage for row in rows] == ["numpy", "numpy#2"]
