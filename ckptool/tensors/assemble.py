@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptool.errors import UnsupportedFormat
 from ckptool.model import Global, TensorRef
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def assemble(
 
     Raises:
         RuntimeError, TypeError, ValueError, KeyError: torch or a check refuses what is described.
+        UnsupportedFormat: this torch is too old for it.
     """
     import torch
 
@@ -162,7 +164,10 @@ def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
     if not hasattr(torch.nested, "nested_tensor_from_jagged"):
-        raise NotImplementedError(f"torch {torch.__version__} has no jagged tensors")
+        raise UnsupportedFormat(
+            f"holds a jagged tensor, which torch {torch.__version__} cannot make",
+            hint="pip install --upgrade torch",
+        )
     values, offsets, lengths = state["values"], state["offsets"], state.get("lengths")
     ragged = state.get("_ragged_idx", 1)
     if offsets.device.type != "meta":

@@ -127,6 +127,8 @@ class Materialiser:
 
     def _assembled(self, ref: TensorRef, name: str, *, cast: bool) -> torch.Tensor:
         """The tensor with its layers, but without their attributes."""
+        import torch
+
         casts = cast and self._dtype is not None and BY_NAME[ref.dtype].floating
         dtype = torch_dtype(self._dtype if casts and self._dtype else ref.dtype, file=_file(ref))
         # The scales of a quantised tensor are no weights: they keep their type.
@@ -140,6 +142,8 @@ class Materialiser:
         try:
             made = assemble(ref, parts, dtype=dtype, storage=storage, offset=offset)
             return _with_layers(made, ref)
+        except (CheckpointError, torch.cuda.OutOfMemoryError):
+            raise
         except _REFUSALS as error:
             raise _refused(ref, name, error) from error
 
@@ -219,8 +223,6 @@ def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
     """What to raise where torch, or a check before it, refused to make a tensor."""
     import torch
 
-    if isinstance(error, (CheckpointError, torch.cuda.OutOfMemoryError)):
-        return error
     reason = str(error).strip().partition("\n")[0][:200]
     if isinstance(error, NotImplementedError):
         return DeviceError(

@@ -75,7 +75,8 @@ class StorageReader:
         kind = BY_NAME[dtype]
         casts = cast and kind.floating and self._dtype not in (None, dtype)
         swaps = storage.byteorder != sys.byteorder and kind.swap_size > 1
-        key = (id(storage), device, dtype if casts or swaps else "")
+        target = self._placement.target(device) or device
+        key = (id(storage), target, dtype if casts or swaps else "")
         if key not in self._made:
             file = storage.data.source.name if storage.data else None
             self._placement.check(device, name=name, file=file)

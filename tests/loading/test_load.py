@@ -21,7 +21,11 @@ BY_TORCH = [
     "ddp/ddp.pth", "ddp/ddp_compiled.pth", "ddp/ddp_full.pth", "ecosystem/compiled.pth",
     "ecosystem/compiled_dp.pth", "ecosystem/dp_compiled.pth", "ecosystem/ema.pth",
     "ecosystem/newdtypes.pth", "ecosystem/special_conj.pth", "ecosystem/special_coo.pth",
-    "ecosystem/special_meta.pth",
+    "ecosystem/special_meta.pth", "foreign/xla_2.6.pth", "tensors/views.pth",
+    "tensors/views_legacy.pth", "tensors/sparse.pth", "tensors/sparse_legacy.pth",
+    "tensors/bits.pth", "tensors/quantized.pth", "tensors/quantized_legacy.pth",
+    "tensors/meta.pth", "tensors/ties.pth", "tensors/ties_legacy.pth", "tensors/dtypes.pth",
+    "tensors/nested.pth", "tensors/jagged.pth",
 ] + [
     f"{folder}/{name}"
     for folder in FOLDERS[:4]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckptool.errors import CorruptFile, DeviceError
+from ckptool.errors import CorruptFile, DeviceError, UnsupportedFormat
 from ckptool.tensors import materialise
 from tests.tensors.refs import composed, floats, ints, tensor, torch_global
 
@@ -150,3 +150,10 @@ def test_sparse_on_meta_keeps_its_shape():
     parts = {"indices": ints(0, 1, shape=(2, 1)), "values": floats(1)}
     made = materialise(composed("sparse_coo", (2, 2), parts), map_location="meta")
     assert (made.layout, made.shape, made.device.type) == (torch.sparse_coo, (2, 2), "meta")
+
+
+def test_a_torch_without_jagged_tensors_says_so(monkeypatch):
+    monkeypatch.delattr(torch.nested, "nested_tensor_from_jagged")
+    with pytest.raises(UnsupportedFormat, match="jagged") as caught:
+        materialise(jagged(ints(0, 1, 4)))
+    assert "upgrade" in caught.value.hint
