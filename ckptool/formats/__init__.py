@@ -19,6 +19,7 @@ from ckptool.formats.torch_tar import TORCH_TAR
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.torchscript import TORCHSCRIPT
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.paths import walk
 
 __all__ = [
     "FORMATS",
@@ -65,7 +66,10 @@ def _read(probe: Probe) -> Checkpoint:
         raise refused
     for candidate in FORMATS:
         if candidate.recognise(probe):
-            return candidate.read(probe)
+            checkpoint = candidate.read(probe)
+            for _ in walk(checkpoint.root, probe.limits):
+                pass  # nested too deep, or mentioned too often: told now, not half-way
+            return checkpoint
     raise identify.explain(probe)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import UsageError
+from ckptool.errors import LimitExceeded, UsageError
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Global, OrderedMap, StorageRef, TensorRef
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def ints(values: Any) -> tuple[int, ...]:
     result = tuple(values)
     if set(map(type, result)) - {int}:
         raise TypeError("sizes, strides and offsets must be integers")
+    if len(result) > DEFAULT_LIMITS.max_dimensions:
+        raise LimitExceeded(f"a tensor has {len(result)} dimensions; torch itself stops at 64")
     return result
 
 
