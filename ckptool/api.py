@@ -20,7 +20,7 @@ Source = str | os.PathLike[str] | Checkpoint
 StateDict = Mapping[Any, Any]
 
 
-def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:  # noqa: A001
+def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:
     """The checkpoint in a file or folder; only its header is read, nothing of it is run.
 
     Close it, or use it as a context manager.
@@ -55,7 +55,7 @@ def info(source: Source) -> Info:
         return inspection.info(checkpoint)
 
 
-def list_tensors(source: Source, *, hash: bool = False) -> Listing:  # noqa: A002
+def list_tensors(source: Source, *, hash: bool = False) -> Listing:
     """Every tensor, value and object of a checkpoint; with `hash`, the sha256 of each content.
 
     Raises:
@@ -108,9 +108,7 @@ def add_module(state: Checkpoint | StateDict, **options: Any) -> Checkpoint | di
 def remap(state: Checkpoint, rules: Mapping[str, str]) -> Checkpoint: ...
 @overload
 def remap(state: StateDict, rules: Mapping[str, str]) -> dict[Any, Any]: ...
-def remap(
-    state: Checkpoint | StateDict, rules: Mapping[str, str]
-) -> Checkpoint | dict[Any, Any]:
+def remap(state: Checkpoint | StateDict, rules: Mapping[str, str]) -> Checkpoint | dict[Any, Any]:
     """Devices by `rules`, all at once: `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`, `{"*": "cpu"}`.
 
     In a checkpoint the tags are rewritten; the tensors of a dict in memory are moved.

@@ -1,4 +1,4 @@
-"""`convert`: the changing verbs in one pass, from any format that is read to any that is written."""
+"""`convert`: the changing verbs in one pass, from a format that is read to one that is written."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
 """Every error that ckptool raises about a file or a request, one tree.
 
     CheckpointError
-    ├── UnreadableFile                  the file cannot be opened as a checkpoint
-    │   ├── FileMissing                     (FileNotFoundError)  no such file
-    │   ├── FileDenied                      (PermissionError)    the system refuses it
-    │   ├── NotACheckpoint                  (ValueError)  it is something else, named in the message
-    │   ├── UnsupportedFormat               (ValueError)  a checkpoint of a kind that is not read yet
-    │   ├── CorruptFile                     (ValueError)  it breaks a rule of its own format
-    │   │   └── TruncatedFile               (EOFError)    it ends before its content does
-    │   └── LimitExceeded                   (ValueError)  it asks for more than limits.py allows
-    ├── NotFound                            (KeyError)    no tensor, section or key of that name
-    │   └── AmbiguousName                   several answer to it
-    ├── NameCollision                       (ValueError)  two tensors would get one name
-    ├── DeviceError                         (ValueError)  a device word, or a tag that cannot be moved
-    ├── UsageError                          (ValueError)  options that do not fit together
-    ├── WriteError                      nothing was written, or the old file is still there
-    │   ├── TargetExists                    (FileExistsError)
-    │   ├── NoSpace                         (OSError)
-    │   ├── WriteDenied                     (PermissionError)
-    │   └── NotRepresentable                (ValueError)  the target format cannot hold it
-    └── TorchMissing                        (ImportError)  torch is needed and not installed
+    ├── UnreadableFile          the file cannot be opened as a checkpoint
+    │   ├── FileMissing         (FileNotFoundError)  no such file
+    │   ├── FileDenied          (PermissionError)  the system refuses it
+    │   ├── NotACheckpoint      (ValueError)  it is something else, named in the message
+    │   ├── UnsupportedFormat   (ValueError)  a checkpoint of a kind that is not read yet
+    │   ├── CorruptFile         (ValueError)  it breaks a rule of its own format
+    │   │   └── TruncatedFile   (EOFError)  it ends before its content does
+    │   └── LimitExceeded       (ValueError)  it asks for more than limits.py allows
+    ├── NotFound                (KeyError)  no tensor, section or key of that name
+    │   └── AmbiguousName       several answer to it
+    ├── NameCollision           (ValueError)  two tensors would get one name
+    ├── DeviceError             (ValueError)  a device word, or a tag that cannot be moved
+    ├── UsageError              (ValueError)  options that do not fit together
+    ├── WriteError              nothing was written, or the old file is still there
+    │   ├── TargetExists        (FileExistsError)
+    │   ├── NoSpace             (OSError)
+    │   ├── WriteDenied         (PermissionError)
+    │   └── NotRepresentable    (ValueError)  the target format cannot hold it
+    └── TorchMissing            (ImportError)  torch is needed and not installed
 
 A message is one sentence that names the file, the place in it and what is wrong. The hint, where
 there is one, is the command or the step that helps.

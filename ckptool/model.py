@@ -221,9 +221,9 @@ _MADE_BY = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
 class Wrapping:
     """One layer around a tensor: what made a Parameter or a subclass of it.
 
-    `kind` is `parameter` (`_rebuild_parameter`), `parameter_state` (`_rebuild_parameter_with_state`),
-    `type` (`_rebuild_from_type_v2`) or `old_parameter` (torch < 0.4: the class called, BUILD with
-    a triple). `hooks` is what stood in the place of backward hooks, None for an empty OrderedDict.
+    `kind` is `parameter` (`_rebuild_parameter`, and the class called as torch < 0.4 did),
+    `parameter_state` (`_rebuild_parameter_with_state`) or `type` (`_rebuild_from_type_v2`).
+    `hooks` is what stood in the place of backward hooks, None for an empty OrderedDict.
     """
 
     kind: str
@@ -323,8 +323,10 @@ class TensorRef:
     @property
     def has_content(self) -> bool:
         """Whether it is a plain array of elements with bytes behind it (`content` works)."""
-        return self.storage is not None and self.storage.data is not None and (
-            self.kind in STRIDED_KINDS
+        return (
+            self.storage is not None
+            and self.storage.data is not None
+            and (self.kind in STRIDED_KINDS)
         )
 
     @property
@@ -401,7 +403,7 @@ class TensorRef:
 
 
 def children(node: Any) -> Iterable[Any]:
-    """What a container or an object holds directly, in the order of the file; nothing for a leaf."""
+    """What a container or an object holds directly, in the file's order; nothing for a leaf."""
     if isinstance(node, OrderedMap):
         return (*node.keys(), *node.values(), *node.attributes.values())
     if isinstance(node, dict):
