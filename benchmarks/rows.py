@@ -12,6 +12,8 @@ from benchmarks.timing import Command, Measured, measure, ratio, warm
 __all__ = ["Inputs", "Result", "Row", "rows", "run_row"]
 
 MB = 10**6
+SLACK = 1.02
+"""On the memory of another process that loads torch as well: the code of ckptool itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Result:
             times = ratio(ours, other)
             if row.most_times is not None and times > row.most_times:
                 yield f"{times:.2f} x {row.beside}, at most {row.most_times:g} x wanted"
-            if row.peak_beside and ours.peak > other.peak:
+            if row.peak_beside and ours.peak > SLACK * other.peak:
                 yield f"{ours.peak / MB:.0f} MB, at most {other.peak / MB:.0f} MB wanted"
 
 
