@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_NAME", "BY_SAFETENSORS", "BY_STORAGE", "DTYPES", "DType"]
+__all__ = [
+    "BY_NAME",
+    "BY_SAFETENSORS",
+    "BY_STORAGE",
+    "DTYPES",
+    "NOT_IN_TORCH",
+    "PACKED",
+    "DType",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,9 @@ DTYPES: tuple[DType, ...] = (
 
 PACKED = {"quint4x2": 2, "quint2x4": 4, "float6_e2m3fn": 4, "float6_e3m2fn": 4}
 """Elements that share `itemsize` bytes, where the shape counts elements all the same."""
+
+NOT_IN_TORCH = frozenset({"float6_e2m3fn", "float6_e3m2fn"})
+"""Types that safetensors has and torch has not."""
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}

@@ -50,8 +50,9 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
     if tensor.kind == "meta" or tensor.device == "meta":
         return "is on the meta device and has no bytes"
     if not tensor.has_content:
-        local = " of which the file has a part" if tensor.local is not None else ""
-        return f"is a {tensor.kind} tensor{local}"
+        if tensor.kind == "subclass" and tensor.local is not None:
+            return "is a distributed tensor, of which this file has a part"
+        return f"is a {tensor.kind} tensor"
     if BY_NAME[tensor.dtype].safetensors is None:
         return f"has the dtype {tensor.dtype}"
     if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:

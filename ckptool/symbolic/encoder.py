@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.dtypes import BY_NAME
+from ckptool.dtypes import BY_NAME, NOT_IN_TORCH
 from ckptool.errors import NotRepresentable
 from ckptool.model import (
     DeviceValue,
@@ -54,7 +54,8 @@ def encode(root: Any, *, legacy: bool = False) -> Encoded:
     """The pickle of `root`; `legacy` adds the sixth item that legacy streams have in storage ids.
 
     Raises:
-        NotRepresentable: an object whose arguments hold itself, a name that cannot be spelled.
+        NotRepresentable: an object whose arguments hold itself, a name that cannot be spelled, a
+            tensor of a type that torch has not.
     """
     return _Encoder(legacy).run(root)
 
@@ -316,6 +317,8 @@ class _Encoder:
     def write_tensor(self, node: TensorRef) -> None:
         if self.recall(id(node)):
             return
+        if node.dtype in NOT_IN_TORCH:
+            raise NotRepresentable(f"torch has no {node.dtype}: no pickle can hold a tensor of it")
         if node.kind == "numpy" and node.parts:
             self.push(node.parts["array"])
         elif (

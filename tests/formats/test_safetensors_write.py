@@ -271,6 +271,13 @@ def test_what_cannot_be_held_is_refused(tmp_path, content, text):
     assert text in refused(tmp_path, content())
 
 
+def test_a_distributed_tensor_is_refused(fixtures, tmp_path):
+    source = fixtures / "distributed" / "dtensor_0_of_2.pth"
+    part = pytest.raises(NotRepresentable, match="of which this file has a part")
+    with open_checkpoint(source) as checkpoint, part:
+        save(checkpoint, tmp_path / "out.safetensors")
+
+
 def test_an_empty_state_dict(tmp_path):
     path, receipt = written(tmp_path, OrderedDict())
     assert load_file(path) == {}
@@ -347,6 +354,14 @@ def test_float6_stays_what_it_is(tmp_path):
     with open_checkpoint(tmp_path / "out.safetensors") as checkpoint:
         assert checkpoint["a"].read() == bytes(range(3))
         assert checkpoint["a"].shape == (4,)
+
+
+@pytest.mark.parametrize("format", ["torch-zip", "torch-legacy"])
+def test_torch_has_no_float6(tmp_path, format):
+    path = raw_file(tmp_path / "in.safetensors", {"a": entry((4,), (0, 3), "F6_E3M2")}, bytes(3))
+    no_type = pytest.raises(NotRepresentable, match="torch has no float6_e3m2fn")
+    with open_checkpoint(path) as checkpoint, no_type:
+        save(checkpoint, tmp_path / "out.pth", format=format)
 
 
 class Recorder:
