@@ -99,6 +99,7 @@ def test_the_wheel_states_version_and_command(wheel):
 LAZY_IMPORTS = {
     "__init__.py": "importlib.import_module(home)",
     "cli/group.py": "import_module(f'ckptool.cli.{verbs[name][0]}')",
+    "formats/__init__.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "inspection/__init__.py": "import_module(f'ckptool.inspection.{home}')",
 }
 """The package's own modules, imported by names that stand in its own source."""

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from ckptool.formats import WRITABLE
+
 __all__ = [
     "EXIT_CODES",
     "Target",
@@ -24,8 +26,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXIT_CODES = "Exit codes: 0 fine, 2 an error or wrong usage, 130 interrupted."
 
 _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
-
-FORMATS = ("torch-zip", "torch-legacy", "safetensors")
 
 file_argument = click.argument("file", type=click.Path())
 
@@ -65,7 +65,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--dry-run", is_flag=True, help="Print what would be written, write nothing."),
     click.option(
         "--format",
-        type=click.Choice(FORMATS),
+        type=click.Choice(WRITABLE),
         help="Format of the target, whatever its name ends in.",
     ),
     json_option,

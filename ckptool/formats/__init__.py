@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UsageError
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, WritableFormat, WriteOptions, WritePlan
-from ckptool.formats.pickle_file import PICKLE
-from ckptool.formats.pt2 import PT2
-from ckptool.formats.safetensors import SAFETENSORS
-from ckptool.formats.torch_legacy import TORCH_LEGACY
-from ckptool.formats.torch_tar import TORCH_TAR
-from ckptool.formats.torch_zip import TORCH_ZIP
-from ckptool.formats.torchscript import TORCHSCRIPT
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.paths import walk
 
 __all__ = [
-    "FORMATS",
+    "REGISTRY",
+    "WRITABLE",
     "Format",
     "Probe",
     "WritableFormat",
@@ -32,15 +28,35 @@ __all__ = [
     "writer",
 ]
 
-FORMATS: tuple[Format, ...] = (
-    TORCH_ZIP,
-    TORCHSCRIPT,
-    PT2,
-    TORCH_LEGACY,
-    TORCH_TAR,
-    SAFETENSORS,
-    PICKLE,
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A format that is imported when a file may be of it, so that the others cost nothing."""
+
+    name: str
+    module: str
+    zipped: bool = False
+    """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
+    writable: bool = False
+
+    def load(self) -> Format:
+        """The format itself: the object that bears its name in capitals."""
+        module = importlib.import_module(f"ckptool.formats.{self.module}")
+        found: Format = getattr(module, self.name.upper().replace("-", "_"))
+        return found
+
+
+REGISTRY = (
+    Entry("torch-zip", "torch_zip", zipped=True, writable=True),
+    Entry("torchscript", "torchscript", zipped=True),
+    Entry("pt2", "pt2", zipped=True),
+    Entry("torch-legacy", "torch_legacy", writable=True),
+    Entry("torch-tar", "torch_tar"),
+    Entry("safetensors", "safetensors", writable=True),
+    Entry("pickle", "pickle_file"),
 )
+ZIP_MAGIC = b"PK\x03\x04"
+WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:
@@ -64,9 +80,10 @@ def _read(probe: Probe) -> Checkpoint:
     refused = identify.refuse(probe)
     if refused is not None:
         raise refused
-    for candidate in FORMATS:
-        if candidate.recognise(probe):
-            checkpoint = candidate.read(probe)
+    zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
+    for entry in REGISTRY:
+        if entry.zipped is zipped and (known := entry.load()).recognise(probe):
+            checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
                 pass  # nested too deep, or mentioned too often: told now, not half-way
             return checkpoint
@@ -95,7 +112,7 @@ def writer(name: str) -> WritableFormat:
     Raises:
         UsageError: there is none; the message lists those that there are.
     """
-    writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
-    if name not in writable:
-        raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(writable)}")
-    return writable[name]
+    for entry in REGISTRY:
+        if entry.name == name and isinstance(known := entry.load(), WritableFormat):
+            return known
+    raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(WRITABLE)}")

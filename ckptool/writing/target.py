@@ -9,7 +9,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
-from ckptool.formats import FORMATS, WritableFormat, writer
+from ckptool.formats import WRITABLE, writer
 
 __all__ = ["check_target", "target_format"]
 
@@ -33,8 +33,7 @@ def target_format(
     ending = os.path.splitext(os.fspath(path))[1].lower()
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]
-    writable = {known.name for known in FORMATS if isinstance(known, WritableFormat)}
-    kept = checkpoint.format in writable and checkpoint.format not in _BY_ENDING.values()
+    kept = checkpoint.format in WRITABLE and checkpoint.format not in _BY_ENDING.values()
     return checkpoint.format if kept else DEFAULT
 
 
