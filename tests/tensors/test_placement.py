@@ -26,12 +26,12 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mmap", [False, True])
 def written(where):
     """An id that is the same in every process: a function's own text has its address."""
     return getattr(where, "__name__", str(where))
 
 
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("where", ACCEPTED, ids=written)
 def test_what_torch_accepts_gives_what_torch_gives(fixtures, where, mmap):
     file = fixtures / "torch-2.13.0" / "dp_full_cuda3.pth"
