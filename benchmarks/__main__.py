@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: make the inputs, measure every row, print the table, keep the page."""
+"""`python -m benchmarks`: make the inputs, measure every row, print the table, keep it.
+
+A whole run (neither --quick nor --only) writes docs/benchmarks.md and the table of the README.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from benchmarks.rows import Inputs, Result, rows, run_row
 
 FOLDER = Path("build/bench")
 PAGE = Path("docs/benchmarks.md")
+README = Path("README.md")
 
 
 def arguments() -> argparse.Namespace:
@@ -29,7 +33,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each command")
     parser.add_argument("--only", metavar="REGEX", help="rows whose work matches")
     parser.add_argument("--keep", action="store_true", help=f"leave the inputs in {FOLDER}")
-    parser.add_argument("--output", type=Path, help=f"page to write (default {PAGE}, if whole)")
     return parser.parse_args()
 
 
@@ -73,15 +76,18 @@ def main() -> int:
                 print(f"{row.work} ...", file=sys.stderr)
                 results.append(run_row(row, wanted.repeats))
         # Imported when nothing is left to measure: a child's peak counts what its parent holds.
-        from benchmarks.report import growth, page, table
+        from benchmarks.report import growth, page, refresh, table
 
         print(table(results, "simple"))
         misses = [f"{r.row.work}: {miss}" for r in results for miss in r.misses()]
         print("", *misses or ["Every bound was kept."], sep="\n")
-        if not wanted.only and (wanted.output or not wanted.quick):
+        if not (wanted.only or wanted.quick):
             steps = growth(results, list(made.many))
             text = page(results, steps, made.large.stat().st_size, wanted.repeats)
-            (wanted.output or PAGE).write_text(text, encoding="utf-8")
+            PAGE.write_text(text, encoding="utf-8")
+            README.write_text(
+                refresh(README.read_text(encoding="utf-8"), results), encoding="utf-8"
+            )
         return 1 if misses else 0
     finally:
         if not wanted.keep:

@@ -15,9 +15,11 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.rows import MB, Result
-from benchmarks.timing import ratio
+from benchmarks.timing import Measured, ratio
 
-__all__ = ["Growth", "growth", "page", "table"]
+__all__ = ["Growth", "growth", "page", "refresh", "summary", "table"]
+
+BEGIN, END = "<!-- numbers: written by make bench -->", "<!-- end of numbers -->"
 
 HEADERS = ("work", "who", "median s", "peak MB", "ckptool / it", "wanted")
 PAGE = """# Benchmarks
@@ -46,6 +48,33 @@ def table(results: Sequence[Result], style: str = "github") -> str:
     """Every row and every command that was run for it."""
     lines = [line for result in results for line in lines_of(result)]
     return tabulate(lines, HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """A line a row for the README: ours, and what each of the others took."""
+    lines = [
+        (
+            result.row.work,
+            both(result.ours),
+            ", ".join(f"{o.command.label}: {both(o)}" for o in result.theirs),
+        )
+        for result in results
+    ]
+    return tabulate(
+        lines, ("work", "ckptool", "beside it"), tablefmt="github", disable_numparse=True
+    )
+
+
+def both(measured: Measured) -> str:
+    """Time and memory of a command."""
+    return f"{seconds(measured.seconds)} s, {memory(measured.peak)} MB"
+
+
+def refresh(readme: str, results: Sequence[Result]) -> str:
+    """The README with the numbers between its two markers replaced."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{summary(results)}\n{END}{after}"
 
 
 def lines_of(result: Result) -> Iterator[tuple[str, ...]]:

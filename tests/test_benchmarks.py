@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.inputs import large, many, shapes
-from benchmarks.report import growth, table
+from benchmarks.report import growth, refresh, table
 from benchmarks.rows import MB, Inputs, Result, Row, rows
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
+from tests.sources import PROJECT
 
 OURS = Command("ckptool list", ("ckptool", "list"))
 THEIRS = Command("cp", ("cp",))
@@ -113,6 +114,16 @@ def test_growth_is_what_one_more_tensor_costs():
     (step,) = growth(results, [1000, 5000])
     assert step.seconds == pytest.approx(0.001)
     assert step.peak == 0
+
+
+def test_the_numbers_of_the_readme_are_replaced_and_nothing_else():
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    result = Result(Row("sums", Path("x"), (OURS, THEIRS)), (timed(OURS, 2), timed(THEIRS, 3)))
+    once = refresh(readme, [result])
+    assert "| sums   | 2.00 s, 1 MB | cp: 3.00 s, 1 MB |" in once
+    assert refresh(once, [result]) == once
+    assert once.startswith(readme.partition("<!-- numbers")[0])
+    assert once.endswith(readme.partition("<!-- end of numbers -->")[2])
 
 
 def test_every_row_compares_ckptool_with_something():
