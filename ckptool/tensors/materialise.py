@@ -59,8 +59,8 @@ class Materialiser:
     ) -> None:
         """Plan what to read for the tensors below `root`; nothing is read yet.
 
-        `convert` makes the values among a tensor's own attributes; without it they stay as they
-        are.
+        `convert` makes the values among a tensor's own attributes; without it only the tensors
+        among them are made.
 
         Raises:
             TorchMissing: torch is not installed.
@@ -151,20 +151,21 @@ class Materialiser:
         """What it is made of, tensors made; empty for a plain tensor, whatever carried it."""
         if ref.kind not in PART_KINDS and ref.kind != "quantized":
             return {}
-        return {key: self._part(part, name, cast) for key, part in (ref.parts or {}).items()}
+        return {key: self._part(part, name, cast=cast) for key, part in (ref.parts or {}).items()}
 
-    def _part(self, part: Any, name: str, cast: bool) -> Any:
+    def _part(self, part: Any, name: str, *, cast: bool) -> Any:
         if isinstance(part, TensorRef):
             return self.tensor(part, name, cast=cast)
         if isinstance(part, tuple):
-            return tuple(self._part(item, name, cast) for item in part)
+            return tuple(self._part(item, name, cast=cast) for item in part)
         if isinstance(part, dict):  # of a jagged tensor
-            return {key: self._part(item, name, cast) for key, item in part.items()}
+            return {key: self._part(item, name, cast=cast) for key, item in part.items()}
         return part
 
     def _attributes(self, layer: Wrapping) -> dict[Any, Any]:
         """The Python attributes that a layer's state holds, slots merged in, values made."""
-        state = self._convert(layer.state) if self._convert else layer.state
+        convert = self._convert or (lambda state: self._part(state, "", cast=False))
+        state = convert(layer.state)
         groups = state if isinstance(state, tuple) else (state,)
         return {
             name: value
