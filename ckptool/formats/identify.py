@@ -86,7 +86,8 @@ def _xser(probe: Probe) -> Finding | None:
     if _XSER_MARK not in source.read(0, min(source.size, _LOOKED_AT)):
         return None
     return Finding(
-        f"the main file of a torch_xla checkpoint, whose tensors lie in the folder {quoted(os.path.basename(beside))} beside it",
+        "the main file of a torch_xla checkpoint, whose tensors lie in the folder "
+        f"{quoted(os.path.basename(beside))} beside it",
         "load it with torch_xla.utils.serialization.load and save the result with torch.save",
         UnsupportedFormat,
     )
