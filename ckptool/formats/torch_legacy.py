@@ -24,7 +24,7 @@ from ckptool.formats.legacy_stream import (
 )
 from ckptool.model import Storage
 from ckptool.paths import name_of
-from ckptool.symbolic import encode
+from ckptool.symbolic.encoder import encode
 
 __all__ = ["TORCH_LEGACY", "TorchLegacy"]
 

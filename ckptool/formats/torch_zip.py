@@ -8,22 +8,18 @@ caffe2/serialize/inline_container.cc.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, NotRepresentable
-from ckptool.files.output import Output
-from ckptool.files.strided import swap_bytes
+from ckptool.errors import CorruptFile
 from ckptool.formats.archive import read_text
 from ckptool.formats.base import Archive, Probe, Record, WriteOptions, WritePlan
 from ckptool.formats.legacy_stream import NestedStreams
-from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
-from ckptool.symbolic import Unpickled, encode, unpickle
+from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
 
 __all__ = ["TORCH_ZIP", "Contents", "Storages", "TorchZip", "few", "read_contents"]
@@ -176,69 +172,17 @@ class TorchZip:
         )
 
     def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
-        """The zip that torch 2.13 would write, but for its `.data/serialization_id`.
-
-        That record is a hash for torch's own logging, which nothing reads.
+        """The zip that torch 2.13 would write (`torch_zip_writer.plan`).
 
         Raises:
             NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
         """
-        encoded = encode(checkpoint.root)
-        records = [
-            literal(PICKLE, encoded.data),
-            literal(".format_version", b"1"),
-            literal(".storage_alignment", str(ALIGNMENT).encode()),
-            literal("byteorder", b"little"),
-        ]
-        for index, storage in enumerate(encoded.storages):
-            records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
-        records.append(literal("version", b"3\n"))
-        new = plan_zip("archive", records, ALIGNMENT)
-        return WritePlan(
-            self.name,
-            new.size,
-            new.write,
-            tensors=sum(1 for _ in checkpoint.tensors()),
-            blockers=encoded.blockers,
-        )
+        from ckptool.formats.torch_zip_writer import plan
+
+        return plan(checkpoint)
 
 
 TORCH_ZIP = TorchZip()
-
-
-def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
-    """The record `data/INDEX`, its bytes little-endian; `dtype` tells what a change reverses."""
-    data = storage.data
-    if data is None:
-        raise NotRepresentable(
-            f"storage {storage.key!r} is on the {storage.device} device and has no bytes to write",
-            file=file,
-        )
-    swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
-
-    def write(output: Output) -> int:
-        if swap > 1:
-            return output.stream(_swapped(data.blocks(), swap))
-        if storage.crc32 is not None and not storage.compressed:
-            output.copy(data)
-            return storage.crc32
-        crc = output.copy_checked(data)
-        if storage.crc32 not in (None, crc):
-            raise CorruptFile(
-                f"storage {storage.key!r} is damaged: its bytes do not have the CRC-32 "
-                "that the zip directory states",
-                file=data.source.name,
-            )
-        return crc
-
-    return NewRecord(f"data/{index}", storage.nbytes, write)
-
-
-def _swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The other byte order; bytes at the end that are no whole element stay as they are."""
-    for block in blocks:
-        whole = len(block) - len(block) % size
-        yield swap_bytes(block[:whole], size) + block[whole:]
 
 
 def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:

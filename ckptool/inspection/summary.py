@@ -16,7 +16,7 @@ from ckptool.inspection.values import json_path
 from ckptool.model import Path, Storage, StorageRef, TensorRef, children
 from ckptool.paths import name_of, walk
 from ckptool.statedict import MODEL_KINDS, Section
-from ckptool.symbolic import blockers
+from ckptool.symbolic.encoder import blockers
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 

@@ -1,4 +1,4 @@
-"""Pickle without execution: read as a tree of data, written back from one."""
+"""Pickle without execution: read as a tree of data here, written back by `encoder`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
-from ckptool.symbolic.blockers import blocking
-from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.symbolic.machine import Machine
 
-__all__ = ["Encoded", "Unpickled", "blockers", "blocking", "encode", "unpickle"]
+__all__ = ["Unpickled", "unpickle"]
 
 _WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
 
@@ -75,8 +73,3 @@ def unpickle(
             continue
         found = tuple(dict.fromkeys(known.qualified for known in machine.globals.values()))
         return Unpickled(root, start + end, machine.protocol, found, tuple(machine.opcodes))
-
-
-def blockers(root: Any) -> tuple[str, ...]:
-    """What would keep `weights_only=True` from loading a file of this tree."""
-    return encode(root).blockers

@@ -26,7 +26,7 @@ from ckptool.model import (
 from ckptool.symbolic.blockers import blocking
 from ckptool.symbolic.rebuild import call_of
 
-__all__ = ["Encoded", "encode"]
+__all__ = ["Encoded", "blockers", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,14 @@ def encode(root: Any, *, legacy: bool = False) -> Encoded:
             tensor of a type that torch has not.
     """
     return _Encoder(legacy).run(root)
+
+
+def blockers(root: Any) -> tuple[str, ...]:
+    """What would keep `weights_only=True` from loading a file of this tree."""
+    try:
+        return encode(root).blockers
+    except NotRepresentable as error:
+        return (error.message,)
 
 
 class _Raw(bytes):

@@ -15,7 +15,7 @@ from hypothesis import given
 
 from ckptool.errors import NotRepresentable
 from ckptool.model import Opaque
-from ckptool.symbolic import blockers, encode
+from ckptool.symbolic.encoder import blockers, encode
 from tests.symbolic.pickles import read
 from tests.symbolic.test_machine import trees
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ckptool.errors import CheckpointError, LimitExceeded
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Opaque, Storage, StorageRef, TensorRef
-from ckptool.symbolic import calls, encode
+from ckptool.symbolic import calls
+from ckptool.symbolic.encoder import encode
 from tests.symbolic.pickles import read
 
 STORAGE = Storage("0", ByteRange(MemorySource(bytes(96), "test.pkl"), 0, 96), 96, "cuda:3")
