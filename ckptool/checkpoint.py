@@ -54,6 +54,10 @@ class Details:
     """Bytes that nothing in the file refers to."""
     notes: tuple[str, ...] = ()
     """Sentences worth telling the user: compressed records, source text left behind, ..."""
+    left_behind: tuple[str, ...] = ()
+    """Sentences on what the file holds beside the tree, which no rewrite carries over."""
+    header: Mapping[str, str] = field(default_factory=dict)
+    """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
     layout: Any = None
     """What the format's own writer may want to know again (a zip's directory, say)."""
 

@@ -70,13 +70,13 @@ class SourceTexts:
             self.names[getattr(cls, "qualified", str(cls))] = None
         return cls
 
-    def notes(self) -> tuple[str, ...]:
+    def left_behind(self) -> tuple[str, ...]:
         """A sentence for the user, if there is anything to say."""
         if not self.names:
             return ()
         shown = ", ".join(list(self.names)[:5])
         more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
-        return (f"the file holds the source code of {shown}{more}; a rewrite leaves it out",)
+        return (f"the file holds the source code of {shown}{more}",)
 
 
 class NestedStreams:

@@ -69,7 +69,7 @@ class PickleFile:
             opcodes=found.opcodes,
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
-            notes=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),
+            left_behind=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
 

@@ -251,7 +251,8 @@ def _details(archive: Archive, reader: _Reader) -> Details:
         byteorder=reader.byteorder,
         storage_bytes=sum(record.data.length for record in (flat and [flat]) or payloads),
         dead_bytes=archive.dead_bytes,
-        notes=(*archive.notes, *_notes(archive)),
+        notes=archive.notes,
+        left_behind=tuple(_left_behind(archive)),
         layout=archive,
     )
 
@@ -266,8 +267,8 @@ def _torch_version(archive: Archive) -> str | None:
     return None
 
 
-def _notes(archive: Archive) -> Iterator[str]:
-    yield "the exported program is left alone: its weights are read"
+def _left_behind(archive: Archive) -> Iterator[str]:
+    yield "the exported program: only its weights are read"
     constants = [
         name
         for name in archive.records

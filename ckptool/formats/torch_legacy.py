@@ -57,7 +57,7 @@ class TorchLegacy:
             opcodes=unpickled.opcodes,
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=source.size - stream.end,
-            notes=(*stream.sources.notes(), *_behind(source, stream.end)),
+            left_behind=(*stream.sources.left_behind(), *_behind(source, stream.end)),
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 

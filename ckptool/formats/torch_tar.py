@@ -59,7 +59,7 @@ class TorchTar:
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
             storage_bytes=tar.storage_bytes,
-            notes=tar.sources.notes(),
+            left_behind=tar.sources.left_behind(),
         )
         return Checkpoint(unpickled.root, self.name, probe.path, details, sources=(source,))
 

@@ -199,14 +199,13 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         opcodes=unpickled.opcodes,
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
-        notes=(*archive.notes, *_notes(archive, contents, unused, is_zip=is_zip)),
+        notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
+        left_behind=tuple(_left_behind(archive, unused)),
         layout=archive,
     )
 
 
-def _notes(
-    archive: Archive, contents: Contents, unused: list[Record], *, is_zip: bool
-) -> Iterator[str]:
+def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[str]:
     records = archive.records
     if is_zip and not archive.folder:
         yield "torch refuses this file because its records do not stand in a folder"
@@ -221,11 +220,15 @@ def _notes(
             f"{few(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
             "a rewrite stores them plainly"
         )
+
+
+def _left_behind(archive: Archive, unused: list[Record]) -> Iterator[str]:
     if unused:
-        yield f"{few([r.name for r in unused])} not referred to by the pickle; a rewrite drops them"
-    extra = [n for n in records if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
+        yield f"{few([record.name for record in unused])} not referred to by the pickle"
+    names = archive.records
+    extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     if extra:
-        yield f"{few(extra)} not part of a checkpoint; a rewrite drops them"
+        yield f"{few(extra)} not part of a checkpoint"
 
 
 def few(names: list[str]) -> str:

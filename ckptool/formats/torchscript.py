@@ -81,7 +81,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     details = _details(
         archive,
         writer=f"torch.jit of torch {since}",
-        notes=(sentence,) if others else (),
+        left_behind=(sentence,) if others else (),
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
         globals=unpickled.globals,
@@ -190,7 +190,7 @@ def _classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
 
 
 def _details(
-    archive: Archive, *, writer: str, notes: tuple[str, ...] = (), **facts: Any
+    archive: Archive, *, writer: str, left_behind: tuple[str, ...] = (), **facts: Any
 ) -> Details:
     weights = [r for name, r in archive.records.items() if name.startswith(_WEIGHTS)]
     return Details(
@@ -198,7 +198,8 @@ def _details(
         writer=writer,
         storage_bytes=sum(record.data.length for record in weights),
         dead_bytes=archive.dead_bytes,
-        notes=(*archive.notes, *notes, *_left_behind(archive)),
+        notes=archive.notes,
+        left_behind=(*left_behind, *_left_behind(archive)),
         layout=archive,
         **facts,
     )
@@ -213,7 +214,7 @@ def _left_behind(archive: Archive) -> Iterator[str]:
     ]
     code = [name for name in names if name.startswith("code/")]
     if code:
-        yield f"the program ({len(code):,} records of code) is left alone: the weights are read"
+        yield f"the program ({len(code):,} records of code): only the weights are read"
     constants = [name for name in names if name.startswith("constants/")]
     if constants:
         yield f"{len(constants):,} constants of the program are not listed"

@@ -160,7 +160,7 @@ def info(checkpoint: Checkpoint) -> Info:
         reachable_bytes=_reachable_bytes(checkpoint.root),
         dead_bytes=details.dead_bytes,
         ties=tuple(_ties(tensors)),
-        notes=details.notes,
+        notes=(*details.notes, *details.left_behind),
         commands=load_commands(needs),
     )
 

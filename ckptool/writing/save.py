@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable
@@ -11,6 +12,7 @@ from ckptool.files.atomic import atomic_output
 from ckptool.files.output import Progress
 from ckptool.files.system import announce_read
 from ckptool.formats import WriteOptions, writer
+from ckptool.paths import listed
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.target import check_target, target_format
 
@@ -55,8 +57,7 @@ def save(
     options = options or WriteOptions()
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     plan = writer(target_format(checkpoint, path, format)).plan(checkpoint, options)
-    dropped = tuple(change.text for change in checkpoint.changes if change.kind == LEFT_OUT)
-    left_out = (*dropped, *plan.left_out)
+    left_out = (*_left_behind(checkpoint, plan.format), *plan.left_out)
     if strict and left_out:
         raise NotRepresentable(
             f"{plan.format} cannot hold all of it; this would be left out: {'; '.join(left_out)}",
@@ -84,6 +85,17 @@ def save(
         blockers=plan.blockers,
         dry_run=dry_run,
     )
+
+
+def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
+    """What the reader and the transforms did not take along, and what only one format has."""
+    yield from checkpoint.details.left_behind
+    for change in checkpoint.changes:
+        if change.kind == LEFT_OUT:
+            yield change.text
+    header = checkpoint.details.header
+    if header and target != checkpoint.format:
+        yield f"entries of the header: {listed(header)}"
 
 
 def _permissions(checkpoint: Checkpoint) -> int | None:

@@ -98,7 +98,7 @@ def test_what_follows_the_pickle_is_a_note(read):
     checkpoint = read(pickle.dumps({"a": 1}, 2) + b"12345")
     assert checkpoint.root == {"a": 1}
     assert checkpoint.details.dead_bytes == 5
-    assert checkpoint.details.notes == ("5 bytes behind the pickle are not read",)
+    assert checkpoint.details.left_behind == ("5 bytes behind the pickle are not read",)
 
 
 def test_the_index_of_a_distributed_checkpoint_is_named(read):

@@ -101,7 +101,7 @@ def test_the_weights_are_those_of_the_program_in_its_order(exported):
             assert ref.requires_grad is tensor.requires_grad
         assert found["emb.weight"].storage is found["head.weight"].storage
         assert checkpoint.details.torch_version == torch.__version__
-        assert any("2 records of constants" in note for note in checkpoint.details.notes)
+        assert any("2 records of constants" in note for note in checkpoint.details.left_behind)
         assert checkpoint.details.dead_bytes == 0
 
 

@@ -139,7 +139,7 @@ def test_a_module_is_data_and_its_source_text_a_note(saved):
     with read(saved(Net())) as checkpoint:
         assert isinstance(checkpoint.root, Opaque)
         assert checkpoint.root.class_name.endswith("Net")
-        (note,) = checkpoint.details.notes
+        (note,) = checkpoint.details.left_behind
         assert "source code of" in note
         assert "Net" in note
 
@@ -233,7 +233,7 @@ def test_what_follows_the_stream_is_a_note(written, behind, words):
     with read(written(whole + behind)) as checkpoint:
         assert checkpoint.root == {"step": 1}
         assert checkpoint.details.dead_bytes == len(behind)
-        (note,) = checkpoint.details.notes
+        (note,) = checkpoint.details.left_behind
         assert words in note
         assert f"offset {len(whole)}" in note
 

@@ -137,7 +137,7 @@ def test_a_storage_may_be_referred_to_and_a_class_with_its_source(written):
         assert found.dtype == "float32"
         assert found.storage.key == "10"
         assert module.qualified == "torch.nn.modules.linear.Linear"
-        assert "source code of torch.nn.modules.linear.Linear" in checkpoint.details.notes[0]
+        assert "source code of torch.nn.modules.linear.Linear" in checkpoint.details.left_behind[0]
 
 
 def test_the_first_tar_had_no_locations(written):

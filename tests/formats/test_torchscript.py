@@ -111,7 +111,7 @@ def test_nested_shared_and_loose_tensors_are_named_as_torch_names_them(tmp_path)
             assert found[name].stride == tensor.stride()
         grads = {name: p.requires_grad for name, p in judge.named_parameters()}
         assert grads == {name: found[name].requires_grad for name in grads}
-        notes = " ".join(checkpoint.details.notes)
+        notes = " ".join(checkpoint.details.left_behind)
     assert found["same.scale"].storage is found["blocks.0.scale"].storage
     assert "1 tensors that are neither parameters nor buffers" in notes
     assert "'extra/notes.txt' is not part of the weights" in notes

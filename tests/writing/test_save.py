@@ -273,3 +273,18 @@ def test_more_than_the_disk_can_hold(tmp_path):
     with open_checkpoint(tmp_path / "model.pth") as checkpoint, pytest.raises(NoSpace):
         save(checkpoint, tmp_path / "out.safetensors")
     assert files(tmp_path) == ["model.pth"]
+
+
+def test_what_no_rewrite_carries_over_is_named(fixtures, tmp_path):
+    """TorchScript's program, a source text, header entries: left out, an error with `strict`."""
+    with open_checkpoint(fixtures / "torch-2.13.0" / "scripted.pt") as script:
+        receipt = save(script, tmp_path / "weights.pth")
+        assert any("program" in text for text in receipt.left_out)
+        with pytest.raises(NotRepresentable, match="program"):
+            save(script, tmp_path / "strict.pth", strict=True)
+    with open_checkpoint(fixtures / "safetensors" / "dtypes.safetensors") as headed:
+        assert any("note" in text for text in headed.details.header)
+        out = save(headed, tmp_path / "same.safetensors")
+        assert not any("header" in text for text in out.left_out)
+    with open_checkpoint(tmp_path / "same.safetensors") as again:
+        assert again.details.header == headed.details.header
