@@ -56,7 +56,7 @@ def summary(results: Sequence[Result]) -> str:
         (
             result.row.work,
             both(result.ours),
-            ", ".join(f"{o.command.label}: {both(o)}" for o in result.theirs),
+            "; ".join(f"{o.command.label}: {both(o)}" for o in result.theirs),
         )
         for result in results
     ]
