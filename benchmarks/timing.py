@@ -14,6 +14,9 @@ from pathlib import Path
 
 __all__ = ["Command", "Measured", "Sample", "measure", "ratio", "warm"]
 
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+"""Modules are compiled once, as for an installed package: torch's own are, whatever this says."""
+
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 """`ru_maxrss` is in bytes on macOS and in KiB elsewhere."""
 
@@ -98,6 +101,7 @@ def run(command: Command) -> Sample:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
     )
     with process:
         error = process.stderr.read() if process.stderr else b""
