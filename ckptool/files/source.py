@@ -11,7 +11,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptool.errors import (
     CorruptFile,
@@ -81,9 +81,14 @@ class FileSource:
             raise UnreadableFile(f"cannot be opened ({reason})", file=self.path) from error
         status = os.fstat(self._fd)
         self._size = status.st_size
+        self._mtime = status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles open the file again: a descriptor's number means nothing elsewhere."""
+        return _reopened, (os.path.abspath(self.path), self._size, self._mtime)
 
     @property
     def name(self) -> str:
@@ -169,6 +174,16 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
     data = _pread(fd, min(len(buffer), BLOCK), offset)
     buffer[: len(data)] = data
     return len(data)
+
+
+def _reopened(path: str, size: int, mtime: int) -> FileSource:
+    """The file of a copied or unpickled source, if it is still the one that was read."""
+    source = FileSource(path)
+    status = os.fstat(source.fileno())
+    if (status.st_size, status.st_mtime_ns) != (size, mtime):
+        source.close()
+        raise UnreadableFile("has changed since it was opened", file=path)
+    return source
 
 
 class MemorySource:
