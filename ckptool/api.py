@@ -10,6 +10,7 @@ from typing import Any, overload
 from ckptool import inspection, transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import convert
+from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -65,6 +66,15 @@ def list_tensors(source: Source, *, hash: bool = False) -> Listing:
         return inspection.list_tensors(checkpoint, hash=hash)
 
 
+def _mapping(state: Any) -> StateDict:
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"a state dict or an open checkpoint is wanted, not a {type(state).__name__}",
+            hint="a file: ckptool.open(path); a model: model.state_dict()",
+        )
+    return state
+
+
 @overload
 def strip_module(state: Checkpoint, **options: Any) -> Checkpoint: ...
 @overload
@@ -85,7 +95,7 @@ def strip_module(state: Checkpoint | StateDict, **options: Any) -> Checkpoint | 
     """
     if isinstance(state, Checkpoint):
         return transforms.strip_module(state, **options)
-    return transforms.strip_module_dict(state, **options)
+    return transforms.strip_module_dict(_mapping(state), **options)
 
 
 @overload
@@ -101,7 +111,7 @@ def add_module(state: Checkpoint | StateDict, **options: Any) -> Checkpoint | di
     """
     if isinstance(state, Checkpoint):
         return transforms.add_module(state, **options)
-    return transforms.add_module_dict(state, **options)
+    return transforms.add_module_dict(_mapping(state), **options)
 
 
 @overload
@@ -118,4 +128,4 @@ def remap(state: Checkpoint | StateDict, rules: Mapping[str, str]) -> Checkpoint
     """
     if isinstance(state, Checkpoint):
         return transforms.remap(state, rules)
-    return transforms.remap_dict(state, rules)
+    return transforms.remap_dict(_mapping(state), rules)

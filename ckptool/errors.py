@@ -14,6 +14,7 @@
     ├── NameCollision           (ValueError)  two tensors would get one name
     ├── DeviceError             (ValueError)  a device word, or a tag that cannot be moved
     ├── UsageError              (ValueError)  options that do not fit together
+    │   └── OutOfRange          (IndexError)  an index that a tensor does not have
     ├── WriteError              nothing was written, or the old file is still there
     │   ├── TargetExists        (FileExistsError)
     │   ├── NoSpace             (OSError)
@@ -42,6 +43,7 @@ __all__ = [
     "NotACheckpoint",
     "NotFound",
     "NotRepresentable",
+    "OutOfRange",
     "TargetExists",
     "TorchMissing",
     "TruncatedFile",
@@ -136,6 +138,10 @@ class DeviceError(CheckpointError, ValueError):
 
 class UsageError(CheckpointError, ValueError):
     """Options that do not fit together."""
+
+
+class OutOfRange(UsageError, IndexError):
+    """An index that a tensor does not have, which ends a loop over it."""
 
 
 class WriteError(CheckpointError):

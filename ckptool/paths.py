@@ -257,6 +257,12 @@ def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFo
             hint="in Python, give the path as a tuple",
         )
     every = [(len(path), name_of(path)) for path, _ in _named_nodes(checkpoint.root) if path]
+    if any(name == wanted for _, name in every):
+        return NotFound(
+            f"{printable(wanted)!r} is there, and is nothing that holds a state dict",
+            file=file,
+            hint=f"ckptool info {file}" if file else None,
+        )
     near = [name for _, name in every if wanted.lower() in name.lower()]
     return NotFound(
         f"there is nothing named {printable(wanted)!r}; "

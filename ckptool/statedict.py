@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MODEL_KINDS",
     "Section",
+    "is_flat",
     "is_optimizer",
     "model_state_dict",
     "optimizer_names",
@@ -70,8 +71,8 @@ def sections(root: Any) -> tuple[Section, ...]:
 
     A dict is a state dict if its keys are strings and tensors stand under at least half of them,
     none deeper; dicts of random states (all one-dimensional uint8) and of mere numbers (below the
-    root, all without dimensions) are not, unless they have `_metadata`. What belongs to an
-    optimizer or scheduler is not looked into.
+    root, all without dimensions) are not. Dotted names of arrays and `_metadata` say that it is
+    one all the same. What belongs to an optimizer or scheduler is not looked into.
     """
     found: list[Section] = []
     modules: dict[int, OrderedMap] = {}
@@ -137,7 +138,12 @@ def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
         return False
     entries = [value for name, value in mapping.items() if not _is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
+    # A state dict says so by its `_metadata`, or by names of submodules: `fc.weight`.
     named = isinstance(mapping, OrderedMap) and mapping.metadata is not None
+    named = named or any(
+        "." in name and isinstance(value, TensorRef) and value.shape
+        for name, value in mapping.items()
+    )
     if not tensors or (not named and not _looks_like_weights(tensors, len(entries), at_root)):
         return False
     return len(tensors) == len(entries) or not any(map(_holds_tensors, entries))
@@ -202,7 +208,7 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
         return section
     below = [] if section is not None else _models(node, path)
     mapping = _mapping_of(node)
-    if not below and mapping is not None and _is_flat(mapping):
+    if not below and mapping is not None and is_flat(mapping):
         return Section(path, "state_dict", mapping, node)
     return _only(checkpoint, below, repr(printable(name_of(path))))
 
@@ -211,8 +217,11 @@ def _may_hold_models(node: Any) -> bool:
     return isinstance(node, (list, tuple)) or (_mapping_of(node) is not None or is_module(node))
 
 
-def _is_flat(mapping: dict[Any, Any]) -> bool:
-    values = mapping.values()
+def is_flat(node: Any) -> bool:
+    """Whether it is a dict with tensors directly in it, and none deeper."""
+    if not isinstance(node, dict):
+        return False
+    values = node.values()
     others = [value for value in values if not isinstance(value, TensorRef)]
     return len(others) < len(values) and not any(map(_holds_tensors, others))
 

@@ -64,6 +64,8 @@ def test_a_training_checkpoint():
         ("random states below", {"r": {"cpu": rng()}}, {"": "values"}),
         ("a uint8 weight among others", {"w": tensor(), "packed": rng()}, {"": "state_dict"}),
         ("metrics", {"best": {"epoch=1.ckpt": scalar()}}, {"": "values"}),
+        ("a few weights among many values",
+         {"module.fc.weight": tensor(), "epoch": 3, "cfg": "x", "lr": 0.1}, {"": "state_dict"}),
         ("numbers at the root", {"module.scale": scalar()}, {"": "state_dict"}),
         ("numbers with metadata", {"net": state_dict(["s"], metadata=[""])},
          {"net": "state_dict"}),

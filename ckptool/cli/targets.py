@@ -7,6 +7,8 @@ import os
 __all__ = ["default_target"]
 
 _DOUBLE = (".safetensors.index.json", ".bin.index.json")
+_UNWRITABLE = (".pt2", ".ptl", ".pkl")
+"""Endings of formats that are read, and become torch files."""
 _SUFFIXES = {"safetensors": ".safetensors", "torch-zip": ".pth", "torch-legacy": ".pth"}
 
 
@@ -19,6 +21,8 @@ def default_target(source: str, word: str, format: str | None = None) -> str:
     stem, suffix = _split(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
         stem, suffix = stem + suffix, ".pth"
+    if suffix in _UNWRITABLE:
+        suffix = ".pth"
     if format and (suffix == ".safetensors") != (format == "safetensors"):
         suffix = _SUFFIXES[format]
     return f"{stem}.{word}{suffix}"

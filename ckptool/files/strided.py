@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from ckptool.errors import UsageError
+from ckptool.errors import OutOfRange, UsageError
 from ckptool.files.source import BLOCK, ByteRange
 
 __all__ = ["flip_signs", "narrow", "row_major", "swap_bytes"]
@@ -285,7 +285,7 @@ def narrow(
     """Shape, stride and offset of `view[index]` by basic indexing (integers, slices, `...`).
 
     Raises:
-        UsageError: an index that is out of range, of another kind, or one too many.
+        UsageError: an index that is out of range (`OutOfRange`), of another kind, or one too many.
     """
     sizes: list[int] = []
     steps: list[int] = []
@@ -334,5 +334,5 @@ def _position(item: Any, size: int, axis: int) -> int:
             f"cannot index with {type(item).__name__}; only integers, slices and '...' are taken"
         ) from error
     if not -size <= position < size:
-        raise UsageError(f"index {position} is out of range for dimension {axis} of size {size}")
+        raise OutOfRange(f"index {position} is out of range for dimension {axis} of size {size}")
     return position % size

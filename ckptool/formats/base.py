@@ -54,7 +54,7 @@ class Probe:
             FileMissing: there is no such file or folder.
             FileDenied: the system refuses it.
         """
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         self.limits = limits
         self.is_folder = os.path.isdir(self.path)
         self.source = None if self.is_folder else FileSource(self.path)

@@ -13,8 +13,10 @@ from ckptool.files.output import Progress
 from ckptool.files.system import announce_read
 from ckptool.formats import WriteOptions, writer
 from ckptool.paths import listed
+from ckptool.statedict import is_flat
+from ckptool.transforms import single_state_dict
 from ckptool.writing.receipt import Receipt
-from ckptool.writing.target import check_target, target_format
+from ckptool.writing.target import check_target, is_a_source, target_format
 
 __all__ = ["LEFT_OUT", "save"]
 
@@ -56,7 +58,10 @@ def save(
     """
     options = options or WriteOptions()
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
-    plan = writer(target_format(checkpoint, path, format)).plan(checkpoint, options)
+    name = target_format(checkpoint, path, format)
+    if name == "safetensors" and not is_flat(checkpoint.root):
+        checkpoint = single_state_dict(checkpoint)
+    plan = writer(name).plan(checkpoint, options)
     left_out = (*_left_behind(checkpoint, plan.format), *plan.left_out)
     if strict and left_out:
         raise NotRepresentable(
@@ -64,6 +69,8 @@ def save(
             file=checkpoint.path,
             hint="write it without --strict to leave that out",
         )
+    if in_place and not overwrite and is_a_source(path, checkpoint.sources):
+        _refuse_loss(checkpoint, plan.format, left_out)
     if not dry_run:
         for source in checkpoint.sources:
             announce_read(source.fileno())
@@ -85,6 +92,19 @@ def save(
         blockers=plan.blockers,
         dry_run=dry_run,
     )
+
+
+def _refuse_loss(checkpoint: Checkpoint, target: str, left_out: tuple[str, ...]) -> None:
+    """In place there is no other copy: nothing may go without being asked for."""
+    lost = "; ".join(left_out)
+    if target != checkpoint.format:
+        lost = f"it would become a {target}" + (f", without {lost}" if lost else "")
+    if lost:
+        raise NotRepresentable(
+            f"the {checkpoint.format} file would lose something in place: {lost}",
+            file=checkpoint.path,
+            hint="-o writes another file; --force does it all the same",
+        )
 
 
 def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:

@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterable
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import TargetExists
+from ckptool.errors import TargetExists, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
 from ckptool.formats import WRITABLE, writer
 
-__all__ = ["check_target", "target_format"]
+__all__ = ["check_target", "is_a_source", "target_format"]
 
 _BY_ENDING = {".safetensors": "safetensors"}
+_INDEXES = (".safetensors.index.json", ".bin.index.json")
 DEFAULT = "torch-zip"
 
 
@@ -26,8 +27,14 @@ def target_format(
     becomes a torch zip.
 
     Raises:
-        UsageError: `format` is none that can be written.
+        UsageError: `format`, or the format of that ending, is none that can be written.
     """
+    if os.fspath(path).lower().endswith(_INDEXES):
+        raise UsageError(
+            "the index of a sharded checkpoint is no target that can be written yet",
+            file=path,
+            hint="name one file: model.safetensors",
+        )
     if format is not None:
         return writer(format).name
     ending = os.path.splitext(os.fspath(path))[1].lower()
@@ -40,13 +47,17 @@ def target_format(
 def check_target(
     checkpoint: Checkpoint, path: str | os.PathLike[str], *, overwrite: bool, in_place: bool
 ) -> None:
-    """Refuse a target that is the source, or another file that is not to be replaced.
+    """Refuse a target that is no file name, the source, or a file that is not to be replaced.
 
     Raises:
+        UsageError: it is empty, or ends like a folder's name.
         TargetExists: the file is there; the hint says what would allow it.
         WriteDenied: it is a device, a pipe or the like.
     """
-    if not _is_a_source(path, checkpoint.sources):
+    name = os.fspath(path)
+    if not name or name.endswith(os.sep):
+        raise UsageError(f"{name!r} names no file to write", hint="give the name of a file")
+    if not is_a_source(path, checkpoint.sources):
         refuse_target(path, overwrite=overwrite)
     elif not in_place:
         raise TargetExists(
@@ -56,7 +67,7 @@ def check_target(
         )
 
 
-def _is_a_source(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> bool:
+def is_a_source(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> bool:
     """Whether the target, links resolved, is one of the files that will be read."""
     try:
         target = os.stat(path)

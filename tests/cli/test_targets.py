@@ -16,6 +16,8 @@ from ckptool.cli.targets import default_target
         ("model.safetensors", "model.stripped.safetensors"),
         ("model.safetensors.index.json", "model.stripped.safetensors.index.json"),
         (".hidden", ".hidden.stripped"),
+        ("program.pt2", "program.stripped.pth"),
+        ("data.pkl", "data.stripped.pth"),
     ],
 )
 def test_the_word_goes_before_the_ending(source, target):

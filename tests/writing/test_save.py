@@ -288,3 +288,31 @@ def test_what_no_rewrite_carries_over_is_named(fixtures, tmp_path):
         assert not any("header" in text for text in out.left_out)
     with open_checkpoint(tmp_path / "same.safetensors") as again:
         assert again.details.header == headed.details.header
+
+
+def test_in_place_nothing_goes_without_being_asked_for(fixtures, tmp_path):
+    """A TorchScript archive would lose its program, a file of two streams the second."""
+    for name in ("torch-2.13.0/scripted.pt", "streams/several.pth"):
+        path = tmp_path / "file.pt"
+        before = (fixtures / name).read_bytes()
+        path.write_bytes(before)
+        with open_checkpoint(path) as checkpoint:
+            with pytest.raises(NotRepresentable, match="would lose something in place"):
+                save(checkpoint, path, in_place=True)
+            assert path.read_bytes() == before
+            assert save(checkpoint, path, in_place=True, overwrite=True).left_out
+
+
+def test_a_section_goes_to_safetensors_whatever_verb_asks(fixtures, tmp_path):
+    with open_checkpoint(fixtures / "torch-2.13.0" / "dp_full.pth") as checkpoint:
+        receipt = save(checkpoint.strip_module(), tmp_path / "out.safetensors")
+    assert "the optimizer optim_dict (18 tensors)" in receipt.left_out
+    assert "conv1.weight" in load_file(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("name", ["", "folder/", "x.safetensors.index.json", "y.bin.index.json"])
+def test_targets_that_are_no_file_to_write_are_refused(fixtures, tmp_path, name):
+    file = fixtures / "torch-2.13.0" / "dp.pth"
+    with open_checkpoint(file) as checkpoint, pytest.raises(UsageError):
+        save(checkpoint, f"{tmp_path}/{name}" if name else "")
+    assert not list(tmp_path.iterdir())
