@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import WriteOptions, open_checkpoint
+from ckptool.formats import open_checkpoint
 from ckptool.writing import Receipt, save, target_format
 
 __all__ = ["convert", "converted", "device_rules"]
@@ -67,6 +67,7 @@ def convert(
             visible_devices=visible_devices,
             key=key,
             model_only=model_only,
+            ties=ties,
         )
         return save(
             changed,
@@ -74,7 +75,6 @@ def convert(
             format=name,
             overwrite=overwrite,
             strict=strict,
-            options=WriteOptions(ties=ties),
             dry_run=dry_run,
             progress=progress,
         )
@@ -99,6 +99,7 @@ def converted(
     visible_devices: Iterable[int] | None = None,
     key: str | None = None,
     model_only: bool = False,
+    ties: str = "keep",
 ) -> Checkpoint:
     """The checkpoint with `convert`'s changes made, as a file of the format `target` wants it.
 
@@ -108,12 +109,16 @@ def converted(
     flat = target == "safetensors"
     if wrappers not in (None, "strip", "keep"):
         raise UsageError(f"wrappers takes 'strip' or 'keep', not {wrappers!r}")
+    if ties not in ("keep", "copy"):
+        raise UsageError(f"ties takes 'keep' or 'copy', not {ties!r}")
     if visible_devices is not None and rules:
         raise UsageError("choose device rules or visible devices, not both")
     if flat or model_only or key is not None:
         checkpoint = transforms.single_state_dict(checkpoint, key)
     if wrappers == "strip" or (wrappers is None and flat):
         checkpoint = transforms.strip_module(checkpoint)
+    if ties == "copy":
+        checkpoint = transforms.untie(checkpoint)
     if visible_devices is not None:
         return transforms.visible_devices(checkpoint, list(visible_devices))
     return transforms.remap(checkpoint, rules) if rules else checkpoint

@@ -138,13 +138,13 @@ def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
         return False
     entries = [value for name, value in mapping.items() if not _is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
-    # A state dict says so by its `_metadata`, or by names of submodules: `fc.weight`.
-    named = isinstance(mapping, OrderedMap) and mapping.metadata is not None
-    named = named or any(
+    if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
+        return True  # only `Module.state_dict()` puts `_metadata` there
+    dotted = any(
         "." in name and isinstance(value, TensorRef) and value.shape
         for name, value in mapping.items()
     )
-    if not tensors or (not named and not _looks_like_weights(tensors, len(entries), at_root)):
+    if not tensors or (not dotted and not _looks_like_weights(tensors, len(entries), at_root)):
         return False
     return len(tensors) == len(entries) or not any(map(_holds_tensors, entries))
 

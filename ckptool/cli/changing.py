@@ -11,7 +11,7 @@ from ckptool.cli.options import Target
 from ckptool.cli.progress import Progress
 from ckptool.cli.targets import default_target
 from ckptool.errors import TargetExists, UsageError
-from ckptool.formats import WriteOptions, open_checkpoint
+from ckptool.formats import open_checkpoint
 from ckptool.render.receipt import receipt_document, receipt_lines
 from ckptool.writing import save
 
@@ -25,7 +25,6 @@ def write_changed(
     *,
     word: str,
     strict: bool = False,
-    options: WriteOptions | None = None,
 ) -> None:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
@@ -46,7 +45,6 @@ def write_changed(
             overwrite=target.force,
             in_place=target.in_place,
             strict=strict,
-            options=options,
             dry_run=target.dry_run,
             progress=progress,
         )

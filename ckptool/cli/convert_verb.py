@@ -12,7 +12,6 @@ from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.options import Target, target_options, verb
 from ckptool.conversion import converted, device_rules
-from ckptool.formats import WriteOptions
 from ckptool.writing import target_format
 
 __all__ = ["command"]
@@ -77,6 +76,7 @@ def command(
             target_format(checkpoint, destination, target.format),
             rules=rules,
             visible_devices=visible,
+            ties=ties,
             **selection,
         )
 
@@ -86,5 +86,4 @@ def command(
         replace(target, output=destination),
         word="converted",
         strict=strict,
-        options=WriteOptions(ties=ties),
     )

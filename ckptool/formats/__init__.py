@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UsageError
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, WritableFormat, WriteOptions, WritePlan
+from ckptool.formats.base import Format, Probe, WritableFormat, WritePlan
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.paths import walk
 
@@ -22,7 +22,6 @@ __all__ = [
     "Format",
     "Probe",
     "WritableFormat",
-    "WriteOptions",
     "WritePlan",
     "open_checkpoint",
     "writer",

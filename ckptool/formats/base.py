@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Output
 from ckptool.limits import Limits
 
-__all__ = ["Archive", "Format", "Probe", "Record", "WritableFormat", "WriteOptions", "WritePlan"]
+__all__ = ["Archive", "Format", "Probe", "Record", "WritableFormat", "WritePlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,6 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """What a writer may be asked for."""
-
-    ties: str = "keep"
-    """`keep`: written once where the format allows it; `copy`: each name its own bytes."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Entries for the header of formats that have one."""
-
-
-@dataclass(frozen=True, slots=True)
 class WritePlan:
     """A file that is not written yet: its exact size, what it leaves out, and how to write it."""
 
@@ -134,7 +124,7 @@ class Format(Protocol):
 class WritableFormat(Format, Protocol):
     """A format that can be written too."""
 
-    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """What writing `checkpoint` would give; nothing is written yet.
 
         Raises:

@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, UnreadableFile
 from ckptool.files import ByteRange
-from ckptool.formats.base import Probe, WriteOptions, WritePlan
+from ckptool.formats.base import Probe, WritePlan
 from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
 from ckptool.formats.safetensors_metadata import FORMAT, restored
 from ckptool.formats.safetensors_writer import plan
@@ -66,13 +66,13 @@ class Safetensors:
             sources=(source,),
         )
 
-    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """The file for a checkpoint whose root is one flat state dict.
 
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
-        return plan(checkpoint, options)
+        return plan(checkpoint)
 
 
 SAFETENSORS = Safetensors()

@@ -8,7 +8,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.files import ByteRange
 from ckptool.files.output import Output
-from ckptool.formats.base import WriteOptions, WritePlan
+from ckptool.formats.base import WritePlan
 from ckptool.formats.safetensors_content import (
     flat_tensors,
     left_out,
@@ -24,15 +24,15 @@ from ckptool.paths import listed
 __all__ = ["plan"]
 
 
-def plan(checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+def plan(checkpoint: Checkpoint) -> WritePlan:
     """The file for a checkpoint whose root is one flat state dict.
 
     Raises:
         NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
     """
     tensors = flat_tensors(checkpoint.root, checkpoint.path)
-    given = {FORMAT: "pt", **_kept_entries(checkpoint), **options.metadata}
-    ties = {} if options.ties == "copy" else true_ties(tensors, RESERVED | given.keys())
+    given = {FORMAT: "pt", **_kept_entries(checkpoint)}
+    ties = true_ties(tensors, RESERVED | given.keys())
     versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
     metadata = {**given, **metadata_of(ties, tensors, versions)}
     written = {name: tensor for name, tensor in tensors.items() if name not in ties}

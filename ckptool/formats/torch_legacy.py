@@ -13,7 +13,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Output
 from ckptool.files.strided import swap_bytes
-from ckptool.formats.base import Probe, WriteOptions, WritePlan
+from ckptool.formats.base import Probe, WritePlan
 from ckptool.formats.legacy_stream import (
     COUNT,
     MAGIC,
@@ -61,7 +61,7 @@ class TorchLegacy:
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
-    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import read_text
-from ckptool.formats.base import Archive, Probe, Record, WriteOptions, WritePlan
+from ckptool.formats.base import Archive, Probe, Record, WritePlan
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
@@ -171,7 +171,7 @@ class TorchZip:
             sources=archive.sources,
         )
 
-    def plan(self, checkpoint: Checkpoint, options: WriteOptions) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """The zip that torch 2.13 would write (`torch_zip_writer.plan`).
 
         Raises:

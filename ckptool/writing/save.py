@@ -7,11 +7,11 @@ import stat
 from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import NotRepresentable
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files.atomic import atomic_output
 from ckptool.files.output import Progress
 from ckptool.files.system import announce_read
-from ckptool.formats import WriteOptions, writer
+from ckptool.formats import writer
 from ckptool.paths import listed
 from ckptool.statedict import is_flat
 from ckptool.transforms import single_state_dict
@@ -32,7 +32,6 @@ def save(
     overwrite: bool = False,
     in_place: bool = False,
     strict: bool = False,
-    options: WriteOptions | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Receipt:
@@ -45,7 +44,6 @@ def save(
         overwrite: Replace another file that is there.
         in_place: Allow the target to be the source: a new file takes its place.
         strict: Refuse to leave anything out.
-        options: What the format's writer may be asked for.
         dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
         progress: Told bytes done and bytes in all.
 
@@ -56,12 +54,11 @@ def save(
         WriteDenied: the system does not let us write there.
         TruncatedFile: the source became shorter meanwhile.
     """
-    options = options or WriteOptions()
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format)
     if name == "safetensors" and not is_flat(checkpoint.root):
-        checkpoint = single_state_dict(checkpoint)
-    plan = writer(name).plan(checkpoint, options)
+        checkpoint = _only_state_dict(checkpoint)
+    plan = writer(name).plan(checkpoint)
     left_out = (*_left_behind(checkpoint, plan.format), *plan.left_out)
     if strict and left_out:
         raise NotRepresentable(
@@ -92,6 +89,16 @@ def save(
         blockers=plan.blockers,
         dry_run=dry_run,
     )
+
+
+def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
+    """The one state dict alone; where there is none, the format itself says what is wrong."""
+    try:
+        return single_state_dict(checkpoint)
+    except AmbiguousName:
+        raise
+    except NotFound:
+        return checkpoint
 
 
 def _refuse_loss(checkpoint: Checkpoint, target: str, left_out: tuple[str, ...]) -> None:

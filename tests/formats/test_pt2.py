@@ -9,7 +9,7 @@ from torch.export.pt2_archive._package import package_pt2
 from torch.export.pt2_archive._package_weights import TensorProperties, Weights
 
 from ckptool.errors import CheckpointError, CorruptFile
-from ckptool.formats.base import Probe, WriteOptions
+from ckptool.formats.base import Probe
 from ckptool.formats.pt2 import PT2
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS
@@ -107,7 +107,7 @@ def test_the_weights_are_those_of_the_program_in_its_order(exported):
 
 def test_the_weights_can_be_saved_as_a_state_dict(exported):
     with read(PT2, exported) as checkpoint:
-        data = written(TORCH_ZIP.plan(checkpoint, WriteOptions()))
+        data = written(TORCH_ZIP.plan(checkpoint))
     found = torch.load(io.BytesIO(data), weights_only=True)
     for name, tensor in torch.export.load(exported).state_dict.items():
         assert torch.equal(found[name], tensor)

@@ -18,7 +18,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, FileSource, MemorySource
-from ckptool.formats.base import Probe, WriteOptions
+from ckptool.formats.base import Probe
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.formats.torch_legacy import TORCH_LEGACY
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -416,7 +416,7 @@ class Written:
 
 
 def rewritten(checkpoint):
-    plan = TORCH_LEGACY.plan(checkpoint, WriteOptions())
+    plan = TORCH_LEGACY.plan(checkpoint)
     output = Written()
     plan.write(output)
     assert len(output.data) == plan.size
@@ -488,7 +488,7 @@ def test_big_endian_complex_numbers_are_turned_round_by_halves():
 
 def test_a_storage_without_bytes_cannot_be_written():
     with pytest.raises(NotRepresentable, match="meta device") as error:
-        TORCH_LEGACY.plan(over(Storage("0", None, 12, "meta"), "float32", (3,)), WriteOptions())
+        TORCH_LEGACY.plan(over(Storage("0", None, 12, "meta"), "float32", (3,)))
     assert "torch-zip" in error.value.hint
 
 
@@ -496,10 +496,10 @@ def test_what_torch_itself_cannot_load_from_a_stream_is_not_written():
     source = MemorySource(bytes(6), "source.pth")
     short = Storage("0", ByteRange(source, 0, 6), 6)
     with pytest.raises(NotRepresentable, match=r"'w' \(of type uint16\) from a legacy stream"):
-        TORCH_LEGACY.plan(over(short, "uint16", (3,)), WriteOptions())
+        TORCH_LEGACY.plan(over(short, "uint16", (3,)))
     untyped = Checkpoint({"s": StorageRef(short, "uint8", untyped=True)}, "torch-zip", "source.pth")
     with pytest.raises(NotRepresentable, match="an untyped storage"):
-        TORCH_LEGACY.plan(untyped, WriteOptions())
+        TORCH_LEGACY.plan(untyped)
 
 
 def test_the_pickles_of_a_rewrite_are_those_that_old_torch_knows(saved):

@@ -18,7 +18,7 @@ from ckptool.errors import (
     NotRepresentable,
     TruncatedFile,
 )
-from ckptool.formats.base import Probe, WriteOptions
+from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, TensorRef
@@ -140,7 +140,7 @@ def test_big_endian_storages_read_as_little_endian_values(tmp_path):
     assert checkpoint.details.byteorder == "big"
     assert checkpoint.root["x"].read() == judge["x"].numpy().tobytes()
     assert checkpoint.root["z"].read() == judge["z"].numpy().tobytes()
-    rewritten = torch.load(io.BytesIO(written(TORCH_ZIP.plan(checkpoint, WriteOptions()))))
+    rewritten = torch.load(io.BytesIO(written(TORCH_ZIP.plan(checkpoint))))
     assert torch.equal(rewritten["x"], torch.arange(3))
     assert torch.equal(rewritten["z"], torch.tensor([1 + 2j, 3 - 4j]))
 
@@ -158,7 +158,7 @@ def test_compressed_records_are_read_reported_and_stored_plainly(tmp_path, ones)
     with read(TORCH_ZIP, path) as checkpoint:
         assert checkpoint.root["w"].storage.compressed
         assert any("compressed" in note for note in checkpoint.details.notes)
-        data = written(TORCH_ZIP.plan(checkpoint, WriteOptions()))
+        data = written(TORCH_ZIP.plan(checkpoint))
     assert torch.equal(torch.load(save(tmp_path, data, "new.pth"), mmap=True)["w"], torch.ones(4))
 
 
@@ -170,7 +170,7 @@ def test_records_that_nothing_refers_to_are_reported_and_dropped(tmp_path, ones)
         assert "'extra.txt' is not part of a checkpoint" in notes
         assert checkpoint.details.dead_bytes == 100
         assert checkpoint.details.storage_bytes == 100 + 16 + 24
-        names = records_of(written(TORCH_ZIP.plan(checkpoint, WriteOptions())))
+        names = records_of(written(TORCH_ZIP.plan(checkpoint)))
     assert not {"data/7", "extra.txt"} & names.keys()
 
 
@@ -293,7 +293,7 @@ def test_a_storage_on_the_meta_device_has_no_record_and_cannot_be_written(tmp_pa
     checkpoint = read(TORCH_ZIP, path)
     assert checkpoint.root[0].storage.data is None
     with pytest.raises(NotRepresentable, match="storage '0' is on the meta device"):
-        TORCH_ZIP.plan(checkpoint, WriteOptions())
+        TORCH_ZIP.plan(checkpoint)
 
 
 def test_a_persistent_id_of_another_kind_is_kept_as_data(tmp_path):
@@ -377,7 +377,7 @@ def source(tmp_path):
 @pytest.fixture
 def target(source, tmp_path):
     with read(TORCH_ZIP, source) as checkpoint:
-        return save(tmp_path, written(TORCH_ZIP.plan(checkpoint, WriteOptions())), "target.pth")
+        return save(tmp_path, written(TORCH_ZIP.plan(checkpoint)), "target.pth")
 
 
 def assert_same(found, expected):
@@ -431,7 +431,7 @@ def test_the_records_are_those_of_torch_in_its_order(source, target):
 def test_bytes_with_a_known_crc_are_copied_unseen(source):
     with read(TORCH_ZIP, source) as checkpoint:
         sink = Sink()
-        TORCH_ZIP.plan(checkpoint, WriteOptions()).write(sink)
+        TORCH_ZIP.plan(checkpoint).write(sink)
     assert sink.copied == 7 * 5 * 4 + 48 + 6 + 1 + 4000
 
 
@@ -444,7 +444,7 @@ def test_bytes_without_crc_get_one(tmp_path):
         torch.serialization.set_crc32_options(previous)
     with read(TORCH_ZIP, path) as checkpoint:
         assert checkpoint.root.storage.crc32 is None
-        data = written(TORCH_ZIP.plan(checkpoint, WriteOptions()))
+        data = written(TORCH_ZIP.plan(checkpoint))
     record = archive(data).records["data/0"]
     assert record.crc32 == zlib.crc32(torch.arange(5).numpy().tobytes())
 
@@ -453,7 +453,7 @@ def test_a_compressed_record_that_does_not_have_its_crc_is_not_passed_on(tmp_pat
     entries = [Entry(f"a/{name}", data) for name, data in ones.items()]
     entries = [replace(e, method=8, crc=123) if e.name == "a/data/0" else e for e in entries]
     with read(TORCH_ZIP, save(tmp_path, build(entries))) as checkpoint:
-        plan = TORCH_ZIP.plan(checkpoint, WriteOptions())
+        plan = TORCH_ZIP.plan(checkpoint)
         with pytest.raises(CorruptFile, match="storage '0' is damaged"):
             plan.write(Sink())
 
@@ -463,7 +463,7 @@ def test_a_tensor_from_nowhere_is_written_too(source):
         part = checkpoint.root["last"].storage.data.slice(0, 8)
         storage = Storage("new", part, 8)
         tensor = TensorRef("float32", (2,), (1,), 0, storage, "cpu")
-        data = written(TORCH_ZIP.plan(checkpoint.with_root([tensor]), WriteOptions()))
+        data = written(TORCH_ZIP.plan(checkpoint.with_root([tensor])))
     (found,) = torch.load(io.BytesIO(data), weights_only=True)
     assert torch.equal(found, torch.load(source)["last"][:2])
 
@@ -473,7 +473,7 @@ def test_every_file_is_rewritten_to_the_same_content(fixtures, tmp_path, name):
     path = fixtures / name
     oracle = json.loads(path.with_name(f"{path.name}.oracle.json").read_text())
     with read(TORCH_ZIP, path) as checkpoint:
-        plan = TORCH_ZIP.plan(checkpoint, WriteOptions())
+        plan = TORCH_ZIP.plan(checkpoint)
         assert plan.tensors == sum(1 for _ in checkpoint.tensors())
         target = save(tmp_path, written(plan))
     with read(TORCH_ZIP, target) as checkpoint:
@@ -482,7 +482,7 @@ def test_every_file_is_rewritten_to_the_same_content(fixtures, tmp_path, name):
 
 def test_what_keeps_weights_only_from_loading_the_result_is_named(fixtures):
     with read(TORCH_ZIP, fixtures / "torch-2.13.0" / "misc.pth") as checkpoint:
-        plan = TORCH_ZIP.plan(checkpoint, WriteOptions())
+        plan = TORCH_ZIP.plan(checkpoint)
         with pytest.raises(pickle.UnpicklingError):
             torch.load(io.BytesIO(written(plan)), weights_only=True)
     assert "argparse.Namespace" in plan.blockers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
-from ckptool.formats.base import Probe, WriteOptions
+from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.torchscript import TORCHSCRIPT
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -128,7 +128,7 @@ def test_names_that_are_no_identifiers_are_read(tmp_path):
 def test_the_weights_alone_can_be_saved(tmp_path, fixtures):
     path = fixtures / "torch-2.13.0" / "scripted.pt"
     with read(TORCHSCRIPT, path) as checkpoint:
-        data = written(TORCH_ZIP.plan(checkpoint, WriteOptions()))
+        data = written(TORCH_ZIP.plan(checkpoint))
     found = torch.load(io.BytesIO(data), weights_only=True)
     for name, tensor in torch.jit.load(path).state_dict().items():
         assert torch.equal(found[name], tensor)
