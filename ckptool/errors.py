@@ -1,4 +1,4 @@
-"""Every error that ckptool raises about a file or a request, one tree.
+"""Every error that ckptool raises about a file or a request, one tree, and its one warning.
 
     CheckpointError
     ├── UnreadableFile          the file cannot be opened as a checkpoint
@@ -22,6 +22,8 @@
     │   └── NotRepresentable    (ValueError)  the target format cannot hold it
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
+    CheckpointWarning           (UserWarning)  something of the file is not in what is returned
+
 A message is one sentence that names the file, the place in it and what is wrong. The hint, where
 there is one, is the command or the step that helps.
 """
@@ -29,10 +31,13 @@ there is one, is the command or the step that helps.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 
 __all__ = [
     "AmbiguousName",
     "CheckpointError",
+    "CheckpointWarning",
     "CorruptFile",
     "DeviceError",
     "FileDenied",
@@ -52,6 +57,7 @@ __all__ = [
     "UsageError",
     "WriteDenied",
     "WriteError",
+    "warn",
 ]
 
 
@@ -166,3 +172,19 @@ class NotRepresentable(WriteError, ValueError):
 
 class TorchMissing(CheckpointError, ImportError):
     """Torch is needed for this and is not installed."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something that the file holds is not in what is returned; the message names it."""
+
+
+def warn(message: str) -> None:
+    """Issue a `CheckpointWarning` at the line that called into the package, however deep this is.
+
+    `warnings.warn` can do so by itself from Python 3.12 on (`skip_file_prefixes`).
+    """
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CheckpointWarning, stacklevel=level)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, warn
 from ckptool.loading.load import opened
 from ckptool.loading.tree import made_tree
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.statedict import model_state_dict
+from ckptool.paths import listed
+from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.placement import MapLocation
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["load_state_dict"]
+
+_COUNTER = "n_averaged"
 
 
 def load_state_dict(
@@ -36,7 +40,10 @@ def load_state_dict(
     pickled module or a TorchScript archive what its `state_dict()` would be. The wrapper names of
     DataParallel, `torch.compile` and their like go unless `wrappers` is `"keep"`. `dtype` casts
     the floating tensors, storage by storage. Tensors that shared memory share it, a Parameter stays
-    one, and what is no tensor is as `load` gives it, as are `map_location` and `mmap`.
+    one, and an `_extra_state` is as `load` gives it, as are `map_location` and `mmap`.
+
+    What no model takes is left out, with a `CheckpointWarning` that names it: plain values beside
+    the tensors, and `AveragedModel`'s `n_averaged` where its `module` goes.
 
     Raises:
         TorchMissing: torch is not installed.
@@ -52,10 +59,11 @@ def load_state_dict(
     with opened(path) as checkpoint:
         chosen = _alone(checkpoint, key)
         if wrappers == "strip":
-            chosen = chosen.strip_module()
+            chosen = _stripped(chosen)
         for name, value in chosen.root.items():
             if isinstance(value, TensorRef) and is_one_part(value):
                 raise only_a_part(value, str(name))
+        chosen = _without_values(chosen)
         made: OrderedDict[str, Any] = made_tree(
             chosen.root, map_location=map_location, mmap=mmap, dtype=dtype
         )
@@ -69,3 +77,50 @@ def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
     if isinstance(section.node, OrderedMap):
         root.attributes = section.node.attributes
     return checkpoint.with_root(root)
+
+
+def _stripped(chosen: Checkpoint) -> Checkpoint:
+    """The state dict without wrapper names, and without the counter of an `AveragedModel`."""
+    stripped = chosen.strip_module()
+    new_names = zip(chosen.root, stripped.root, strict=True)
+    counters = [new for old, new in new_names if new == _COUNTER and _counts_averages(old, chosen)]
+    return _without(stripped, counters, "counts what was averaged, in a wrapper that is gone")
+
+
+def _counts_averages(name: str, chosen: Checkpoint) -> bool:
+    """Whether all other tensors are in a `module` beside it: otherwise it is the model's own."""
+    inside = f"{name.removesuffix(_COUNTER)}module."
+    return all(other == name or other.startswith(inside) for other in wrapped_names(chosen.root))
+
+
+def _without_values(chosen: Checkpoint) -> Checkpoint:
+    """The state dict without what a training script put beside the model's own entries."""
+    return _without(chosen, list(_plain_values(chosen.root)), "no model takes")
+
+
+def _plain_values(root: OrderedMap) -> Iterator[Any]:
+    """The keys of what is neither a tensor nor the entry of a module.
+
+    Of a module is every `_extra_state`, and what lies under the path of one that `_metadata` has:
+    a quantised layer keeps a dtype, or None for its bias.
+    """
+    extra_states = frozenset(wrapped_names(root))
+    modules = root.metadata if isinstance(root.metadata, dict) else {}
+    for name, value in root.items():
+        if isinstance(value, TensorRef) or name in extra_states:
+            continue
+        path = name.rpartition(".")[0] if isinstance(name, str) else ""
+        if not path or path not in modules:
+            yield name
+
+
+def _without(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
+    """The state dict without some entries, which the caller is warned of."""
+    if not names:
+        return chosen
+    shown = listed(f"'{name}'" for name in names)
+    warn(f"{chosen.path}: the state dict is returned without {shown}, which {reason}")
+    gone = frozenset(names)
+    root = OrderedMap((name, value) for name, value in chosen.root.items() if name not in gone)
+    root.attributes = chosen.root.attributes
+    return chosen.with_root(root)

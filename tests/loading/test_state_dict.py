@@ -8,6 +8,7 @@ import torch
 import ckptool
 from ckptool.errors import (
     AmbiguousName,
+    CheckpointWarning,
     NameCollision,
     NotFound,
     UnsupportedFormat,
@@ -128,6 +129,59 @@ def test_extra_state_comes_along(tmp_path):
     tree = {"w": torch.zeros(1), "w2": torch.zeros(1), "_extra_state": {"scale": torch.ones(2)}}
     loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", tree))
     assert_same(dict(loaded), tree)
+
+
+def averaged(model):
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        averaged,
+        lambda model: torch.nn.DataParallel(averaged(model)),
+        lambda model: torch.compile(averaged(model)),
+        lambda model: averaged(torch.compile(model)),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_counter_of_an_averaged_model_is_left_out_with_its_wrapper(tmp_path, wrap, whole):
+    model = net()
+    wrapped = wrap(model)
+    tree = {"swa": wrapped if whole else wrapped.state_dict()}
+    file = saved(tmp_path / "f.pt", tree)
+    with pytest.warns(CheckpointWarning, match="'n_averaged'"):
+        loaded = ckptool.load_state_dict(file)
+    net().load_state_dict(loaded)
+    kept = ckptool.load_state_dict(file, wrappers="keep")
+    wrap(net()).load_state_dict(kept)
+
+
+def test_a_buffer_of_that_name_is_the_models_own(tmp_path):
+    model = net()
+    model.register_buffer("n_averaged", torch.tensor(3))
+    for wrapped in (model, torch.nn.DataParallel(model)):
+        loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", wrapped.state_dict()))
+        assert loaded["n_averaged"] == 3
+
+
+@pytest.mark.parametrize("wrappers", ["strip", "keep"])
+def test_plain_values_beside_the_tensors_are_left_out(tmp_path, wrappers):
+    state = net().state_dict()
+    state.update({"epoch": 3, "args": {"lr": 0.1}, "run.name": "x\x1b[2J"})
+    file = saved(tmp_path / "f.pt", state)
+    with pytest.warns(CheckpointWarning, match="'epoch', 'args', 'run.name'") as caught:
+        loaded = ckptool.load_state_dict(file, wrappers=wrappers)
+    assert net().load_state_dict(loaded).unexpected_keys == []
+    assert list(loaded._metadata) == list(net().state_dict()._metadata)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_what_a_module_itself_keeps_beside_its_tensors_stays(tmp_path):
+    state = net().state_dict()
+    state["0._extra_state"], state["0.bias"], state["0.dtype"] = "any", None, torch.qint8
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", state))
+    assert_same(loaded, state)
 
 
 def test_names_that_would_collide_are_refused(tmp_path):
