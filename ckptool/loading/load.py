@@ -28,7 +28,8 @@ def load(
     `ckptool.Opaque` with its tensors made (for the weights of a pickled module see
     `load_state_dict`). A numpy array becomes a tensor, a numpy scalar a number, a tensor subclass
     a plain tensor; a DTensor or ShardedTensor stays a `ckptool.TensorRef`, whose `local` part can
-    be read while the checkpoint is open.
+    be read while the checkpoint is open. An attribute of a tensor that would hide one of its class
+    (`p.mean`) is left out, with a `CheckpointWarning`.
 
     `map_location` is what `torch.load` takes; `"meta"` reads no tensor. `mmap=True` maps the file
     privately in place of reading it: the file must not be truncated while the tensors live.

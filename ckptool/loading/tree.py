@@ -19,7 +19,7 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.paths import name_of
+from ckptool.paths import name_of, printable
 from ckptool.tensors import Materialiser, is_one_part, set_attributes
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class _TreeMaker:
             self._path.pop()
         if isinstance(node, OrderedMap):
             attributes = self.node(node.attributes)
-            set_attributes(made, attributes)
+            where = printable(name_of(tuple(self._path))) or "the root"
+            set_attributes(made, attributes, where)
         return made
 
     def _list(self, node: list[Any]) -> list[Any]:

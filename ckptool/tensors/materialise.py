@@ -96,7 +96,7 @@ class Materialiser:
         made = self._assembled(ref, name, cast=cast)
         self._made[id(ref), cast] = (ref, made)
         for layer in ref.wrapping:
-            set_attributes(made, self._attributes(layer))
+            set_attributes(made, self._attributes(layer), called(name))
         return made
 
     def storage(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError
-from ckptool.paths import printable
+from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError, warn
+from ckptool.paths import listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +73,18 @@ def called(name: str) -> str:
     return f"tensor {printable(name)!r}" if name else "the tensor"
 
 
-def set_attributes(made: Any, attributes: Mapping[Any, Any]) -> None:
+def set_attributes(made: Any, attributes: Mapping[Any, Any], where: str) -> None:
     """Give `made` attributes that came from a file, but none that its class has.
 
-    So no file replaces a method or a property of the object.
+    So no file replaces a method or a property of the object; a `CheckpointWarning` names what was
+    refused, and `where`.
     """
+    refused: list[str] = []
     for name, value in attributes.items():
         if isinstance(name, str) and name[:2] != "__" and not hasattr(type(made), name):
             setattr(made, name, value)
+        elif name not in vars(made):  # a jagged tensor has been given its own already
+            refused.append(str(name))
+    if refused:
+        names, kind = listed(refused), type(made).__name__
+        warn(f"{where} is returned without its attributes {names}: class {kind} has such itself")

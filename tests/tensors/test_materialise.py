@@ -100,7 +100,11 @@ def test_attributes_of_the_file_never_replace_those_of_the_class(tmp_path):
     parameter.harmless = 1
     parameter.__dict__["backward"] = "mine"
     parameter.__dict__["__torch_function__"] = "mine"
-    made = ckptool.load(saved(tmp_path / "f.pt", {"p": parameter}))["p"]
+    file = saved(tmp_path / "f.pt", {"p": parameter})
+    said = "tensor 'p' is returned without its attributes backward, __torch_function__"
+    with pytest.warns(ckptool.CheckpointWarning, match=said) as caught:
+        made = ckptool.load(file)["p"]
+    assert [warning.filename for warning in caught] == [__file__]
     assert made.harmless == 1
     assert callable(made.backward)
     assert "__torch_function__" not in vars(made)
