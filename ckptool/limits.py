@@ -29,10 +29,13 @@ class Limits:
     max_depth: int = 250
     """Nesting of containers and objects."""
 
-    max_integer_bytes: int = 1024
+    max_integer_bytes: int = 1785
     """Size of one integer (Python refuses to print those beyond 4,300 digits)."""
 
-    max_repeats: int = 200_000
+    max_large_keys: int = 10_000
+    """Integers beyond 2**61 among dict keys: such can be chosen to collide, at quadratic cost."""
+
+    max_repeats: int = 350_000
     """Visits to containers already seen: a small pickle can mention one list a billion times."""
 
     max_key_parts: int = 64
@@ -43,6 +46,9 @@ class Limits:
 
     max_inflation: int = 1100
     """Inflated over stored bytes of one zip record; deflate itself cannot exceed 1,032."""
+
+    max_header_inflation: int = 40
+    """The same of a pickle or JSON record beyond 128 KiB, as each byte may become an object."""
 
     max_repeated_bytes: int = 1 << 30
     """Bytes read more than once because strides repeat them (a 4-byte storage can say exabytes)."""

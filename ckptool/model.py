@@ -185,15 +185,10 @@ class Opaque:
             if self.func.name in _RECONSTRUCTORS and args and isinstance(args[0], Global):
                 return args[0].qualified
             return _MADE_BY.get(self.func.name, self.func.qualified)
-        return self.func.attribute_name if isinstance(self.func, Opaque) else "object"
-
-    @property
-    def attribute_name(self) -> str:
-        """For `getattr(cls, "name")`, which is how old protocols name an inner class."""
-        match (self.func, self.args):
-            case (Global(name="getattr"), (Global() as owner, str() as name)):
-                return f"{owner.qualified}.{name}"
-        return self.class_name
+        match self.func:
+            case Opaque(func=Global(name="getattr"), args=(Global() as owner, str() as name)):
+                return f"{owner.qualified}.{name}"  # how old protocols name an inner class
+        return "object"
 
     @property
     def state(self) -> Any:

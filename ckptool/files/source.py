@@ -17,13 +17,23 @@ from ckptool.errors import (
     CorruptFile,
     FileDenied,
     FileMissing,
+    LimitExceeded,
     TruncatedFile,
     UnreadableFile,
     UsageError,
 )
 
-__all__ = ["BLOCK", "ByteRange", "FileSource", "InflatedSource", "MemorySource", "Source"]
+__all__ = [
+    "BLOCK",
+    "ByteRange",
+    "FileSource",
+    "InflatedSource",
+    "MemorySource",
+    "Source",
+    "refuse_bomb",
+]
 
+_SMALL = 128 << 10
 BLOCK = 4 << 20
 """Bytes handled at a time wherever content streams through Python."""
 
@@ -186,6 +196,23 @@ def _reopened(path: str, size: int, mtime: int) -> FileSource:
     return source
 
 
+def refuse_bomb(data: ByteRange, most: int) -> None:
+    """Refuse what inflates to more than `most` times what is stored, beyond 128 KiB.
+
+    Raises:
+        LimitExceeded: it does.
+    """
+    source = data.source
+    if not isinstance(source, InflatedSource) or data.length <= _SMALL:
+        return
+    if data.length > source.packed_size * most:
+        raise LimitExceeded(
+            f"a header of {source.packed_size:,} bytes inflates to {data.length:,}, "
+            f"more than {most:,} times as much",
+            file=source.name,
+        )
+
+
 class MemorySource:
     """Bytes already in memory: a payload that lay inside a pickle."""
 
@@ -243,6 +270,11 @@ class InflatedSource:
     def size(self) -> int:
         """Bytes when inflated, as the zip directory states them."""
         return self._size
+
+    @property
+    def packed_size(self) -> int:
+        """Bytes as they are stored."""
+        return self._packed.length
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`, or an error."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.errors import CorruptFile, FileDenied, FileMissing, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.source import refuse_bomb
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.zip_directory import Entry, find_end, read_directory
 from ckptool.formats.zip_records import payload_offsets, record_of
@@ -226,6 +227,7 @@ def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:
         LimitExceeded: it is longer than `limits.max_json_bytes`.
         CorruptFile: it is not JSON, or not an object.
     """
+    refuse_bomb(record.data, limits.max_header_inflation)
     text = read_text(record, limits.max_json_bytes)
     file = record.data.source.name
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
+from ckptool.files.source import refuse_bomb
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.machine import Machine
@@ -49,6 +50,7 @@ def unpickle(
         CorruptFile: no pickle, or a damaged one.
         LimitExceeded: it is longer, or asks for more, than `limits` allows.
     """
+    refuse_bomb(data, limits.max_header_inflation)
     file = data.source.name
     rest = data.length - start
     window = rest if rest <= _WHOLE else _FIRST_WINDOW

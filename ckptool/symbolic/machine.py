@@ -21,6 +21,9 @@ from ckptool.symbolic.text import modern_name
 
 __all__ = ["Machine"]
 
+_LARGE = (1 << 61) - 1
+"""Where the hash of an integer begins to repeat."""
+
 _PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), complex})
 
 
@@ -28,8 +31,8 @@ class Machine:
     """One run over one pickle: stack, memo, and what was seen on the way."""
 
     __slots__ = (
-        "by_id", "data", "far_memo", "file", "globals", "limits", "marks", "memo", "nested",
-        "opcodes", "persistent_load", "protocol", "scans_left", "stack",
+        "by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks", "memo",
+        "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +59,7 @@ class Machine:
         self.by_id: dict[int, calls.Call] = {}
         self.opcodes: dict[str, None] = {}
         self.protocol = 0
+        self.large_keys = 0
         self.scans_left = 1_000_000
 
     def run(self, position: int) -> tuple[Any, int]:
@@ -151,8 +155,8 @@ class Machine:
         return self.memo[index] if 0 <= index < len(self.memo) else self.far_memo[index]
 
     def check_key(self, key: Any) -> None:
-        """Refuse a dict key that cannot be hashed, or that takes long to hash."""
-        if type(key) in _PLAIN_KEYS:
+        """Refuse a dict key that cannot be hashed, or that takes long to hash or to find."""
+        if type(key) in _PLAIN_KEYS and type(key) is not int:
             return
         todo, parts = [key], 0
         while todo:
@@ -164,6 +168,14 @@ class Machine:
                 )
             if isinstance(part, tuple):
                 todo.extend(part)
+            elif type(part) is int and not -_LARGE < part < _LARGE:
+                self.large_keys += 1
+                if self.large_keys > self.limits.max_large_keys:
+                    raise LimitExceeded(
+                        f"more than {self.limits.max_large_keys:,} dict keys are integers beyond "
+                        "2**61, which can be chosen to collide",
+                        file=self.file,
+                    )
             elif isinstance(part, (list, dict)):
                 raise CorruptFile(f"a {type(part).__name__} is used as a dict key", file=self.file)
 

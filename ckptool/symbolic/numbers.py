@@ -19,9 +19,7 @@ def little_endian(raw: bytes, limits: Limits) -> int:
 
 def decimal(text: bytes, limits: Limits) -> int:
     """A decimal integer of no more digits than the limits allow."""
-    if len(text) > 2 * limits.max_integer_bytes:
-        raise LimitExceeded(
-            f"an integer of {len(text):,} digits is beyond the limit of "
-            f"{2 * limits.max_integer_bytes:,}"
-        )
+    most = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
+    if len(text) > most:
+        raise LimitExceeded(f"an integer of {len(text):,} digits is beyond the limit of {most:,}")
     return int(text)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import random
+import zipfile
 
 import pytest
 
@@ -23,12 +25,35 @@ TOO_SMALL = {
     "max_records": (3, NET),
     "max_depth": (2, NET),
     "max_inflation": (1, FIXTURES / "archives" / "deflated.pth"),
+    "max_header_inflation": (1, "bomb"),
+    "max_large_keys": (3, "colliding"),
     "max_dimensions": (1, FIXTURES / "safetensors" / "dtypes.safetensors"),
     "max_integer_bytes": (4, FIXTURES / "values" / "plain.pth"),
     "max_key_parts": (2, FIXTURES / "values" / "keys.pth"),
     "max_repeats": (0, "doubling"),
     "max_nested_pickles": (0, FIXTURES / "streams" / "tensors_protocol2.pkl"),
     "max_repeated_bytes": (0, FIXTURES / "tensors" / "views.pth"),
+}
+
+
+def deflated(path, payload):
+    """A torch zip whose pickle is compressed."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", payload)
+        archive.writestr("archive/version", "3\n")
+
+
+def colliding(count):
+    """A dict whose keys all have the hash 0."""
+    return {(2**61 - 1) * factor: None for factor in range(count)}
+
+
+MADE = {
+    "doubling": lambda path: path.write_bytes(doubling(8)),
+    "bomb": lambda path: deflated(path, pickle.dumps([random.random() for _ in range(20_000)], 2)),
+    "colliding": lambda path: path.write_bytes(
+        pickle.dumps({(2**61 - 1) * n: n for n in range(9)})
+    ),
 }
 
 
@@ -44,9 +69,9 @@ def test_every_limit_is_here():
 @pytest.mark.parametrize("name", TOO_SMALL)
 def test_a_limit_that_is_too_small_stops_the_reader(name, tmp_path):
     value, path = TOO_SMALL[name]
-    if path == "doubling":  # no real checkpoint mentions its containers that often
-        path = tmp_path / "doubling.pkl"
-        path.write_bytes(doubling(8))
+    if path in MADE:  # what no real checkpoint does
+        path = tmp_path / "made"
+        MADE[TOO_SMALL[name][1]](path)
     read_all(path, DEFAULT_LIMITS)
     with pytest.raises(ckptool.LimitExceeded):
         read_all(path, dataclasses.replace(DEFAULT_LIMITS, **{name: value}))
@@ -61,3 +86,39 @@ def test_the_limits_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         DEFAULT_LIMITS.max_depth = 10**9
     assert pickle.loads(pickle.dumps(DEFAULT_LIMITS)) == DEFAULT_LIMITS
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x80\x02" + b"]" * 3_000_000 + b"a" * 2_999_999 + b".",
+        b"\x80\x02](" + b"N" * 900_000 + b"e.",
+    ],
+    ids=["lists", "values"],
+)
+def test_a_small_file_cannot_become_a_large_tree(payload, tmp_path):
+    deflated(tmp_path / "bomb.pth", payload)
+    assert (tmp_path / "bomb.pth").stat().st_size < 10_000
+    with pytest.raises(ckptool.LimitExceeded, match="inflates to"):
+        ckptool.open(tmp_path / "bomb.pth")
+
+
+def test_colliding_keys_meet_a_limit_before_they_cost_time(tmp_path):
+    (tmp_path / "keys.pkl").write_bytes(pickle.dumps(colliding(12_000), 2))
+    with pytest.raises(ckptool.LimitExceeded, match="chosen to collide"):
+        ckptool.open(tmp_path / "keys.pkl")
+
+
+def test_calls_of_calls_are_followed_without_recursion(tmp_path):
+    chain = b"\x80\x02cfoo\nBar\n" + b")R" * 5000 + b"."
+    (tmp_path / "chain.pkl").write_bytes(chain)
+    with ckptool.open(tmp_path / "chain.pkl") as checkpoint:
+        assert [row.class_name for row in list_tensors(checkpoint).objects] == ["object"]
+        checkpoint.save(tmp_path / "again.pth")
+
+
+def test_containers_shared_as_real_files_share_them_are_read(tmp_path):
+    columns = list(range(1000))
+    (tmp_path / "rows.pkl").write_bytes(pickle.dumps([{"columns": columns} for _ in range(300)], 2))
+    with ckptool.open(tmp_path / "rows.pkl") as checkpoint:
+        assert len(list_tensors(checkpoint).values) == 300_000

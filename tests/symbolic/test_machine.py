@@ -171,7 +171,7 @@ def test_damage_is_told_with_its_place(data, said):
 @pytest.mark.parametrize(
     ("data", "limits"),
     [
-        (b"\x80\x02\x8b\x01\x04\0\0" + b"\1" * 1025 + b".", Limits()),
+        (b"\x80\x02\x8b\xfa\x06\0\0" + b"\1" * 1786 + b".", Limits()),
         (b"L" + b"9" * 5000 + b"L\n.", Limits()),
         (b"I" + b"9" * 5000 + b"\n.", Limits()),
         (b"\x80\x02}" + b"K\x01" * 2 + b"\x86" + b"2\x86" * 40 + b"Ns.", Limits()),
