@@ -9,10 +9,18 @@ from typing import Any
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
-from ckptool.model import Opaque, TensorRef, find_tensors
+from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
 from ckptool.paths import listed, printable
 
 __all__ = ["flat_tensors", "left_out", "overlapping", "remarks", "true_ties"]
+
+_REMEDIES = {
+    **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
+    "quantized": "make it floating in torch before saving: .dequantize()",
+    "nested": "pad it in torch before saving: torch.nested.to_padded_tensor(tensor, 0.0)",
+    "subclass": "gather it in torch before saving: .full_tensor()",
+}
+"""What helps against a tensor of a kind that has no plain bytes."""
 
 
 def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
@@ -33,7 +41,9 @@ def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
         fact = _name_fault(key) or _tensor_fault(tensor)
         if fact is not None:
             raise NotRepresentable(
-                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold", file=file
+                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold",
+                file=file,
+                hint=None if tensor.has_content else _REMEDIES.get(tensor.kind),
             )
     return dict(tensors)
 

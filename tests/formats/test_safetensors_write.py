@@ -269,6 +269,24 @@ def test_what_cannot_be_held_is_refused(tmp_path, content, text):
     assert text in refused(tmp_path, content())
 
 
+@pytest.mark.filterwarnings("ignore:.*(deprecated|prototype|beta)")
+@pytest.mark.parametrize(
+    ("content", "helps"),
+    [
+        (lambda: torch.eye(2).to_sparse(), ".to_dense()"),
+        (lambda: torch.eye(2).to_sparse_csr(), ".to_dense()"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), ".dequantize()"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "to_padded_tensor"),
+    ],
+)
+def test_the_hint_says_how_torch_makes_it_plain(tmp_path, content, helps):
+    torch.save({"a": content()}, tmp_path / "f.pt")
+    raised = pytest.raises(NotRepresentable)
+    with open_checkpoint(tmp_path / "f.pt") as checkpoint, raised as caught:
+        save(checkpoint, tmp_path / "out.safetensors")
+    assert helps in caught.value.hint
+
+
 def test_a_distributed_tensor_is_refused(fixtures, tmp_path):
     source = fixtures / "distributed" / "dtensor_0_of_2.pth"
     part = pytest.raises(NotRepresentable, match="of which this file has a part")
