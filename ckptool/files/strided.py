@@ -25,8 +25,10 @@ UNITS = (8, 4, 1)
 Cells = bytearray | memoryview
 GAP = 4096
 """Bytes that are cheaper to read over than to ask the system a second time."""
-WIDE = 8
+WIDE = 4
 """Blocks in a box whose content lies far apart: a wider box has longer runs."""
+PORTIONS = 4
+"""Portions in which a block is handed on: each is copied more than once on its way."""
 PADDING = 64
 """Bytes between the runs of a tile, so that a power of two does not hit one cache set."""
 CALL_COST = 64
@@ -53,7 +55,7 @@ def row_major(
     """The elements of a view of `data` in row-major order, about `block` bytes at a time.
 
     `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Never
-    more than some ten blocks are held, however far apart the elements lie.
+    more than some six blocks are held, however far apart the elements lie.
     """
     if 0 in shape:
         return
@@ -76,11 +78,12 @@ def row_major(
 def _content(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
-    """The elements of a box that begins at element `start` of `data`, in blocks of `limit`."""
+    """The elements of a box that begins at element `start` of `data`, in portions."""
     buffer = bytearray(prod(axis.size for axis in box) * itemsize)
     _fill(buffer, data, itemsize, start, box, limit)
-    for begin in range(0, len(buffer), limit * itemsize):
-        yield bytes(memoryview(buffer)[begin : begin + limit * itemsize])
+    portion = max(limit // PORTIONS, 1) * itemsize
+    for begin in range(0, len(buffer), portion):
+        yield bytes(memoryview(buffer)[begin : begin + portion])
 
 
 def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
