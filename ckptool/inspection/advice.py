@@ -7,7 +7,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Needs", "load_commands"]
+from ckptool.paths import listed
+
+__all__ = ["CHOICE", "Needs", "choice_notes", "load_commands"]
+
+CHOICE = "NAME"
 
 _ANYWHERE = frozenset({"cpu", "meta"})
 _ONE_GPU = _ANYWHERE | {"cuda", "cuda:0"}
@@ -26,8 +30,8 @@ class Needs:
     """The layout itself does not load with `weights_only=True`."""
     model_only: bool
     """Objects block `weights_only=True`, and there is a model state dict to go on with."""
-    key: str | None = None
-    """The section to take, where several model state dicts are to choose from."""
+    choices: tuple[str, ...] = ()
+    """The model state dicts, where there are several: which to take is the user's to say."""
 
 
 def load_commands(needs: Needs) -> dict[str, str]:
@@ -40,6 +44,13 @@ def load_commands(needs: Needs) -> dict[str, str]:
         if arguments:
             commands[machine] = shlex.join(["ckptool", *arguments])
     return commands
+
+
+def choice_notes(needs: Needs) -> tuple[str, ...]:
+    """What `NAME` stands for in the commands, where the user has to choose."""
+    if not needs.model_only or not needs.choices:
+        return ()
+    return (f"several state dicts; {CHOICE} is the one to go on with: {listed(needs.choices)}",)
 
 
 def _to_first_gpu(tags: Sequence[str]) -> list[str]:
@@ -58,7 +69,7 @@ def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
         options = ["--wrappers", "strip"] if needs.strip else []
         options += ["--to", "cpu"] if to_cpu else _repeated("--device-map", rules)
         options += ["--model-only"] if needs.model_only else []
-        options += ["--key", needs.key] if needs.model_only and needs.key else []
+        options += ["--key", CHOICE] if needs.model_only and needs.choices else []
         return ["convert", file, _target(file, rules, to_cpu), *options]
     if rules:
         return ["remap", *(["--to", "cpu"] if to_cpu else _repeated("--map", rules)), file]

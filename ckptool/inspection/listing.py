@@ -200,6 +200,11 @@ def _tensor_rows(
         yield tensor_row(path, tensor, names, sha256=digest, tied=key is not None and uses[key] > 1)
 
 
+def _file_of(tensor: TensorRef) -> str | None:
+    data = tensor.storage.data if tensor.storage is not None else None
+    return None if data is None else data.source.name
+
+
 def tensor_row(
     path: Path,
     tensor: TensorRef,
@@ -297,5 +302,6 @@ class RepeatedBytes:
         if self._sum > self._most:
             raise LimitExceeded(
                 f"{name_of(path)!r} spreads {stored:,} stored bytes over {tensor.nbytes:,}: "
-                f"reading it would exceed the limit of {self._most:,} repeated bytes"
+                f"reading it would exceed the limit of {self._most:,} repeated bytes",
+                file=_file_of(tensor),
             )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.dtypes import BY_NAME
 from ckptool.files import MemorySource
-from ckptool.inspection.advice import Needs, load_commands
+from ckptool.inspection.advice import Needs, choice_notes, load_commands
 from ckptool.inspection.listing import tie_key
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, Storage, StorageRef, TensorRef, children
@@ -160,7 +161,7 @@ def info(checkpoint: Checkpoint) -> Info:
         reachable_bytes=_reachable_bytes(checkpoint.root),
         dead_bytes=details.dead_bytes,
         ties=tuple(_ties(tensors)),
-        notes=(*details.notes, *details.left_behind),
+        notes=(*details.notes, *details.left_behind, *choice_notes(needs)),
         commands=load_commands(needs),
     )
 
@@ -215,8 +216,20 @@ def _layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield "it is a folder, which torch.load does not open"
     if checkpoint.format in _REFUSED_FORMATS:
         yield _REFUSED_FORMATS[checkpoint.format]
+    if checkpoint.format == "torch-legacy":
+        yield from _legacy_blockers(checkpoint)
     if checkpoint.details.opcodes:
         yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
+
+
+def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
+    protocol = checkpoint.details.protocol
+    if protocol not in (2, 3) and not checkpoint.details.opcodes:
+        yield f"pickle protocol {protocol}"  # the pickles before and behind the object have it too
+    dtypes = dict.fromkeys(ref.dtype for _, ref in checkpoint.tensors())
+    untyped = [name for name in dtypes if BY_NAME[name].storage is None]
+    if untyped:
+        yield f"no torch loads {', '.join(untyped)} from a legacy stream"
 
 
 def _needs(
@@ -228,13 +241,15 @@ def _needs(
     objects_in_the_way: bool,
 ) -> Needs:
     models = [section for section in sections if section.kind in MODEL_KINDS]
+    # Leaving the rest behind helps only where nothing in a model itself is in the way.
+    alone = objects_in_the_way and any(not blockers(dict(model.node)) for model in models)
     return Needs(
         file=checkpoint.path,
         devices=tuple(dict.fromkeys(_restored_devices(leaves))),
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,
-        model_only=objects_in_the_way and bool(models),
-        key=models[0].name if len(models) > 1 else None,
+        model_only=alone,
+        choices=tuple(model.name for model in models) if len(models) > 1 else (),
     )
 
 

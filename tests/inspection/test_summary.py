@@ -135,7 +135,24 @@ def test_several_models_need_a_key(saved):
     state = Net().state_dict()
     copy = {name: value.clone() for name, value in state.items()}
     found = saved({"model": state, "ema": copy, "args": argparse.Namespace(lr=1)})
-    assert found.commands["cpu"].endswith(" --model-only --key model")
+    assert found.commands["cpu"].endswith(" --model-only --key NAME")
+    assert any("NAME is the one to go on with: model, ema" in note for note in found.notes)
+
+
+def test_nothing_is_advised_that_leaves_the_model_itself_blocked(fixtures):
+    with open_checkpoint(fixtures / "distributed" / "dtensor_0_of_1.pth") as made:
+        assert not any("--model-only" in command for command in info(made).commands.values())
+
+
+def test_legacy_streams_that_no_torch_loads_are_told(fixtures, tmp_path):
+    torch.save({"a": torch.ones(2).to(torch.uint16)}, tmp_path / "u16.pth",
+               _use_new_zipfile_serialization=False)  # fmt: skip
+    with open_checkpoint(tmp_path / "u16.pth") as made:
+        assert "no torch loads uint16 from a legacy stream" in info(made).blockers
+    torch.save(None, tmp_path / "p5.pth", pickle_protocol=5,
+               _use_new_zipfile_serialization=False)  # fmt: skip
+    with open_checkpoint(tmp_path / "p5.pth") as made:
+        assert info(made).blockers == ("pickle protocol 5",)
 
 
 def test_only_objects_and_no_model_leave_nothing_to_do(saved):
