@@ -29,6 +29,7 @@ def atomic_output(
     *,
     overwrite: bool = False,
     mode: int | None = None,
+    check: Callable[[], None] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[FileOutput]:
     """An output for exactly `size` bytes that become the file at `path` when the block ends well.
@@ -36,7 +37,8 @@ def atomic_output(
     Whatever else happens, a kill included, an old file stays as it was; the temporary file is
     removed, but for a kill. Links are resolved: what a link leads to is replaced, the link stays.
     `mode` is the permission bits of a new file (None: what the umask leaves); a file that is
-    replaced hands on its own.
+    replaced hands on its own. `check` is called when all is on the disk, right before the rename;
+    what it raises leaves the old file.
 
     Raises:
         TargetExists: the target is there and not to be overwritten, or is a folder.
@@ -60,6 +62,8 @@ def atomic_output(
                         os.chmod(temporary, mode)
                     os.fsync(file.fileno())
                 refuse_target(path, overwrite=overwrite)
+                if check is not None:
+                    check()
                 os.replace(temporary, target)
         sync_folder(folder)
 

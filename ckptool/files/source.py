@@ -136,6 +136,27 @@ class FileSource:
         self._check(offset, len(buffer))
         self._fill(offset, buffer)
 
+    def changed(self) -> str | None:
+        """What has been done to the open file since it was opened; None: nothing."""
+        status = os.fstat(self.fileno())
+        if status.st_size != self._size:
+            return f"it had {self._size:,} bytes and has {status.st_size:,}"
+        return "its content was written again" if status.st_mtime_ns != self._mtime else None
+
+    def check_unchanged(self) -> None:
+        """Refuse a file whose bytes may be of two states.
+
+        Raises:
+            UnreadableFile: something has written to it since it was opened.
+        """
+        change = self.changed()
+        if change is not None:
+            raise UnreadableFile(
+                f"changed while it was read: {change}",
+                file=self.path,
+                hint="try again when nothing writes to the file any more",
+            )
+
     def close(self) -> None:
         """Give the descriptor back; harmless a second time."""
         if self._fd >= 0:

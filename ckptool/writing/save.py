@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, WriteError
+from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.output import Progress
 from ckptool.files.system import announce_read
@@ -53,6 +54,8 @@ def save(
         NoSpace: the disk cannot hold it.
         WriteDenied: the system does not let us write there.
         TruncatedFile: the source became shorter meanwhile.
+        UnreadableFile: the source was written to meanwhile.
+        WriteError: in place, and another file has taken the place of the source meanwhile.
     """
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format)
@@ -71,11 +74,13 @@ def save(
     if not dry_run:
         for source in checkpoint.sources:
             announce_read(source.fileno())
+        own = in_place and _names_a_source(path, checkpoint.sources)
         with atomic_output(
             path,
             plan.size,
-            overwrite=overwrite or in_place,
+            overwrite=overwrite or own,
             mode=_permissions(checkpoint),
+            check=lambda: _check_sources(checkpoint.sources, path if own else None),
             progress=progress,
         ) as output:
             plan.write(output)
@@ -111,6 +116,31 @@ def _refuse_loss(checkpoint: Checkpoint, target: str, left_out: tuple[str, ...])
             f"the {checkpoint.format} file would lose something in place: {lost}",
             file=checkpoint.path,
             hint="-o writes another file; --force does it all the same",
+        )
+
+
+def _names_a_source(path: str | os.PathLike[str], sources: Sequence[FileSource]) -> bool:
+    """Whether the target is a source, or has the name of one that is no longer there."""
+    names = {os.path.realpath(source.path) for source in sources}
+    return is_a_source(path, sources) or os.path.realpath(path) in names
+
+
+def _check_sources(sources: Sequence[FileSource], own: str | os.PathLike[str] | None) -> None:
+    """Refuse to keep what was read of a file that changed; `own` must still be one that was read.
+
+    Raises:
+        UnreadableFile: a source has been written to.
+        WriteError: another file is at `own`, or none.
+    """
+    for source in sources:
+        source.check_unchanged()
+    if own is not None and not is_a_source(own, sources):
+        there = os.path.lexists(own)
+        what = "another file has taken its place" if there else "it has been removed"
+        raise WriteError(
+            f"{what} meanwhile; nothing was written",
+            file=own,
+            hint="-o writes the result to another file",
         )
 
 

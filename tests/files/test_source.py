@@ -105,6 +105,30 @@ def test_a_file_that_becomes_shorter(tmp_path):
     opened.close()
 
 
+def test_a_file_that_nobody_writes_to_has_not_changed(tmp_path):
+    opened = file_source(tmp_path)
+    opened.read(0, 10)
+    os.rename(opened.path, tmp_path / "elsewhere")
+    assert opened.changed() is None
+    opened.check_unchanged()
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(CONTENT[::-1], "written again"), (CONTENT + b"x", "had 100,000 bytes and has 100,001")],
+)
+def test_a_file_that_is_written_to(tmp_path, content, words):
+    opened = file_source(tmp_path)
+    before = os.stat(opened.path).st_mtime_ns
+    with open(opened.path, "r+b") as file:
+        file.write(content)
+    os.utime(opened.path, ns=(before + 1, before + 1))  # the clock of a file system may be coarse
+    with pytest.raises(UnreadableFile, match=f"changed while it was read: .*{words}"):
+        opened.check_unchanged()
+    opened.close()
+
+
 def test_a_file_that_has_been_closed(tmp_path):
     opened = file_source(tmp_path)
     opened.close()
