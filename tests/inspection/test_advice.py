@@ -6,8 +6,8 @@ from ckptool.inspection.advice import Needs, load_commands
 
 
 def commands(file="model.pth", devices=("cpu",), *, strip=False, rewrite=False, model_only=False,
-             key=None):  # fmt: skip
-    return load_commands(Needs(file, tuple(devices), strip, rewrite, model_only, key))
+             choices=()):  # fmt: skip
+    return load_commands(Needs(file, tuple(devices), strip, rewrite, model_only, choices))
 
 
 def test_a_plain_file_on_the_cpu_needs_nothing():
