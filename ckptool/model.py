@@ -104,12 +104,17 @@ class Global:
         return self.name if self.module == "torch" and self.name in BY_NAME else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class DeviceValue:
     """A `torch.device` among the values; `tag` as torch prints it (`cuda:0`, `cpu`)."""
 
     tag: str
     class_name = "torch.device"
+
+    def __repr__(self) -> str:
+        """As torch spells it: `device(type='cuda', index=0)`."""
+        word, _, index = self.tag.partition(":")
+        return f"device(type={word!r}, index={index})" if index else f"device(type={word!r})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

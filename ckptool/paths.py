@@ -59,10 +59,12 @@ def _key_text(key: Any) -> str:
     match key:
         case Opaque():
             return f"<{key.class_name}>"
-        case TensorRef() | StorageRef() | Storage():
-            return f"<{type(key).__name__}>"
+        case TensorRef():
+            return "<torch.Tensor>"
+        case StorageRef():
+            return f"<{key.class_name}>"
         case DeviceValue():
-            return key.tag
+            return repr(key)
         case Global():
             return key.qualified
         case tuple():

@@ -147,7 +147,8 @@ def test_keys_of_any_kind_have_a_short_text():
     thing.args = ([thing] * 9,)
     path = (1, "a", b"b", 1.5, True, None, (1, "x"), thing, tensor(), DeviceValue("cuda:1"),
             Global("m", "f"))  # fmt: skip
-    assert name_of(path) == "1/a/b'b'/1.5/True/None/(1, x)/<m.T>/<TensorRef>/cuda:1/m.f"
+    device = "device(type='cuda', index=1)"
+    assert name_of(path) == (f"1/a/b'b'/1.5/True/None/(1, x)/<m.T>/<torch.Tensor>/{device}/m.f")
 
 
 def test_names_for_a_terminal():

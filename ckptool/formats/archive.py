@@ -184,7 +184,7 @@ def _folder_archive(path: str, limits: Limits) -> Archive:
 
 
 def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Regular files by name, in sorted order; linked folders are not entered."""
+    """Regular files by name, in sorted order; links are not followed: they lead anywhere."""
     try:
         with os.scandir(path) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
@@ -195,7 +195,7 @@ def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(entry.path, f"{prefix}{entry.name}/")
-        elif entry.is_file():
+        elif entry.is_file(follow_symlinks=False):
             yield f"{prefix}{entry.name}", entry
 
 
