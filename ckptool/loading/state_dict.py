@@ -16,6 +16,7 @@ from ckptool.paths import listed
 from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.placement import MapLocation
+from ckptool.transforms.selection import plain_state_dict
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +40,9 @@ def load_state_dict(
     It is the one under `key` (an address, such as `"ema"`), or the only one of the file; of a
     pickled module or a TorchScript archive what its `state_dict()` would be. The wrapper names of
     DataParallel, `torch.compile` and their like go unless `wrappers` is `"keep"`. `dtype` casts
-    the floating tensors, storage by storage. Tensors that shared memory share it, a Parameter stays
-    one, and an `_extra_state` is as `load` gives it, as are `map_location` and `mmap`.
+    the floating tensors, storage by storage. Tensors that shared memory share it, a Parameter that
+    was saved in a state dict stays one, and an `_extra_state` is as `load` gives it, as are
+    `map_location` and `mmap`.
 
     What no model takes is left out, with a `CheckpointWarning` that names it: plain values beside
     the tensors, and `AveragedModel`'s `n_averaged` where its `module` goes.
@@ -73,10 +75,7 @@ def load_state_dict(
 def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
     """The chosen state dict as the whole of a checkpoint."""
     section = model_state_dict(checkpoint, key)
-    root = OrderedMap(section.node)
-    if isinstance(section.node, OrderedMap):
-        root.attributes = section.node.attributes
-    return checkpoint.with_root(root)
+    return checkpoint.with_root(plain_state_dict(checkpoint, section))
 
 
 def _stripped(chosen: Checkpoint) -> Checkpoint:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -10,28 +12,60 @@ from ckptool.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.paths import listed, name_of, printable
 from ckptool.statedict import Section, model_state_dict, sections
 
-__all__ = ["single_state_dict"]
+__all__ = ["plain_state_dict", "single_state_dict"]
 
+_PROGRAMS = ("torchscript", "pt2")
+"""Formats whose tensors are those of a module, as a pickled module's are."""
 _VALUES = (bool, int, float, complex, str, type(None))
 
 
 def single_state_dict(checkpoint: Checkpoint, key: Any = None) -> Checkpoint:
     """The checkpoint whose root is the one flat state dict (`statedict.model_state_dict`).
 
-    A pickled module becomes what its `state_dict()` would be. All else is named among the
-    changes, kind `left-out`.
+    A pickled module becomes what its `state_dict()` would be (`plain_state_dict`). All else is
+    named among the changes, kind `left-out`.
 
     Raises:
         AmbiguousName: there are several state dicts and no `key`.
         NotFound: there is none, or nothing under that `key`.
     """
     chosen = model_state_dict(checkpoint, key)
+    root = plain_state_dict(checkpoint, chosen)
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
-        return checkpoint
-    root = OrderedMap(chosen.node)
+        same = all(map(operator.is_, root.values(), chosen.holder.values()))
+        return checkpoint if same else checkpoint.with_root(root)
+    return checkpoint.with_root(root, *_left_out(checkpoint.root, chosen))
+
+
+def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
+    """A section's state dict as a mapping of its own.
+
+    Of a module or an exported program the tensors are detached, as `state_dict()` detaches them;
+    what was saved as a state dict has what it was saved with.
+    """
+    of_module = chosen.kind == "module" or checkpoint.format in _PROGRAMS
+    root = OrderedMap(
+        (name, _detached(value) if of_module and isinstance(value, TensorRef) else value)
+        for name, value in chosen.node.items()
+    )
     if isinstance(chosen.node, OrderedMap):
         root.attributes = chosen.node.attributes
-    return checkpoint.with_root(root, *_left_out(checkpoint.root, chosen))
+    return root
+
+
+def _detached(tensor: TensorRef) -> TensorRef:
+    """The tensor as `Tensor.detach()` gives it.
+
+    No Parameter, no gradient, no hooks, no attributes; of a subclass it stays.
+    """
+    if not tensor.wrapping and not tensor.requires_grad and tensor.hooks is None:
+        return tensor
+    classes = tuple(
+        replace(layer, requires_grad=False)
+        for layer in tensor.wrapping
+        if layer.kind == "type" and tensor.kind == "subclass"
+    )
+    return replace(tensor, requires_grad=False, hooks=None, wrapping=classes)
 
 
 def _left_out(root: Any, chosen: Section) -> Iterator[Change]:

@@ -106,6 +106,36 @@ def test_parameters_stay_parameters_and_ties_stay_ties(tmp_path):
     assert loaded["a"] is loaded["b"]
 
 
+class Marked(torch.nn.Module):
+    """Parameters of several kinds: frozen, with attributes, tied; a `Buffer` has attributes too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+        self.fc.bias.requires_grad_(False)
+        self.tied = self.fc
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self.scale.note = "mine"
+        self.mark = torch.nn.Buffer(torch.zeros(1)) if hasattr(torch.nn, "Buffer") else None
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, torch.nn.DataParallel, torch.compile])
+def test_a_pickled_module_gives_plain_tensors_as_state_dict_does(tmp_path, wrap):
+    model = wrap(Marked())
+    expected = model.state_dict()
+    loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", model), wrappers="keep")
+    assert_same(dict(loaded), dict(expected))
+    assert {type(tensor) for tensor in loaded.values()} == {torch.Tensor}
+    assert not any(tensor.requires_grad or vars(tensor) for tensor in loaded.values())
+
+
+@pytest.mark.parametrize("name", ["torch-2.13.0/scripted.pt", "torch-2.10.0/exported.pt2"])
+def test_an_exported_program_gives_plain_tensors(fixtures, name):
+    loaded = ckptool.load_state_dict(fixtures / name)
+    assert {type(tensor) for tensor in loaded.values()} == {torch.Tensor}
+    assert not any(tensor.requires_grad for tensor in loaded.values())
+
+
 def test_floating_tensors_are_cast_and_counters_are_not(tmp_path):
     file = saved(tmp_path / "f.pt", net().state_dict())
     loaded = ckptool.load_state_dict(file, dtype=torch.float16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.errors import AmbiguousName
-from ckptool.model import Global, Opaque, OrderedMap
+from ckptool.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.transforms import single_state_dict
 from tests.trees import checkpoint, module, opened, parallel, state_dict, tensor
 
@@ -70,5 +70,35 @@ def test_a_real_module(fixtures):
     with opened(fixtures / "torch-2.13.0/whole_single.pth") as read:
         made = single_state_dict(read)
         assert next(iter(made.root)) == "conv1.weight"
-        assert made.root["conv1.weight"].is_parameter
+        assert next(read.tensors())[1].is_parameter
+        assert not made.root["conv1.weight"].is_parameter
         assert left_out(made) == ["the object of class net.Net around the state dict"]
+
+
+@pytest.mark.parametrize("name", ["torch-2.13.0/scripted.pt", "torch-2.10.0/exported.pt2"])
+def test_a_program_gives_plain_tensors(fixtures, name):
+    with opened(fixtures / name) as read:
+        made = single_state_dict(read)
+        assert any(tensor.requires_grad for _, tensor in read.tensors())
+        assert not any(tensor.requires_grad or tensor.wrapping for _, tensor in made.tensors())
+        assert list(made.root) == list(read.root)
+        assert made.changes == ()
+        assert single_state_dict(made) is made
+
+
+def test_a_state_dict_keeps_the_parameters_that_it_was_saved_with():
+    weight = tensor(requires_grad=True, wrapping=(Wrapping("parameter"),))
+    read = checkpoint({"model": OrderedMap({"fc.w": weight}), "epoch": 1})
+    assert single_state_dict(read).root["fc.w"] is weight
+
+
+def test_a_subclass_stays_one_without_being_a_parameter():
+    kept = Wrapping("type", type=Global("m", "Labelled"), state={})
+    weight = tensor(
+        requires_grad=True, kind="subclass", hooks=1, wrapping=(kept, Wrapping("parameter"))
+    )
+    made = single_state_dict(checkpoint(module(parameters={"w": weight}))).root["w"]
+    assert [layer.type for layer in made.wrapping] == [kept.type]
+    assert not made.requires_grad
+    assert not made.is_parameter
+    assert made.hooks is None
