@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 
 from ckptool.errors import CheckpointError, NoSpace, TargetExists, WriteDenied, WriteError
 from ckptool.files.output import FileOutput, Progress
-from ckptool.files.system import reserve, sync_folder
+from ckptool.files.system import (
+    close_to_rename,
+    lock,
+    remove_unlocked,
+    reserve,
+    sync_folder,
+)
 
 __all__ = ["atomic_output", "refuse_target"]
 
@@ -34,11 +42,13 @@ def atomic_output(
 ) -> Iterator[FileOutput]:
     """An output for exactly `size` bytes that become the file at `path` when the block ends well.
 
-    Whatever else happens, a kill included, an old file stays as it was; the temporary file is
-    removed, but for a kill. Links are resolved: what a link leads to is replaced, the link stays.
-    `mode` is the permission bits of a new file (None: what the umask leaves); a file that is
-    replaced hands on its own. `check` is called when all is on the disk, right before the rename;
-    what it raises leaves the old file.
+    Whatever else happens, a kill included, an old file stays as it was. The temporary file is
+    removed; after a kill, by the next run that writes to the same name: whoever writes holds a
+    lock on the temporary file, so one that nobody holds is debris (systems without such locks
+    keep it). Links are resolved: what a link leads to is replaced, the link stays. `mode` is
+    the permission bits of a new file (None: what the umask leaves); a file that is replaced hands
+    on its own. `check` is called when all is on
+    the disk, right before the rename; what it raises leaves the old file.
 
     Raises:
         TargetExists: the target is there and not to be overwritten, or is a folder.
@@ -51,20 +61,21 @@ def atomic_output(
         old = refuse_target(path, overwrite=overwrite)
         mode = mode if old is None else stat.S_IMODE(old.st_mode)
         with _folder_of(target) as folder:
+            _remove_debris(target)
             _check_space(folder, size)
-            with _temporary_name(target) as temporary:
-                with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
-                    reserve(file.fileno(), size)
-                    output = FileOutput(file.fileno(), size, progress)
-                    yield output
-                    output.finish()
-                    if mode is not None:
-                        os.chmod(temporary, mode)
-                    os.fsync(file.fileno())
+            with _temporary_file(target, mode) as file:
+                reserve(file.fileno(), size)
+                output = FileOutput(file.fileno(), size, progress)
+                yield output
+                output.finish()
+                if mode is not None:
+                    os.chmod(file.name, mode)
+                os.fsync(file.fileno())
+                close_to_rename(file)
                 refuse_target(path, overwrite=overwrite)
                 if check is not None:
                     check()
-                os.replace(temporary, target)
+                os.replace(file.name, target)
         sync_folder(folder)
 
 
@@ -140,17 +151,38 @@ def _check_space(folder: str, size: int) -> None:
         )
 
 
-@contextmanager
-def _temporary_name(target: str) -> Iterator[str]:
-    """A name beside the target; what is there is removed where the block fails."""
+def _remove_debris(target: str) -> None:
+    """Remove the temporary files of killed runs that were to become `target`."""
     folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:_NAME_KEPT]}.{secrets.token_hex(6)}.tmp")
-    try:
-        yield temporary
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    debris = re.compile(re.escape(_beginning(name)) + r"[0-9a-f]{12}\.tmp")
+    with suppress(OSError):  # a folder that we may write to, and not list
+        for found in os.listdir(folder):
+            if debris.fullmatch(found):
+                remove_unlocked(os.path.join(folder, found))
+
+
+def _beginning(name: str) -> str:
+    """How the names of the temporary files of `name` begin."""
+    return f".{name[:_NAME_KEPT]}.ckptool-"
+
+
+@contextmanager
+def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
+    """A new file beside the target, open and locked; it is removed where the block fails."""
+    folder, name = os.path.split(target)
+    while True:
+        temporary = os.path.join(folder, f"{_beginning(name)}{secrets.token_hex(6)}.tmp")
+        try:
+            with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
+                lock(file.fileno())
+                if not os.path.lexists(temporary):  # taken for debris before it was locked
+                    continue
+                yield file
+                return
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def _private(mode: int | None) -> Callable[[str, int], int]:

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from contextlib import suppress
+from io import FileIO
 
-__all__ = ["announce_read", "reserve", "start_writeback", "sync_folder"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "announce_read",
+    "close_to_rename",
+    "lock",
+    "remove_unlocked",
+    "reserve",
+    "start_writeback",
+    "sync_folder",
+]
 
 _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
 
@@ -39,6 +53,31 @@ def reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in _UNABLE:
             raise
+
+
+def lock(fd: int) -> None:
+    """Hold a lock on an open file until it is closed, by a kill too; some systems have none."""
+    if sys.platform != "win32":
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def remove_unlocked(path: str) -> None:
+    """Remove a file that no process has locked; where that cannot be known, it stays."""
+    if sys.platform != "win32":
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def close_to_rename(file: FileIO) -> None:
+    """Close a file where an open one cannot be renamed; elsewhere it keeps its lock."""
+    if sys.platform == "win32":
+        file.close()
 
 
 def sync_folder(path: str) -> None:

@@ -1,5 +1,6 @@
 """A target is whole or as it was: disks that fill, folders that refuse, processes that die."""
 
+import errno
 import os
 import shutil
 import stat
@@ -10,7 +11,9 @@ import textwrap
 import pytest
 
 from ckptool.errors import NoSpace, TargetExists, TruncatedFile, WriteDenied, WriteError
+from ckptool.files import atomic, system
 from ckptool.files.atomic import atomic_output
+from ckptool.files.system import lock, remove_unlocked
 
 OLD, NEW = b"the old content", b"something else altogether"
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
@@ -243,6 +246,76 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old):
     assert old.read_bytes() == OLD
     (left,) = set(os.listdir(old.parent)) - {old.name}
     assert left.startswith(".model.pth.")
+
+
+DEBRIS = ".model.pth.ckptool-0123456789ab.tmp"
+
+
+@needs_posix
+def test_the_debris_of_a_killed_run_is_removed_by_the_next(old):
+    killed = """
+        import signal
+        with atomic_output(sys.argv[1], 1 << 20, overwrite=True) as output:
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    assert run_child(killed, old).returncode == -9
+    assert len(os.listdir(old.parent)) == 2
+    write(old, overwrite=True)
+    assert old.read_bytes() == NEW
+    assert os.listdir(old.parent) == [old.name]
+
+
+def test_a_run_leaves_the_file_of_a_run_that_is_still_writing(old):
+    with atomic_output(old, len(NEW), overwrite=True) as output:
+        write(old, b"the other run", overwrite=True)
+        assert old.read_bytes() == b"the other run"
+        output.write(NEW)
+    assert old.read_bytes() == NEW
+    assert os.listdir(old.parent) == [old.name]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pth.tmp", f"{DEBRIS}.bak", DEBRIS.replace("model", "other"), f"x{DEBRIS}"]
+)
+def test_a_file_of_any_other_name_is_no_debris(old, name):
+    (old.parent / name).write_bytes(OLD)
+    write(old, overwrite=True)
+    assert sorted(os.listdir(old.parent)) == sorted([name, old.name])
+
+
+@needs_posix
+def test_a_link_that_looks_like_debris_is_left_alone(old):
+    (old.parent / DEBRIS).symlink_to("elsewhere")
+    write(old, overwrite=True)
+    assert (old.parent / DEBRIS).is_symlink()
+
+
+@needs_posix
+def test_a_file_that_is_taken_for_debris_before_it_is_locked(old, monkeypatch):
+    takers = [remove_unlocked]
+
+    def locks(fd):
+        if takers:
+            (name,) = set(os.listdir(old.parent)) - {old.name}
+            takers.pop()(str(old.parent / name))
+        lock(fd)
+
+    monkeypatch.setattr(atomic, "lock", locks)
+    write(old, overwrite=True)
+    assert not takers
+    assert old.read_bytes() == NEW
+
+
+@needs_posix
+def test_a_file_system_without_locks(old, monkeypatch):
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (old.parent / DEBRIS).write_bytes(OLD)
+    monkeypatch.setattr(system.fcntl, "flock", refuse)
+    write(old, overwrite=True)
+    assert old.read_bytes() == NEW
+    assert sorted(os.listdir(old.parent)) == sorted([DEBRIS, old.name])
 
 
 @needs_posix
