@@ -16,6 +16,7 @@ from ckptool.errors import CheckpointError, NoSpace, TargetExists, WriteDenied, 
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import (
     close_to_rename,
+    hand_over,
     lock,
     remove_unlocked,
     reserve,
@@ -47,7 +48,7 @@ def atomic_output(
     lock on the temporary file, so one that nobody holds is debris (systems without such locks
     keep it). Links are resolved: what a link leads to is replaced, the link stays. `mode` is
     the permission bits of a new file (None: what the umask leaves); a file that is replaced hands
-    on its own. `check` is called when all is on
+    on its own, and its owner and group where the system lets us. `check` is called when all is on
     the disk, right before the rename; what it raises leaves the old file.
 
     Raises:
@@ -68,7 +69,9 @@ def atomic_output(
                 output = FileOutput(file.fileno(), size, progress)
                 yield output
                 output.finish()
-                if mode is not None:
+                if old is not None:
+                    hand_over(file.name, old)
+                if mode is not None:  # last: a change of the owner takes bits away
                     os.chmod(file.name, mode)
                 os.fsync(file.fileno())
                 close_to_rename(file)

@@ -14,6 +14,7 @@ if sys.platform != "win32":
 __all__ = [
     "announce_read",
     "close_to_rename",
+    "hand_over",
     "lock",
     "remove_unlocked",
     "reserve",
@@ -72,6 +73,18 @@ def remove_unlocked(path: str) -> None:
                 os.unlink(path)
             finally:
                 os.close(fd)
+
+
+def hand_over(path: str, old: os.stat_result) -> None:
+    """Give a file the owner and the group of another, as far as we may: root may all of it."""
+    if sys.platform != "win32":
+        new = os.stat(path)
+        if new.st_gid != old.st_gid:
+            with suppress(OSError):
+                os.chown(path, -1, old.st_gid)
+        if new.st_uid != old.st_uid:
+            with suppress(OSError):
+                os.chown(path, old.st_uid, -1)
 
 
 def close_to_rename(file: FileIO) -> None:

@@ -71,6 +71,47 @@ def test_a_file_that_is_replaced_hands_on_its_mode(old):
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
 
 
+@pytest.fixture
+def foreign(old, monkeypatch):
+    """The owner and the group, both of others, that the old file seems to have."""
+    status = os.stat(old)
+    fields = list(status)
+    fields[stat.ST_UID], fields[stat.ST_GID] = status.st_uid + 1, status.st_gid + 2
+    monkeypatch.setattr(atomic, "refuse_target", lambda *_, **__: os.stat_result(fields))
+    return fields[stat.ST_UID], fields[stat.ST_GID]
+
+
+@needs_posix
+def test_a_file_that_is_replaced_hands_on_owner_and_group(old, foreign, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "chown", lambda path, user, group: calls.append((path, user, group)))
+    write(old, overwrite=True)
+    (temporary,) = {path for path, *_ in calls}
+    user, group = foreign
+    assert os.path.dirname(temporary) == str(old.parent)
+    assert temporary != str(old)
+    assert [call[1:] for call in calls] == [(-1, group), (user, -1)]
+    assert old.read_bytes() == NEW
+
+
+@needs_posix
+def test_an_owner_that_cannot_be_kept_is_no_error(old, foreign, monkeypatch):
+    def refuse(path, user, group):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    write(old, overwrite=True)
+    assert old.read_bytes() == NEW
+    assert os.listdir(old.parent) == [old.name]
+
+
+@needs_posix
+def test_an_own_file_is_not_handed_over(old, monkeypatch):
+    monkeypatch.setattr(os, "chown", None)
+    write(old, overwrite=True)
+    assert old.read_bytes() == NEW
+
+
 @needs_posix
 def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
     with atomic_output(tmp_path / "model.pth", 1, mode=0o644) as output:
