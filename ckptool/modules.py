@@ -14,6 +14,25 @@ __all__ = ["Visits", "child_modules", "is_module", "module_state", "own_tensors"
 _MARKS = ("_parameters", "_buffers", "_modules")
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 
+_VERSIONS = {
+    f"torch.{home}.{name}": version
+    for version, home, names in (
+        (2, "nn.intrinsic.qat.modules.conv_fused",
+         "ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d"),
+        (2, "nn.quantized.dynamic.modules.rnn", "LSTM GRU"),
+        (3, "nn.quantized.modules.linear", "Linear LinearPackedParams"),
+        (3, "nn.intrinsic.quantized.modules.linear_relu",
+         "LinearReLU LinearLeakyReLU LinearTanh"),
+        (4, "nn.quantized.dynamic.modules.linear", "Linear"),
+        (4, "nn.intrinsic.quantized.dynamic.modules.linear_relu", "LinearReLU"),
+        (3, "quantization.observer",
+         "MinMaxObserver MovingAverageMinMaxObserver PerChannelMinMaxObserver "
+         "MovingAveragePerChannelMinMaxObserver HistogramObserver"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Versions other than 1 of torch's classes, without the `ao` that came into their names in 1.13."""
+
 
 class Visits:
     """Keeps a traversal linear: what is entered again may not outgrow what was entered once.
@@ -71,21 +90,22 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     """What `state_dict()` would give for a pickled module; None for anything else.
 
     Order and content as `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
-    parameters, its persistent buffers, then each child; entries that are None are left out. It
-    has no `_metadata`: the versions are attributes of the classes, which no pickle holds.
+    parameters, its persistent buffers, then each child; entries that are None are left out.
+    `_metadata` has every module's path and the version of its state.
 
     Raises:
         LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
     """
     if not is_module(node):
         return None
-    names, visits = OrderedMap(), Visits(limits)
+    names, metadata, visits = OrderedMap(), OrderedMap(), Visits(limits)
     open_ids: set[int] = set()
     frames: list[tuple[Opaque, str, Iterator[tuple[str, Opaque]]]] = []
 
     def enter(module: Opaque, prefix: str) -> None:
         own = own_tensors(module)
         visits.enter(module, len(own), len(frames))
+        metadata[prefix[:-1]] = {"version": _version(module)}
         names.update((f"{prefix}{name}", tensor) for name, tensor in own.items())
         open_ids.add(id(module))
         frames.append((module, prefix, iter(child_modules(module).items())))
@@ -99,7 +119,22 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
             open_ids.discard(id(module))
         elif id(child) not in open_ids:
             enter(child, f"{prefix}{name}.")
+    names.attributes["_metadata"] = metadata
     return names
+
+
+def _version(module: Opaque) -> int:
+    """The `_version` of its class, which no pickle holds: of torch's own, else as its buffers say.
+
+    Source: `_version` in torch/nn and torch/ao; 1 unless a class says otherwise. Batch and instance
+    norm, and what derives from them, are known by the counter that came with their version 2.
+    """
+    own = module.attributes.get("_version")
+    if type(own) is int:
+        return own
+    if {"running_mean", "num_batches_tracked"} <= module.attributes.get("_buffers", {}).keys():
+        return 2
+    return _VERSIONS.get(module.class_name.replace("torch.ao.", "torch.", 1), 1)
 
 
 def own_tensors(module: Opaque) -> dict[Any, Any]:

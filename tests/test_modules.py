@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from ckptool.errors import LimitExceeded
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.modules import child_modules, is_module, module_state, own_tensors
-from tests.trees import module, opened, parallel, tensor
+from ckptool.transforms import single_state_dict, strip_module
+from tests.trees import checkpoint, module, opened, parallel, tensor
 
 
 class Net(torch.nn.Module):
@@ -24,6 +27,7 @@ class Net(torch.nn.Module):
         self.register_buffer("passing", torch.zeros(1), persistent=False)
         self.norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU())
         self.again = self.first
+        self.instance = torch.nn.InstanceNorm1d(3)
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 4])
@@ -37,6 +41,54 @@ def test_names_order_and_shapes_are_those_of_state_dict(tmp_path, wrap, protocol
     assert found is not None
     assert {name: ref.shape for name, ref in found.items()} == expected
     assert list(found) == list(expected)
+    versions = net.state_dict()._metadata
+    assert found.metadata == versions
+    assert list(found.metadata) == list(versions)
+
+
+def torch_classes():
+    """Every module class that torch has loaded, those of quantisation as well."""
+    for name in ("qat", "quantized", "quantized.dynamic"):
+        importlib.import_module(f"torch.ao.nn.intrinsic.{name}")
+    todo, found = [torch.nn.Module], set()
+    while todo:
+        cls = todo.pop()
+        if cls not in found and cls.__module__.startswith("torch."):
+            found.add(cls)
+        todo.extend(cls.__subclasses__())
+    return sorted(found, key=str)
+
+
+def test_versions_are_those_of_torchs_classes():
+    """But for bases that are no modules themselves, and for norms, which their buffers tell."""
+    seen = 0
+    for cls in torch_classes():
+        if cls.__name__.startswith("_") or cls.__name__.endswith("Base"):
+            continue
+        for home in (cls.__module__, cls.__module__.replace("torch.ao.", "torch.")):
+            net = module(f"{home}.{cls.__qualname__}")
+            if issubclass(cls, torch.nn.modules.batchnorm._NormBase):
+                buffers = {"running_mean": None, "running_var": None, "num_batches_tracked": None}
+                net = module(f"{home}.{cls.__qualname__}", buffers=buffers)
+            assert module_state(net).metadata == {"": {"version": cls._version}}, cls
+            seen += cls._version != 1
+    assert seen > 30
+
+
+def test_a_version_of_its_own_and_of_a_class_that_is_not_known():
+    assert module_state(module(_version=7)).metadata == {"": {"version": 7}}
+    assert module_state(module(_version="7")).metadata == {"": {"version": 1}}
+    norm = module(buffers={"running_mean": tensor(), "num_batches_tracked": tensor()})
+    assert module_state(norm).metadata == {"": {"version": 2}}
+    frozen = module(buffers={"running_mean": tensor(), "running_var": tensor()})
+    assert module_state(frozen).metadata == {"": {"version": 1}}
+
+
+def test_metadata_follows_when_wrappers_go():
+    net = parallel(module(children={"fc": module(parameters={"w": tensor()})}))
+    made = strip_module(single_state_dict(checkpoint(net)))
+    assert list(made.root) == ["fc.w"]
+    assert list(made.root.metadata) == ["", "fc"]
 
 
 def test_anything_else_is_no_module():

@@ -124,7 +124,7 @@ def test_a_pickled_module_gives_plain_tensors_as_state_dict_does(tmp_path, wrap)
     model = wrap(Marked())
     expected = model.state_dict()
     loaded = ckptool.load_state_dict(saved(tmp_path / "f.pt", model), wrappers="keep")
-    assert_same(dict(loaded), dict(expected))
+    assert_same(loaded, expected)
     assert {type(tensor) for tensor in loaded.values()} == {torch.Tensor}
     assert not any(tensor.requires_grad or vars(tensor) for tensor in loaded.values())
 
