@@ -112,11 +112,16 @@ class _Collector:
         self.visits_left = limits.max_repeats
         self.files: dict[str, dict[str, _ClassSource]] = {}
         self.names = OrderedMap()
+        self.metadata = OrderedMap()
 
     def collect(self, root: Any) -> OrderedMap:
-        """The weights below `root`, parameters before buffers before submodules."""
+        """The weights below `root`, parameters before buffers before submodules.
+
+        `_metadata` says version 1 of each module, which is what torch says of a scripted one.
+        """
         if not isinstance(root, Opaque):
             raise CorruptFile("its pickle holds no TorchScript module", file=self.archive.path)
+        self.names.attributes["_metadata"] = self.metadata
         self._module(root, "", 0)
         return self.names
 
@@ -131,6 +136,7 @@ class _Collector:
         source = self._source(module)
         if not source.is_module:
             return
+        self.metadata[prefix[:-1]] = {"version": 1}
         attributes = module.attributes
         for name in _tensor_names(source, attributes):
             tensor = attributes.get(name)

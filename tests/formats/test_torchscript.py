@@ -106,6 +106,7 @@ def test_nested_shared_and_loose_tensors_are_named_as_torch_names_them(tmp_path)
     with read(TORCHSCRIPT, path) as checkpoint:
         found = checkpoint.root
         assert list(found) == list(judge.state_dict())
+        assert list(checkpoint.root.metadata) == list(judge.state_dict()._metadata)
         for name, tensor in judge.state_dict().items():
             assert found[name].read() == tensor.contiguous().numpy().tobytes()
             assert found[name].stride == tensor.stride()
@@ -123,6 +124,15 @@ def test_names_that_are_no_identifiers_are_read(tmp_path):
     path = scripted(tmp_path, model)
     with read(TORCHSCRIPT, path) as checkpoint:
         assert list(checkpoint.root) == list(torch.jit.load(path).state_dict())
+
+
+@pytest.mark.parametrize("version", ["1.6.0", "1.12.1", "2.13.0"])
+def test_metadata_is_that_of_the_scripted_module(fixtures, version):
+    path = fixtures / f"torch-{version}" / "scripted.pt"
+    theirs = torch.jit.load(path).state_dict()._metadata
+    with read(TORCHSCRIPT, path) as checkpoint:
+        assert checkpoint.root.metadata == theirs
+        assert list(checkpoint.root.metadata) == list(theirs)
 
 
 def test_the_weights_alone_can_be_saved(tmp_path, fixtures):
