@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import click
 
@@ -18,6 +21,12 @@ from ckptool.render.text import clean
 __all__ = ["run"]
 
 ERROR, INTERRUPTED = 2, 130
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals that ask for an end, as far as the system has them."""
+
+
+class _Ended(SystemExit):
+    """A signal asks the process to end: what is half done is cleaned up on the way out."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -31,10 +40,36 @@ def run(arguments: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _run(arguments)
+        with _signals_raise():
+            return _run(arguments)
+    except _Ended as ended:
+        return int(ended.args[0])
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP clean up as Ctrl-C does, unless they are ignored or handled already."""
+    taken = []
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        taken = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    try:
+        for number in taken:
+            signal.signal(number, _end)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """End the run with the exit code that a shell gives to the signal; once is enough."""
+    for other in _ENDING:
+        if signal.getsignal(other) is _end:
+            signal.signal(other, signal.SIG_IGN)
+    raise _Ended(128 + number)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import click
 import pytest
@@ -152,6 +153,57 @@ def test_ctrl_c_is_130_and_says_nothing(process, model):
     )
     done = process("list", model, code=("-c", code))
     assert (done.code, done.out, done.err) == (130, "", "")
+
+
+ENDED_IN_THE_MIDDLE = """
+import os, signal, sys
+from ckptool.cli import main
+from ckptool.files import output
+
+def step(self):
+    assert any(name.endswith(".tmp") for name in os.listdir("."))
+    for _ in range(2):  # the second finds the run at its cleaning up
+        os.kill(os.getpid(), NUMBER)
+
+output.FileOutput._step = step
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_in_the_middle_of_a_write_leaves_the_folder_as_it_was(process, model, name, code):
+    before = model.read_bytes()
+    script = ENDED_IN_THE_MIDDLE.replace("NUMBER", f"signal.{name}")
+    done = process("strip-module", model.name, "--in-place", "--force", code=("-c", script))
+    assert (done.code, done.out, done.err) == (code, "", "")
+    assert os.listdir(model.parent) == [model.name]
+    assert model.read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of POSIX")
+def test_a_signal_that_is_ignored_stays_ignored(process, model):
+    script = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)" + ENDED_IN_THE_MIDDLE
+    script = script.replace("NUMBER", "signal.SIGHUP")
+    done = process("strip-module", model.name, "--in-place", "--force", "-q", code=("-c", script))
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_the_handlers_are_as_they_were(ckptool, model, name):
+    number = getattr(signal, name, signal.SIGTERM)
+    before = signal.getsignal(number)
+    ckptool("list", model)
+    assert signal.getsignal(number) == before
+
+
+def test_a_thread_that_is_not_the_main_one_can_run_it(model, capsys):
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(main(["list", str(model)])))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+    assert "conv1" in capsys.readouterr().out
 
 
 def test_names_that_the_terminal_cannot_encode_are_escaped(process, tmp_path):
