@@ -9,7 +9,14 @@ from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, OrderedMap
 
-__all__ = ["Visits", "child_modules", "is_module", "module_state", "own_tensors"]
+__all__ = [
+    "Visits",
+    "child_modules",
+    "is_module",
+    "module_state",
+    "own_tensors",
+    "unread_submodules",
+]
 
 _MARKS = ("_parameters", "_buffers", "_modules")
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
@@ -98,19 +105,38 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     """
     if not is_module(node):
         return None
-    names, metadata, visits = OrderedMap(), OrderedMap(), Visits(limits)
-    open_ids: set[int] = set()
-    frames: list[tuple[Opaque, str, Iterator[tuple[str, Opaque]]]] = []
-
-    def enter(module: Opaque, prefix: str) -> None:
-        own = own_tensors(module)
-        visits.enter(module, len(own), len(frames))
+    names, metadata = OrderedMap(), OrderedMap()
+    for prefix, module in _modules_below(node, limits):
         metadata[prefix[:-1]] = {"version": _version(module)}
-        names.update((f"{prefix}{name}", tensor) for name, tensor in own.items())
-        open_ids.add(id(module))
-        frames.append((module, prefix, iter(child_modules(module).items())))
+        names.update((f"{prefix}{name}", value) for name, value in own_tensors(module).items())
+    names.attributes["_metadata"] = metadata
+    return names
 
-    enter(node, "")
+
+def unread_submodules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Opaque]:
+    """The submodules whose weights nobody but their class can tell, by their path.
+
+    A class with a `__getstate__` of its own (torch's quantised layers) pickles no dict of
+    parameters and buffers: what `state_dict()` would make of it is not in the file.
+
+    Raises:
+        LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
+    """
+    return {
+        f"{prefix}{name}": child
+        for prefix, module in _modules_below(node, limits)
+        for name, child in module.attributes.get("_modules", {}).items()
+        if isinstance(child, Opaque) and not is_module(child)
+    }
+
+
+def _modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
+    """A module and those in it, each before its children, with the prefix of its names."""
+    visits = Visits(limits)
+    open_ids = {id(node)}
+    visits.enter(node, len(own_tensors(node)), 0)
+    yield "", node
+    frames = [(node, "", iter(child_modules(node).items()))]
     while frames:
         module, prefix, rest = frames[-1]
         name, child = next(rest, (None, None))
@@ -118,9 +144,10 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
             frames.pop()
             open_ids.discard(id(module))
         elif id(child) not in open_ids:
-            enter(child, f"{prefix}{name}.")
-    names.attributes["_metadata"] = metadata
-    return names
+            visits.enter(child, len(own_tensors(child)), len(frames))
+            yield f"{prefix}{name}.", child
+            open_ids.add(id(child))
+            frames.append((child, f"{prefix}{name}.", iter(child_modules(child).items())))
 
 
 def _version(module: Opaque) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
-from ckptool.modules import is_module, module_state
+from ckptool.modules import is_module, module_state, unread_submodules
 from ckptool.paths import held_items, listed, name_of, printable, resolve, walk
 from ckptool.wrappers import wrappers_of
 
@@ -56,6 +56,17 @@ class Section:
         if self.kind in MODEL_KINDS:
             return wrappers_of(wrapped_names(self.node))
         return wrappers_of(optimizer_names(self.node)) if self.kind == "optimizer" else ()
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Submodules of a pickled module whose weights only their class could tell, in words."""
+        if self.kind != "module":
+            return ()
+        return tuple(
+            f"the submodule {printable(path)} (only {printable(child.class_name)} can tell its "
+            "weights)"
+            for path, child in unread_submodules(self.holder).items()
+        )
 
     def tensors(self) -> list[tuple[Path, TensorRef]]:
         """Its tensors with their paths from the root, in the order of the file."""
@@ -168,11 +179,22 @@ def _holds_tensors(node: Any) -> bool:
 
 
 def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
-    """The names that say which wrappers there are: of tensors and of `_extra_state`s."""
+    """The names that say which wrappers there are: those of the model's own entries.
+
+    Of tensors, of `_extra_state`s, and of what else stands under the path of a module that
+    `_metadata` has: a quantised layer keeps a dtype, or None for its bias.
+    """
+    metadata = mapping.metadata if isinstance(mapping, OrderedMap) else None
+    modules = metadata if isinstance(metadata, dict) else {}
     return [
         name
         for name, value in mapping.items()
-        if isinstance(name, str) and (isinstance(value, TensorRef) or _is_extra_state(name))
+        if isinstance(name, str)
+        and (
+            isinstance(value, TensorRef)
+            or _is_extra_state(name)
+            or ("." in name and name.rpartition(".")[0] in modules)
+        )
     ]
 
 

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 
+import ckptool
 from ckptool.errors import LimitExceeded
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
@@ -152,3 +153,31 @@ def test_a_compiled_module_is_the_call_that_pickles_it():
     compiled = Opaque(Global("torch._dynamo.eval_frame", "OptimizedModule"), (inner, None))
     assert list(module_state(compiled)) == ["_orig_mod.module.weight"]
     assert not is_module(Opaque(compiled.func, ({},)))
+
+
+class OwnState(torch.nn.Linear):
+    """A layer that pickles itself in a way of its own, as torch's quantised ones do."""
+
+    def __getstate__(self):
+        return (self.in_features, self.out_features, dict(self.state_dict()))
+
+
+def test_a_submodule_that_only_its_class_can_read_is_named_everywhere(tmp_path):
+    whole = torch.nn.Sequential(OwnState(3, 4), torch.nn.Linear(4, 2))
+    torch.save(whole, tmp_path / "whole.pth")
+    with ckptool.open(tmp_path / "whole.pth") as checkpoint:
+        listing = ckptool.list_tensors(checkpoint)
+        assert [row.name for row in listing.tensors if "/" not in row.name] == [
+            "1.weight",
+            "1.bias",
+        ]
+        assert [(row.name, row.class_name.rpartition(".")[2]) for row in listing.objects] == [
+            ("0", "OwnState")
+        ]
+        assert any("would lack the submodule 0" in note for note in ckptool.info(checkpoint).notes)
+    receipt = ckptool.convert(tmp_path / "whole.pth", tmp_path / "out.pth", model_only=True)
+    assert any("the submodule 0" in text for text in receipt.left_out)
+    with pytest.raises(ckptool.NotRepresentable, match="the submodule 0"):
+        ckptool.convert(tmp_path / "whole.pth", tmp_path / "no.pth", model_only=True, strict=True)
+    with pytest.warns(ckptool.CheckpointWarning, match="without the submodule 0"):
+        assert list(ckptool.load_state_dict(tmp_path / "whole.pth")) == ["1.weight", "1.bias"]

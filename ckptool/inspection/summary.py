@@ -161,7 +161,7 @@ def info(checkpoint: Checkpoint) -> Info:
         reachable_bytes=_reachable_bytes(checkpoint.root),
         dead_bytes=details.dead_bytes,
         ties=tuple(_ties(tensors)),
-        notes=(*details.notes, *details.left_behind, *choice_notes(needs)),
+        notes=(*details.notes, *details.left_behind, *choice_notes(needs), *_unread(sections)),
         commands=load_commands(needs),
     )
 
@@ -220,6 +220,12 @@ def _layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield from _legacy_blockers(checkpoint)
     if checkpoint.details.opcodes:
         yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
+
+
+def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
+    for section in sections:
+        for text in section.unread:
+            yield f"a state dict made of this would lack {text}"
 
 
 def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -75,6 +75,8 @@ def load_state_dict(
 def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
     """The chosen state dict as the whole of a checkpoint."""
     section = model_state_dict(checkpoint, key)
+    if section.unread:
+        warn(f"{checkpoint.path}: the state dict is returned without {listed(section.unread)}")
     return checkpoint.with_root(plain_state_dict(checkpoint, section))
 
 
@@ -98,19 +100,11 @@ def _without_values(chosen: Checkpoint) -> Checkpoint:
 
 
 def _plain_values(root: OrderedMap) -> Iterator[Any]:
-    """The keys of what is neither a tensor nor the entry of a module.
-
-    Of a module is every `_extra_state`, and what lies under the path of one that `_metadata` has:
-    a quantised layer keeps a dtype, or None for its bias.
-    """
-    extra_states = frozenset(wrapped_names(root))
-    modules = root.metadata if isinstance(root.metadata, dict) else {}
-    for name, value in root.items():
-        if isinstance(value, TensorRef) or name in extra_states:
-            continue
-        path = name.rpartition(".")[0] if isinstance(name, str) else ""
-        if not path or path not in modules:
-            yield name
+    """The keys of what is neither a tensor nor another entry of a module (`wrapped_names`)."""
+    own = frozenset(wrapped_names(root))
+    return (
+        name for name, value in root.items() if not isinstance(value, TensorRef) and name not in own
+    )
 
 
 def _without(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:

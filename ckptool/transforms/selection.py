@@ -73,6 +73,8 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
         yield Change("left-out", text, 1)
+    for text in chosen.unread:
+        yield Change("left-out", text, 1)
     for part in sections(root):
         if part.kind == "values":
             yield from _loose(part, chosen.path)
