@@ -18,14 +18,19 @@ def require_torch() -> None:
     """Import torch, or say what to install.
 
     Raises:
-        TorchMissing: it is not installed.
+        TorchMissing: it is not installed, or cannot be imported.
     """
     try:
         import torch  # noqa: F401
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise TorchMissing(
             "tensors cannot be made without torch, which is not installed",
             hint="pip install torch",
+        ) from error
+    except ImportError as error:
+        raise TorchMissing(
+            f"tensors cannot be made without torch, whose import fails: {error}",
+            hint="python -c 'import torch' shows where",
         ) from error
 
 
