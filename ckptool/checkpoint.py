@@ -58,8 +58,6 @@ class Details:
     """Sentences on what the file holds beside the tree, which no rewrite carries over."""
     header: Mapping[str, str] = field(default_factory=dict)
     """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
-    layout: Any = None
-    """What the format's own writer may want to know again (a zip's directory, say)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

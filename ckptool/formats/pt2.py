@@ -253,7 +253,6 @@ def _details(archive: Archive, reader: _Reader) -> Details:
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
         left_behind=tuple(_left_behind(archive)),
-        layout=archive,
     )
 
 

@@ -60,8 +60,7 @@ class Safetensors:
                 writer="safetensors",
                 storage_bytes=header.body.length,
                 notes=_notes(rest),
-                header={key: value for key, value in rest.items() if key != FORMAT},
-                layout=rest,
+                header=rest,
             ),
             sources=(source,),
         )

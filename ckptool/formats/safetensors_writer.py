@@ -31,7 +31,7 @@ def plan(checkpoint: Checkpoint) -> WritePlan:
         NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
     """
     tensors = flat_tensors(checkpoint.root, checkpoint.path)
-    given = {FORMAT: "pt", **_kept_entries(checkpoint)}
+    given = {FORMAT: "pt", **checkpoint.details.header}
     ties = true_ties(tensors, RESERVED | given.keys())
     versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
     metadata = {**given, **metadata_of(ties, tensors, versions)}
@@ -56,11 +56,6 @@ def plan(checkpoint: Checkpoint) -> WritePlan:
         notes=(*remarks(tensors, ties), *overlapping(written)),
         tensors=len(tensors),
     )
-
-
-def _kept_entries(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Entries of the source's own header that mean nothing to us and are carried along."""
-    return checkpoint.details.layout if checkpoint.format == "safetensors" else {}
 
 
 def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:

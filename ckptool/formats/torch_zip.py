@@ -201,7 +201,6 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
         left_behind=tuple(_left_behind(archive, unused)),
-        layout=archive,
     )
 
 

@@ -206,7 +206,6 @@ def _details(
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
         left_behind=(*left_behind, *_left_behind(archive)),
-        layout=archive,
         **facts,
     )
 

@@ -14,7 +14,6 @@ from ckptool.files.output import Progress
 from ckptool.files.system import announce_read
 from ckptool.formats import writer
 from ckptool.paths import listed
-from ckptool.statedict import is_flat
 from ckptool.transforms import single_state_dict
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.target import check_target, is_a_source, target_format
@@ -59,7 +58,7 @@ def save(
     """
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format)
-    if name == "safetensors" and not is_flat(checkpoint.root):
+    if name == "safetensors":
         checkpoint = _only_state_dict(checkpoint)
     plan = writer(name).plan(checkpoint)
     left_out = (*_left_behind(checkpoint, plan.format), *plan.left_out)
@@ -150,9 +149,9 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     for change in checkpoint.changes:
         if change.kind == LEFT_OUT:
             yield change.text
-    header = checkpoint.details.header
-    if header and target != checkpoint.format:
-        yield f"entries of the header: {listed(header)}"
+    entries = [key for key in checkpoint.details.header if key != "format"]
+    if entries and target != checkpoint.format:
+        yield f"entries of the header: {listed(entries)}"
 
 
 def _permissions(checkpoint: Checkpoint) -> int | None:

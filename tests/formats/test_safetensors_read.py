@@ -119,7 +119,7 @@ def test_other_metadata_is_told_and_kept(tmp_path):
     save_file({"a": torch.ones(2)}, path, metadata={"format": "pt", "made by": "me"})
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.details.notes == ("the header says made by=me",)
-        assert checkpoint.details.layout == {"format": "pt", "made by": "me"}
+        assert checkpoint.details.header == {"format": "pt", "made by": "me"}
 
 
 def test_ties_of_save_model_are_restored(tmp_path):
@@ -160,7 +160,7 @@ def test_metadata_that_only_looks_like_ours(tmp_path, text):
     with open_checkpoint(raw_file(tmp_path / "x", header, bytes(8))) as checkpoint:
         assert list(checkpoint.root) == ["a"]
         assert checkpoint.root.metadata is None
-        assert checkpoint.details.layout == {"_metadata": text, "format": "a"}
+        assert checkpoint.details.header == {"_metadata": text, "format": "a"}
 
 
 BROKEN = {

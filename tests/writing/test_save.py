@@ -316,3 +316,11 @@ def test_targets_that_are_no_file_to_write_are_refused(fixtures, tmp_path, name)
     with open_checkpoint(file) as checkpoint, pytest.raises(UsageError):
         save(checkpoint, f"{tmp_path}/{name}" if name else "")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_goes_to_safetensors_as_its_state_dict_would(fixtures, tmp_path):
+    """Detached, as `state_dict()` detaches: nothing is left out but the program itself."""
+    with open_checkpoint(fixtures / "torch-2.13.0" / "scripted.pt") as script:
+        receipt = save(script, tmp_path / "out.safetensors")
+    assert receipt.left_out
+    assert not any("Parameter" in text or "requires_grad" in text for text in receipt.left_out)
