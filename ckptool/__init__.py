@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         CheckpointWarning,
         CorruptFile,
         DeviceError,
+        FileBusy,
         FileDenied,
         FileMissing,
         LimitExceeded,
@@ -63,7 +64,7 @@ _HOMES = {
     "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
     "ckptool.errors": (
         "AmbiguousName", "CheckpointError", "CheckpointWarning", "CorruptFile", "DeviceError",
-        "FileDenied", "FileMissing", "LimitExceeded", "NameCollision", "NoSpace",
+        "FileBusy", "FileDenied", "FileMissing", "LimitExceeded", "NameCollision", "NoSpace",
         "NotACheckpoint", "NotFound", "NotRepresentable", "OutOfRange", "TargetExists",
         "TorchMissing", "TruncatedFile", "UnreadableFile", "UnsupportedFormat", "UsageError",
         "WriteDenied", "WriteError",

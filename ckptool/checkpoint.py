@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptool.statedict import Section
     from ckptool.writing import Receipt
 
-__all__ = ["Change", "Checkpoint", "Details"]
+__all__ = ["Change", "Checkpoint", "Details", "Report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Change:
     kind: str
     text: str
     count: int = 0
+
+
+Report = Callable[[], Iterable[Change]]
+"""What is known of a transform only when every byte has been computed: asked after a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Checkpoint:
     details: Details = field(default_factory=Details)
     changes: tuple[Change, ...] = ()
     sources: tuple[FileSource, ...] = ()
+    reports: tuple[Report, ...] = ()
 
     def __enter__(self) -> Checkpoint:
         """Itself."""

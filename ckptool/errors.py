@@ -20,6 +20,7 @@
     │   ├── NoSpace             (OSError)
     │   ├── WriteDenied         (PermissionError)
     │   └── NotRepresentable    (ValueError)  the target format cannot hold it
+    ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
     CheckpointWarning           (UserWarning)  something of the file is not in what is returned
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointWarning",
     "CorruptFile",
     "DeviceError",
+    "FileBusy",
     "FileDenied",
     "FileMissing",
     "LimitExceeded",
@@ -168,6 +170,10 @@ class WriteDenied(WriteError, PermissionError):
 
 class NotRepresentable(WriteError, ValueError):
     """The target format cannot hold it."""
+
+
+class FileBusy(CheckpointError, BlockingIOError):
+    """Another process is changing the file at this moment; the message says which."""
 
 
 class TorchMissing(CheckpointError, ImportError):

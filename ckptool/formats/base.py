@@ -10,10 +10,11 @@ from typing import Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.editing import Patch
 from ckptool.files.output import Output
 from ckptool.limits import Limits
 
-__all__ = ["Archive", "Format", "Probe", "Record", "WritableFormat", "WritePlan"]
+__all__ = ["Archive", "EditPlan", "Format", "Probe", "Record", "WritableFormat", "WritePlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,18 @@ class WritePlan:
     tensors: int = 0
     blockers: tuple[str, ...] = ()
     """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditPlan:
+    """A change of the source file itself, in which the tensors stay where they are."""
+
+    patch: Patch
+    size: int
+    """Bytes of the file afterwards."""
+    notes: tuple[str, ...] = ()
+    tensors: int = 0
+    blockers: tuple[str, ...] = ()
 
 
 class Format(Protocol):

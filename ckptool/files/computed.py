@@ -1,0 +1,42 @@
+"""Bytes that no file holds: computed from others when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptool.errors import TruncatedFile
+
+__all__ = ["ComputedSource"]
+
+
+class ComputedSource:
+    """A source (`source.Source`) whose bytes are computed block by block, never kept."""
+
+    def __init__(self, name: str, size: int, compute: Callable[[int, int], bytes]) -> None:
+        """Stand for `size` bytes; `compute(offset, length)` gives exactly `length` of them."""
+        self._name = name
+        self._size = size
+        self._compute = compute
+
+    @property
+    def name(self) -> str:
+        """The file that they are computed from."""
+        return self._name
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        if offset < 0 or length < 0 or offset + length > self._size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of {self._size:,} computed ones",
+                file=self._name,
+            )
+        return self._compute(offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        buffer[:] = self.read(offset, len(buffer))
