@@ -85,6 +85,7 @@ __all__ = [
     "CorruptFile",
     "Details",
     "DeviceError",
+    "FileBusy",
     "FileDenied",
     "FileMissing",
     "LimitExceeded",

@@ -27,5 +27,5 @@ def test_a_buffer_is_filled():
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, -1), (99, 2), (101, 0)])
 def test_what_lies_outside_is_refused(offset, length):
-    with pytest.raises(TruncatedFile, match="model.pth"):
+    with pytest.raises(TruncatedFile, match=r"model\.pth"):
         counting(100).read(offset, length)
