@@ -316,6 +316,12 @@ class TensorRef:
         return True
 
     @property
+    def is_verbatim(self) -> bool:
+        """Whether its bytes in the file are those of `content`: nothing to move, swap or flip."""
+        swapped = self.storage is not None and self.storage.byteorder == "big"
+        return self.is_contiguous and not self.flags and not swapped
+
+    @property
     def is_parameter(self) -> bool:
         """Whether torch would make a `Parameter` of it."""
         return any(layer.kind != "type" for layer in self.wrapping)

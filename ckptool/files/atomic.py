@@ -66,7 +66,7 @@ def atomic_output(
             _check_space(folder, size)
             with _temporary_file(target, mode) as file:
                 reserve(file.fileno(), size)
-                output = FileOutput(file.fileno(), size, progress)
+                output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
                 output.finish()
                 if old is not None:

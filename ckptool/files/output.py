@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckptool.errors import WriteError
@@ -11,7 +12,7 @@ from ckptool.files.copying import copy_bytes, write_at
 from ckptool.files.source import BLOCK, ByteRange, FileSource
 from ckptool.files.system import start_writeback
 
-__all__ = ["FileOutput", "Output", "Progress"]
+__all__ = ["FileOutput", "Output", "Progress", "Streamed"]
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
@@ -20,6 +21,14 @@ STEP = 64 << 20
 """Bytes between two calls of the progress, and before writing to the disk begins."""
 SMALL = 64 << 10
 """A range of up to so many bytes is gathered with its neighbours: one call in place of three."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What went through Python on its way into a file."""
+
+    length: int
+    crc32: int
 
 
 class Output(Protocol):
@@ -49,8 +58,14 @@ class Output(Protocol):
 class FileOutput:
     """An `Output` over an open descriptor that must end up with exactly `size` bytes."""
 
-    def __init__(self, fd: int, size: int, progress: Progress | None = None) -> None:
+    def __init__(
+        self, fd: int, size: int, progress: Progress | None = None, name: str = ""
+    ) -> None:
         """Write to `fd` from its first byte on; `progress` is told after every `STEP` or so."""
+        self.name = name
+        """The path of what is being written: not yet that of the target."""
+        self.streamed: dict[int, Streamed] = {}
+        """By offset, what was no kernel copy."""
         self._fd = fd
         self._size = size
         self._progress = progress
@@ -93,20 +108,22 @@ class FileOutput:
         """
         buffer = memoryview(bytearray(min(BLOCK, data.length)))
         parts = (buffer[: data.length - start] for start in range(0, data.length, BLOCK))
-        crc, done = 0, 0
+        start, crc, done = self.tell(), 0, 0
         for part in parts:
             data.read_into(part, done)
             crc = zlib.crc32(part, crc)
             self.write(part)
             done += len(part)
+        self.streamed[start] = Streamed(done, crc)
         return crc
 
     def stream(self, blocks: Iterable[bytes]) -> int:
         """Write blocks as they come and return the CRC-32 of all."""
-        crc = 0
+        start, crc = self.tell(), 0
         for block in blocks:
             crc = zlib.crc32(block, crc)
             self.write(block)
+        self.streamed[start] = Streamed(self.tell() - start, crc)
         return crc
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from ckptool.errors import OutOfRange, UsageError
 from ckptool.files.source import BLOCK, ByteRange
 
-__all__ = ["flip_signs", "narrow", "row_major", "swap_bytes"]
+__all__ = ["flip_signs", "narrow", "row_major", "swap_bytes", "swapped"]
 
 FORMATS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
 UNITS = (8, 4, 1)
@@ -265,6 +265,13 @@ def swap_bytes(data: bytes, size: int) -> bytes:
 
 
 _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
+
+
+def swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Blocks in the other byte order; bytes at an end that are no whole element stay."""
+    for block in blocks:
+        whole = len(block) - len(block) % size
+        yield swap_bytes(block[:whole], size) + block[whole:]
 
 
 def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...]) -> bytes:

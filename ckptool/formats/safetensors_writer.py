@@ -92,7 +92,7 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
     for tensor in tensors:
         if tensor.nbytes == 0:
             continue
-        piece = tensor.data if _is_verbatim(tensor) else tensor
+        piece = tensor.data if tensor.is_verbatim else tensor
         if isinstance(last, ByteRange) and isinstance(piece, ByteRange) and _adjoin(last, piece):
             last = ByteRange(last.source, last.offset, last.length + piece.length)
             continue
@@ -101,12 +101,6 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
         last = piece
     if last is not None:
         yield last
-
-
-def _is_verbatim(tensor: TensorRef) -> bool:
-    """Whether its bytes in the source are those of the target."""
-    swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
-    return tensor.is_contiguous and not tensor.flags and not swapped
 
 
 def _adjoin(first: ByteRange, second: ByteRange) -> bool:

@@ -5,14 +5,12 @@ How it is laid out stands in `legacy_stream`, which reads it; here are the file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Output
-from ckptool.files.strided import swap_bytes
+from ckptool.files.strided import swapped
 from ckptool.formats.base import Probe, WritePlan
 from ckptool.formats.legacy_stream import (
     COUNT,
@@ -127,10 +125,7 @@ class _Payload:
         if self.swap == 1:
             output.copy(self.data)
         else:
-            output.stream(self._swapped())
-
-    def _swapped(self) -> Iterator[bytes]:
-        return (swap_bytes(block, self.swap) for block in self.data.blocks())
+            output.stream(swapped(self.data.blocks(), self.swap))
 
 
 def _untyped(checkpoint: Checkpoint) -> NotRepresentable:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.output import Output
-from ckptool.files.strided import swap_bytes
+from ckptool.files.strided import swapped
 from ckptool.formats.base import WritePlan
 from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
 from ckptool.model import Storage
@@ -57,7 +55,7 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
 
     def write(output: Output) -> int:
         if swap > 1:
-            return output.stream(_swapped(data.blocks(), swap))
+            return output.stream(swapped(data.blocks(), swap))
         if storage.crc32 is not None and not storage.compressed:
             output.copy(data)
             return storage.crc32
@@ -71,10 +69,3 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
         return crc
 
     return NewRecord(f"data/{index}", storage.nbytes, write)
-
-
-def _swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The other byte order; bytes at the end that are no whole element stay as they are."""
-    for block in blocks:
-        whole = len(block) - len(block) % size
-        yield swap_bytes(block[:whole], size) + block[whole:]

@@ -1,0 +1,166 @@
+"""A file read back before it takes its name: all that it holds against what it should hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CheckpointError, WriteError
+from ckptool.files import ByteRange
+from ckptool.files.output import Progress, Streamed
+from ckptool.files.strided import swapped
+from ckptool.formats import open_checkpoint
+from ckptool.model import Storage, TensorRef
+from ckptool.paths import printable
+from ckptool.symbolic.encoder import Encoded, encode
+
+__all__ = ["verify"]
+
+_SAMPLE = 4096
+"""Bytes at either end that are computed again where a checksum of the whole is at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes in the new file, and what they should be."""
+
+    name: str
+    found: ByteRange
+    expected: Callable[[], Iterator[bytes]]
+    crc32: int | None = None
+    """Of what should be there, where a source states it."""
+    sample: Callable[[int, int], bytes] | None = None
+    """Some of what should be there, where that is cheaper than all of it."""
+
+
+def verify(
+    expected: Checkpoint,
+    path: str,
+    streamed: Mapping[int, Streamed],
+    progress: Progress | None = None,
+) -> None:
+    """Read the file at `path` and compare it with the checkpoint that it was written from.
+
+    The tree must be the same to the byte of its pickle (for safetensors: names, dtypes, shapes),
+    and so must every tensor's bytes: by CRC-32 where the source's directory states one, or where
+    they were streamed (`streamed`: by offset, what went there) and a sample of both ends agrees;
+    else byte by byte.
+
+    Raises:
+        WriteError: something differs; the message names it.
+    """
+    try:
+        with open_checkpoint(path) as found:
+            flat = found.format == "safetensors"
+            runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
+            _compare(runs, streamed, progress)
+    except WriteError:
+        raise
+    except CheckpointError as error:
+        raise _wrong(f"it cannot be read back ({error.message})") from error
+
+
+def _wrong(fact: str) -> WriteError:
+    return WriteError(
+        f"verification failed, so nothing was kept: {fact}",
+        hint="try again; if it fails again, suspect the disk or the memory",
+    )
+
+
+def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None) -> None:
+    total = sum(run.found.length for run in runs)
+    done = 0
+    for run in runs:
+        if not _matches(run, streamed):
+            raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
+        done += run.found.length
+        if progress is not None:
+            progress(done, total)
+
+
+def _matches(run: _Run, streamed: Mapping[int, Streamed]) -> bool:
+    if run.crc32 is not None:
+        return _crc32(run.found.blocks()) == run.crc32
+    there = streamed.get(run.found.offset)
+    if there is not None and there.length == run.found.length and run.sample is not None:
+        return _crc32(run.found.blocks()) == there.crc32 and _ends_match(run, run.sample)
+    position = 0
+    for block in run.expected():
+        if run.found.read(position, len(block)) != block:
+            return False
+        position += len(block)
+    return position == run.found.length
+
+
+def _crc32(blocks: Iterable[bytes]) -> int:
+    crc = 0
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _ends_match(run: _Run, sample: Callable[[int, int], bytes]) -> bool:
+    """Whether both ends are those of the right tensor: a checksum alone is of what was streamed."""
+    length = min(_SAMPLE, run.found.length)
+    starts = (0, run.found.length - length)
+    return all(run.found.read(start, length) == sample(start, length) for start in starts)
+
+
+def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
+    """Every storage, of two trees that are pickled alike."""
+    legacy = found.format == "torch-legacy"
+    want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
+    if want.data != have.data or len(want.storages) != len(have.storages):
+        raise _wrong("its names, values or objects are not what they should be")
+    for index, storage in enumerate(have.storages):
+        if storage.data is not None:
+            yield _storage_run(want, index, storage.data)
+
+
+def _storage_run(want: Encoded, index: int, found: ByteRange) -> _Run:
+    storage = want.storages[index]
+    name = f"storage {storage.key!r}"
+    data = _data(storage, name)
+    if data.length != found.length:
+        raise _wrong(f"{name} has {found.length:,} bytes and should have {data.length:,}")
+    if storage.byteorder == "big":
+        swap = BY_NAME[want.dtypes[index]].swap_size
+        return _Run(name, found, lambda: swapped(data.blocks(), swap))
+    plain_crc = None if storage.compressed else storage.crc32
+    return _Run(name, found, data.blocks, plain_crc, data.read)
+
+
+def _data(storage: Storage, name: str) -> ByteRange:
+    if storage.data is None:
+        raise _wrong(f"{name} has bytes and should have none")
+    return storage.data
+
+
+def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
+    """Every tensor of a flat state dict, by name."""
+    want, have = (
+        {path[-1]: tensor for path, tensor in one.tensors() if len(path) == 1}
+        for one in (expected, found)
+    )
+    if list(want) != list(have):
+        raise _wrong("its names, or their order, are not what they should be")
+    seen: set[int] = set()
+    for name, tensor in want.items():
+        there = have[name]
+        if (tensor.dtype, tensor.shape) != (there.dtype, there.shape):
+            raise _wrong(f"{printable(name)} has another dtype or shape than it should have")
+        if there.nbytes and there.data.offset not in seen:
+            seen.add(there.data.offset)
+            yield _tensor_run(name, tensor, there.data)
+
+
+def _tensor_run(name: str, tensor: TensorRef, found: ByteRange) -> _Run:
+    storage = tensor.storage
+    if storage is None or not tensor.is_verbatim:
+        return _Run(name, found, tensor.content)
+    whole = tensor.nbytes == storage.nbytes and not storage.compressed
+    crc = storage.crc32 if whole else None
+    return _Run(name, found, tensor.content, crc, tensor.data.read)
