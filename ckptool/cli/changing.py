@@ -46,6 +46,7 @@ def write_changed(
             in_place=target.in_place,
             strict=strict,
             dry_run=target.dry_run,
+            verify=target.verify,
             progress=progress,
         )
     facts = (source, changed.changes, receipt)

@@ -54,6 +54,7 @@ class Target:
     force: bool
     dry_run: bool
     format: str | None
+    verify: bool | None
     as_json: bool
     quiet: bool
 
@@ -67,6 +68,11 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--format",
         type=click.Choice(WRITABLE),
         help="Format of the target, whatever its name ends in.",
+    ),
+    click.option(
+        "--verify/--no-verify",
+        default=None,
+        help="Read the result back and compare it [default: where tensors are computed].",
     ),
     json_option,
     quiet_option,

@@ -20,15 +20,29 @@ def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> I
         yield clean(f"warning: {change.text}" if change.kind == "warning" else change.text)
     if all(change.kind == "warning" for change in done):
         yield f"nothing to change in {clean(source)}"
+    for outcome in receipt.outcomes:
+        yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
     for text in receipt.left_out:
         yield f"left out: {clean(text)}"
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
         yield f"weights_only=True will not load it: {clean(text)}"
-    word = "would write" if receipt.dry_run else "wrote"
-    facts = f"{receipt.format}, {plural(receipt.tensors, 'tensor')}, {size(receipt.size)}"
-    yield f"{word} {clean(receipt.path)} ({facts})"
+    yield from _written(receipt)
+
+
+def _written(receipt: Receipt) -> Iterator[str]:
+    """The files, what was done to them, and how large they are."""
+    for path, length in receipt.files:
+        yield f"{clean(path)}  {size(length)}"
+    verbs = ("edit", "edited") if receipt.edited else ("write", "wrote")
+    done = f"would {verbs[0]}" if receipt.dry_run else verbs[1]
+    facts = [receipt.format, plural(receipt.tensors, "tensor"), size(receipt.size)]
+    if receipt.edited:
+        facts.append(f"{size(receipt.written)} of it new")
+    if receipt.verified:
+        facts.append("verified")
+    yield f"{done} {clean(receipt.path)} ({', '.join(facts)})"
 
 
 def receipt_document(source: str, changes: Sequence[Change], receipt: Receipt) -> dict[str, Any]:
@@ -40,11 +54,12 @@ def receipt_document(source: str, changes: Sequence[Change], receipt: Receipt) -
         "format": receipt.format,
         "size": receipt.size,
         "tensors": receipt.tensors,
+        "written": receipt.written,
+        "files": [{"file": path, "size": length} for path, length in receipt.files],
+        "verified": receipt.verified,
         "dry_run": receipt.dry_run,
-        "changes": [
-            {"kind": change.kind, "text": change.text, "count": change.count}
-            for change in _done(changes)
-        ],
+        "changes": _documents(_done(changes)),
+        "outcomes": _documents(receipt.outcomes),
         "left_out": list(receipt.left_out),
         "notes": list(receipt.notes),
         "weights_only_blockers": list(receipt.blockers),
@@ -54,3 +69,7 @@ def receipt_document(source: str, changes: Sequence[Change], receipt: Receipt) -
 def _done(changes: Sequence[Change]) -> list[Change]:
     """The changes but those that the receipt tells among what was left out."""
     return [change for change in changes if change.kind != LEFT_OUT]
+
+
+def _documents(changes: Sequence[Change]) -> list[dict[str, Any]]:
+    return [{"kind": change.kind, "text": change.text, "count": change.count} for change in changes]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptool.checkpoint import Change
+
 __all__ = ["Receipt"]
 
 
@@ -15,7 +17,7 @@ class Receipt:
     path: str
     format: str
     size: int
-    """Bytes of the file."""
+    """Bytes of the file, of all files together where there are several."""
     tensors: int
     """Names of tensors in it, tied ones each."""
     left_out: tuple[str, ...] = ()
@@ -25,6 +27,19 @@ class Receipt:
     """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
     dry_run: bool = False
     """Planned only: nothing was written."""
+    written: int = 0
+    """Bytes that went to the disk; less than `size` where the file was edited in place."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Every file with its bytes, where there are several: the shards, then their index."""
+    verified: bool = False
+    """Read back and compared."""
+    outcomes: tuple[Change, ...] = ()
+    """What only the computation told: how many elements overflowed, lost precision, ..."""
+
+    @property
+    def edited(self) -> bool:
+        """Whether the file was changed where it lies, not written anew."""
+        return 0 < self.written < self.size
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields by name, tuples as lists."""

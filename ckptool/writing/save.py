@@ -1,20 +1,19 @@
-"""`save`: plan, refuse what must be refused, write beside the target, rename."""
+"""`save`: plan, refuse what must be refused, write, tell."""
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, WriteError
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files import FileSource
-from ckptool.files.atomic import atomic_output
+from ckptool.files.computed import ComputedSource
 from ckptool.files.output import Progress
-from ckptool.files.system import announce_read
 from ckptool.formats import writer
 from ckptool.paths import listed
 from ckptool.transforms import single_state_dict
+from ckptool.writing.plans import Job, NewFile, Plan
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.target import check_target, is_a_source, target_format
 
@@ -33,6 +32,7 @@ def save(
     in_place: bool = False,
     strict: bool = False,
     dry_run: bool = False,
+    verify: bool | None = None,
     progress: Progress | None = None,
 ) -> Receipt:
     """Write `checkpoint` to `path`, whole or not at all.
@@ -45,6 +45,8 @@ def save(
         in_place: Allow the target to be the source: a new file takes its place.
         strict: Refuse to leave anything out.
         dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
+        verify: Read the result back and compare every tensor before it takes its name. None: where
+            tensors are computed (`cast`, `average`).
         progress: Told bytes done and bytes in all.
 
     Raises:
@@ -54,44 +56,55 @@ def save(
         WriteDenied: the system does not let us write there.
         TruncatedFile: the source became shorter meanwhile.
         UnreadableFile: the source was written to meanwhile.
-        WriteError: in place, and another file has taken the place of the source meanwhile.
+        WriteError: verification found a difference; or, in place, another file has taken the
+            place of the source meanwhile.
     """
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format)
     if name == "safetensors":
         checkpoint = _only_state_dict(checkpoint)
-    plan = writer(name).plan(checkpoint)
-    left_out = (*_left_behind(checkpoint, plan.format), *plan.left_out)
-    if strict and left_out:
-        raise NotRepresentable(
-            f"{plan.format} cannot hold all of it; this would be left out: {'; '.join(left_out)}",
-            file=checkpoint.path,
-            hint="write it without --strict to leave that out",
-        )
+    plan = NewFile(writer(name).plan(checkpoint), tuple(_left_behind(checkpoint, name)))
+    _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
-        _refuse_loss(checkpoint, plan.format, left_out)
+        _refuse_loss(checkpoint, plan)
+    job = Job(
+        checkpoint,
+        os.fspath(path),
+        overwrite,
+        in_place and _names_a_source(path, checkpoint.sources),
+        _computes(checkpoint) if verify is None else verify,
+        progress,
+    )
     if not dry_run:
-        for source in checkpoint.sources:
-            announce_read(source.fileno())
-        own = in_place and _names_a_source(path, checkpoint.sources)
-        with atomic_output(
-            path,
-            plan.size,
-            overwrite=overwrite or own,
-            mode=_permissions(checkpoint),
-            check=lambda: _check_sources(checkpoint.sources, path if own else None),
-            progress=progress,
-        ) as output:
-            plan.write(output)
+        plan.carry_out(job)
+    return _receipt(plan, job, dry_run=dry_run)
+
+
+def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
+    reports = () if dry_run else job.checkpoint.reports
     return Receipt(
-        path=os.fspath(path),
+        path=job.path,
         format=plan.format,
         size=plan.size,
         tensors=plan.tensors,
-        left_out=left_out,
+        left_out=plan.left_out,
         notes=plan.notes,
         blockers=plan.blockers,
         dry_run=dry_run,
+        written=plan.written,
+        files=plan.files,
+        verified=job.verify and not dry_run,
+        outcomes=tuple(change for report in reports for change in report()),
+    )
+
+
+def _computes(checkpoint: Checkpoint) -> bool:
+    """Whether a tensor's bytes are in no file."""
+    return any(
+        tensor.storage is not None
+        and tensor.storage.data is not None
+        and isinstance(tensor.storage.data.source, ComputedSource)
+        for _, tensor in checkpoint.tensors()
     )
 
 
@@ -105,11 +118,21 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _refuse_loss(checkpoint: Checkpoint, target: str, left_out: tuple[str, ...]) -> None:
+def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> None:
+    if strict and plan.left_out:
+        raise NotRepresentable(
+            f"{plan.format} cannot hold all of it; this would be left out: "
+            f"{'; '.join(plan.left_out)}",
+            file=checkpoint.path,
+            hint="write it without --strict to leave that out",
+        )
+
+
+def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
     """In place there is no other copy: nothing may go without being asked for."""
-    lost = "; ".join(left_out)
-    if target != checkpoint.format:
-        lost = f"it would become a {target}" + (f", without {lost}" if lost else "")
+    lost = "; ".join(plan.left_out)
+    if plan.format != checkpoint.format:
+        lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
     if lost:
         raise NotRepresentable(
             f"the {checkpoint.format} file would lose something in place: {lost}",
@@ -124,25 +147,6 @@ def _names_a_source(path: str | os.PathLike[str], sources: Sequence[FileSource])
     return is_a_source(path, sources) or os.path.realpath(path) in names
 
 
-def _check_sources(sources: Sequence[FileSource], own: str | os.PathLike[str] | None) -> None:
-    """Refuse to keep what was read of a file that changed; `own` must still be one that was read.
-
-    Raises:
-        UnreadableFile: a source has been written to.
-        WriteError: another file is at `own`, or none.
-    """
-    for source in sources:
-        source.check_unchanged()
-    if own is not None and not is_a_source(own, sources):
-        there = os.path.lexists(own)
-        what = "another file has taken its place" if there else "it has been removed"
-        raise WriteError(
-            f"{what} meanwhile; nothing was written",
-            file=own,
-            hint="-o writes the result to another file",
-        )
-
-
 def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     """What the reader and the transforms did not take along, and what only one format has."""
     yield from checkpoint.details.left_behind
@@ -152,10 +156,3 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format:
         yield f"entries of the header: {listed(entries)}"
-
-
-def _permissions(checkpoint: Checkpoint) -> int | None:
-    """The permission bits of the source, which a new file takes over."""
-    if not checkpoint.sources:
-        return None
-    return stat.S_IMODE(os.fstat(checkpoint.sources[0].fileno()).st_mode) & 0o777

@@ -208,6 +208,23 @@ def test_a_receipt_says_what_changed_and_what_was_written():
     ]
 
 
+def test_a_receipt_of_an_edit_a_check_and_a_computation():
+    outcome = Change("underflow", "fc.weight: 3 elements become zero", 3)
+    made = receipt(written=512, verified=True, outcomes=(outcome,))
+    assert list(receipt_lines("in.pth", (Change("cast", "done"),), made))[1:] == [
+        "fc.weight: 3 elements become zero",
+        "edited out.pth (torch-zip, 2 tensors, 2.0 KiB, 512 B of it new, verified)",
+    ]
+
+
+def test_a_receipt_of_several_files_names_each():
+    made = receipt(files=(("out-1.pth", 1024), ("out-2.pth", 1024)))
+    assert list(receipt_lines("in.pth", (Change("cast", "done"),), made))[1:3] == [
+        "out-1.pth  1.0 KiB",
+        "out-2.pth  1.0 KiB",
+    ]
+
+
 def test_nothing_changed_is_said():
     lines = list(receipt_lines("in.pth", (), receipt(dry_run=True)))
     assert lines[0] == "nothing to change in in.pth"

@@ -18,6 +18,7 @@ from ckptool.errors import (
     TruncatedFile,
     UsageError,
     WriteDenied,
+    WriteError,
 )
 from ckptool.formats import open_checkpoint
 from ckptool.writing import Receipt, save, target_format
@@ -92,11 +93,32 @@ def test_the_receipt(checkpoint, tmp_path):
         format="safetensors",
         size=os.path.getsize(tmp_path / "a" / "out.safetensors"),
         tensors=2,
+        written=receipt.size,
     )
     assert receipt.to_dict() == {
         "path": receipt.path, "format": "safetensors", "size": receipt.size, "tensors": 2,
-        "left_out": [], "notes": [], "blockers": [], "dry_run": False,
+        "left_out": [], "notes": [], "blockers": [], "dry_run": False, "written": receipt.size,
+        "files": [], "verified": False, "outcomes": [],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+def test_a_result_is_read_back_where_that_is_wanted(checkpoint, tmp_path, name):
+    assert save(checkpoint, tmp_path / name, verify=True).verified
+    assert loads(tmp_path / name)
+
+
+def test_a_result_that_reads_back_wrong_is_not_kept(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "out.pth").write_bytes(OLD)
+
+    def forgetful(output, data):
+        return output.write(bytes(data.length))
+
+    monkeypatch.setattr("ckptool.files.output.FileOutput.copy", forgetful)
+    with pytest.raises(WriteError, match="verification failed"):
+        save(checkpoint, tmp_path / "out.pth", overwrite=True, verify=True)
+    assert (tmp_path / "out.pth").read_bytes() == OLD
+    assert files(tmp_path) == ["model.pth", "out.pth"]
 
 
 def test_a_dry_run_plans_and_writes_nothing(checkpoint, tmp_path):

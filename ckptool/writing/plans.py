@@ -1,0 +1,147 @@
+"""The ways in which a checkpoint gets onto the disk, each planned first and then carried out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import WriteError
+from ckptool.files import FileSource
+from ckptool.files.atomic import atomic_output
+from ckptool.files.output import Progress
+from ckptool.files.system import announce_read
+from ckptool.formats.base import WritePlan
+from ckptool.writing.target import is_a_source
+from ckptool.writing.verification import verify
+
+__all__ = ["Job", "NewFile", "Plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be written, where, and under which conditions."""
+
+    checkpoint: Checkpoint
+    path: str
+    overwrite: bool
+    in_place: bool
+    """Whether the target is the source, or has its name."""
+    verify: bool
+    progress: Progress | None
+
+    def check_sources(self) -> None:
+        """Refuse to keep what was read of a file that changed; in place, it must still be there.
+
+        Raises:
+            UnreadableFile: a source has been written to.
+            WriteError: in place, another file has taken the place of the source, or none.
+        """
+        sources = self.checkpoint.sources
+        for source in sources:
+            source.check_unchanged()
+        if self.in_place and not is_a_source(self.path, sources):
+            there = os.path.lexists(self.path)
+            what = "another file has taken its place" if there else "it has been removed"
+            raise WriteError(
+                f"{what} meanwhile; nothing was written",
+                file=self.path,
+                hint="-o writes the result to another file",
+            )
+
+
+class Plan(Protocol):
+    """What will be on the disk, known before anything is written."""
+
+    @property
+    def format(self) -> str:
+        """The name of the format."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file afterwards, of all files together."""
+        ...
+
+    @property
+    def written(self) -> int:
+        """Bytes that will go to the disk."""
+        ...
+
+    @property
+    def tensors(self) -> int:
+        """Names of tensors."""
+        ...
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the source has and the result has not, a phrase each."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else is worth knowing, a sentence each."""
+        ...
+
+    @property
+    def blockers(self) -> tuple[str, ...]:
+        """Classes that keep `torch.load(weights_only=True)` from taking it."""
+        ...
+
+    @property
+    def files(self) -> tuple[tuple[str, int], ...]:
+        """Every file with its bytes, where there are several."""
+        ...
+
+    def carry_out(self, job: Job) -> None:
+        """Write it, whole or not at all; errors as `writing.save`."""
+        ...
+
+
+class NewFile:
+    """One file, written beside the target and renamed."""
+
+    files: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, plan: WritePlan, left_behind: tuple[str, ...]) -> None:
+        """Carry out `plan`; `left_behind` is what was not taken along before it was made."""
+        self._plan = plan
+        self.format, self.size, self.written = plan.format, plan.size, plan.size
+        self.tensors, self.notes, self.blockers = plan.tensors, plan.notes, plan.blockers
+        self.left_out = (*left_behind, *plan.left_out)
+
+    def carry_out(self, job: Job) -> None:
+        """Write it, whole or not at all."""
+        sources = job.checkpoint.sources
+        announce(sources)
+
+        def check() -> None:
+            if job.verify:
+                verify(job.checkpoint, output.name, output.streamed, job.progress)
+            job.check_sources()
+
+        with atomic_output(
+            job.path,
+            self.size,
+            overwrite=job.overwrite or job.in_place,
+            mode=permissions(sources),
+            check=check,
+            progress=job.progress,
+        ) as output:
+            self._plan.write(output)
+
+
+def announce(sources: Sequence[FileSource]) -> None:
+    """Say that the sources will be read from front to back."""
+    for source in sources:
+        announce_read(source.fileno())
+
+
+def permissions(sources: Sequence[FileSource]) -> int | None:
+    """The permission bits of the first source, which a new file takes over."""
+    if not sources:
+        return None
+    return stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777
