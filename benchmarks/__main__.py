@@ -17,6 +17,8 @@ from benchmarks.rows import Inputs, Result, rows, run_row
 FOLDER = Path("build/bench")
 PAGE = Path("docs/benchmarks.md")
 README = Path("README.md")
+HOLLOW = 10**12
+"""Bytes of a file that takes no room."""
 
 
 def arguments() -> argparse.Namespace:
@@ -54,14 +56,25 @@ def inputs(size: int, tensors: int) -> Inputs:
         SystemExit: the disk has no room for the large file and two of its like.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(FOLDER).free < 3 * size:
-        raise SystemExit(f"{FOLDER} needs {3 * size:,} free bytes; try --quick")
+    if shutil.disk_usage(FOLDER).free < 5 * size:
+        raise SystemExit(f"{FOLDER} needs {5 * size:,} free bytes; try --quick")
     counts = (tensors // 10, tensors // 2, tensors)
+    edited = {
+        length: make("large", FOLDER / f"large-{length}.pth", length) for length in lengths(size)
+    }
+    edited[HOLLOW] = make("hollow", FOLDER / f"hollow-{HOLLOW}.pth", HOLLOW)
     return Inputs(
-        make("large", FOLDER / f"large-{size}.pth", size),
+        edited[size],
+        make("single", FOLDER / f"single-{size}.pth", size),
+        edited,
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
         FOLDER,
     )
+
+
+def lengths(size: int) -> tuple[int, ...]:
+    """Of the files that are edited: up to that of the large one."""
+    return (size // 500, size // 5, size)
 
 
 def main() -> int:

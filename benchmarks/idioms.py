@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CAST",
     "CKPTOOL_LOAD",
     "CKPTOOL_LOAD_MAPPED",
     "CONVERT",
@@ -11,6 +12,7 @@ __all__ = [
     "LOAD_MAPPED",
     "REMAP",
     "STRIP",
+    "STRIP_ITSELF",
 ]
 
 LIST = """
@@ -24,6 +26,20 @@ STRIP = """
 import sys, torch
 state = torch.load(sys.argv[1], map_location="cpu")
 torch.save({name.removeprefix("module."): tensor for name, tensor in state.items()}, sys.argv[2])
+"""
+
+STRIP_ITSELF = """
+import os, sys, torch
+path = sys.argv[1]
+state = torch.load(path, map_location="cpu")
+torch.save({name.removeprefix("module."): tensor for name, tensor in state.items()}, path + ".new")
+os.remove(path + ".new")
+"""
+
+CAST = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+torch.save({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, sys.argv[2])
 """
 
 REMAP = """

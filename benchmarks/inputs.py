@@ -1,4 +1,4 @@
-"""The files that are measured on: one large, several with many tensors.
+"""The files that are measured on: large ones, a hollow one, several with many tensors.
 
 Made by a process of its own: the driver must stay small (a child's peak memory counts its parent's
 until it starts), so torch is imported here, in `python -m benchmarks.inputs`, and never there.
@@ -12,19 +12,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYERS", "large", "many"]
+__all__ = ["LAYERS", "hollow", "large", "many", "single"]
 
 LAYERS = 37
 """With six tensors each, and three beside them: 225."""
 VOCABULARY = 32_000
-HALF = 2
-"""Bytes of a float16."""
+HALF, SINGLE = 2, 4
+"""Bytes of a float16 and of a float32."""
 
 
-def shapes(size: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a float16 decoder of about `size` bytes, under DataParallel."""
+def shapes(size: int, itemsize: int = HALF) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a decoder of about `size` bytes, under DataParallel."""
     # 12 hidden^2 a layer, twice the embedding: solve for the width, rounded to a head of 64.
-    a, b, c = 12 * LAYERS, 2 * VOCABULARY, -size / HALF
+    a, b, c = 12 * LAYERS, 2 * VOCABULARY, -size / itemsize
     hidden = max(64, round((-b + math.sqrt(b * b - 4 * a * c)) / (2 * a) / 64) * 64)
     inner = hidden * 8 // 3
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
@@ -49,17 +49,44 @@ def large(path: Path, size: int) -> None:
     """
     import torch
 
-    wanted = shapes(size)
+    save_tagged(views(torch.float16, size, os.urandom(1 << 20)), path)
+
+
+def single(path: Path, size: int) -> None:
+    """The same in float32, of numbers such as weights are: a normal distribution of width 0.02."""
+    import torch
+
+    numbers = torch.randn((1 << 20) // SINGLE) * 0.02
+    save_tagged(views(torch.float32, size, numbers.numpy().tobytes()), path)
+
+
+def views(dtype: Any, size: int, content: bytes) -> dict[str, Any]:
+    """The state dict over copies of `content`, each tensor from a place of its own."""
+    import torch
+
+    wanted = shapes(size, dtype.itemsize)
     elements = {name: math.prod(shape) for name, shape in wanted.items()}
-    buffer = bytearray(os.urandom(1 << 20))
-    buffer *= (HALF * (max(elements.values()) + 64 * len(elements))) // len(buffer) + 1
-    state = {
+    most = dtype.itemsize * (max(elements.values()) + 64 * len(elements))
+    buffer = bytearray(content)
+    buffer *= most // len(buffer) + 1
+    return {
         name: torch.frombuffer(
-            buffer, dtype=torch.float16, count=elements[name], offset=64 * HALF * index
+            buffer, dtype=dtype, count=elements[name], offset=64 * dtype.itemsize * index
         ).reshape(shape)
         for index, (name, shape) in enumerate(wanted.items())
     }
-    save_tagged(state, path)
+
+
+def hollow(path: Path, size: int) -> None:
+    """A file of `size` bytes and 225 tensors that takes no room: its tensors are holes."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        state = {
+            name: torch.empty(shape, dtype=torch.float16) for name, shape in shapes(size).items()
+        }
+        torch.save(state, path)
 
 
 def many(path: Path, count: int) -> None:
@@ -80,4 +107,6 @@ def save_tagged(state: dict[str, Any], path: Path) -> None:
 
 if __name__ == "__main__":
     kind, target, amount = sys.argv[1:]
-    {"large": large, "many": many}[kind](Path(target), int(amount))
+    {"hollow": hollow, "large": large, "many": many, "single": single}[kind](
+        Path(target), int(amount)
+    )

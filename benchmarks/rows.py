@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from benchmarks.timing import Command, Measured, measure, ratio, warm
 __all__ = ["Inputs", "Result", "Row", "rows", "run_row"]
 
 MB = 10**6
+IDIOM_MOST = 10**9
+"""Bytes up to which the torch idiom is run beside an edit."""
 SLACK = 1.02
 """On the memory of another process that loads torch as well: the code of ckptool itself."""
 
@@ -21,6 +25,10 @@ class Inputs:
     """The files that are there to measure on; `many` by number of tensors."""
 
     large: Path
+    single: Path
+    """Of float32."""
+    edited: dict[int, Path]
+    """By bytes; the largest is hollow."""
     many: dict[int, Path]
     folder: Path
 
@@ -42,6 +50,8 @@ class Row:
     most_seconds: float | None = None
     most_bytes: int | None = None
     peak_beside: bool = False
+    edits: bool = False
+    """The source is edited: what each run appends to it is cut off again."""
 
     def bounds(self) -> Iterator[str]:
         """Each bound in words."""
@@ -91,20 +101,26 @@ class Result:
 
 def run_row(row: Row, repeats: int) -> Result:
     """Measure a row: its source warm, its output gone before each run."""
+    length = row.source.stat().st_size
 
     def before() -> None:
-        clear(row)
-        warm(row.source)
+        clear(row, length)
+        if not row.edits:  # an edit reads the header alone, and a hollow file fills no cache
+            warm(row.source)
 
     try:
         return Result(row, measure(row.commands, repeats, before))
     finally:
-        clear(row)
+        clear(row, length)
 
 
-def clear(row: Row) -> None:
-    """Remove what the last run wrote."""
-    if row.output is not None:
+def clear(row: Row, length: int) -> None:
+    """Remove what the last run wrote; `length` is the source's own."""
+    if row.edits:
+        os.truncate(row.source, length)
+    if row.output is not None and row.output.is_dir():
+        shutil.rmtree(row.output)
+    elif row.output is not None:
         row.output.unlink(missing_ok=True)
 
 
@@ -112,7 +128,10 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
     """Every row, the quick ones first."""
     return (
         *list_rows(inputs),
+        *edit_rows(inputs.edited),
         *rewrite_rows(inputs.large, inputs.folder),
+        cast_row(inputs.single, inputs.folder),
+        shard_row(inputs.large, inputs.folder),
         *load_rows(inputs.large),
     )
 
@@ -139,6 +158,63 @@ def list_rows(inputs: Inputs) -> Iterator[Row]:
             beside=alone.label,
             most_times=0.5 if count == max(inputs.many) else None,
         )
+
+
+def edit_rows(files: dict[int, Path]) -> Iterator[Row]:
+    """Names changed where the file lies, whatever its size; the idiom writes the file anew."""
+    for size, path in files.items():
+        alone = Command.program("torch.load(mmap=True) alone", idioms.LOAD_MAPPED, path)
+        idiom = Command.program("torch idiom, not synced", idioms.STRIP_ITSELF, path)
+        yield Row(
+            f"`strip-module --in-place`, {words(size)}",
+            path,
+            (
+                Command.ckptool("strip-module", "--in-place", path),
+                idiom if size <= IDIOM_MOST else alone,
+            ),
+            most_seconds=0.2,
+            most_bytes=40 * MB,
+            edits=True,
+        )
+
+
+def words(size: int) -> str:
+    """A round size: 10 MB, 1 TB."""
+    for unit, least in (("TB", 10**12), ("GB", 10**9)):
+        if size >= least:
+            return f"{size / least:g} {unit}"
+    return f"{size / MB:g} MB"
+
+
+def cast_row(source: Path, folder: Path) -> Row:
+    """float32 to bfloat16, counted and read back; the idiom does neither, and does not sync."""
+    output = folder / "out.pth"
+    idiom = Command.program("torch idiom, not synced", idioms.CAST, source, output)
+    return Row(
+        "`cast --dtype bfloat16`, large float32 file",
+        source,
+        (Command.ckptool("cast", source, "--dtype", "bfloat16", "-o", output), idiom),
+        output=output,
+        beside=idiom.label,
+        most_times=1.0,
+        most_bytes=300 * MB,
+    )
+
+
+def shard_row(source: Path, folder: Path) -> Row:
+    """One file into several of 1 GB, synced."""
+    output = folder / "shards"
+    target = output / "model.safetensors"
+    copy = Command.copy(source, output)
+    return Row(
+        "`convert --max-shard-size 1GB`, large file",
+        source,
+        (Command.ckptool("convert", source, target, "--max-shard-size", "1GB"), copy),
+        output=output,
+        beside=copy.label,
+        most_times=1.1,
+        most_bytes=60 * MB,
+    )
 
 
 def rewrite_rows(source: Path, folder: Path) -> Iterator[Row]:

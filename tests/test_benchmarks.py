@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.inputs import large, many, shapes
+from benchmarks.inputs import hollow, large, many, shapes, single
 from benchmarks.report import growth, refresh, table
-from benchmarks.rows import MB, Inputs, Result, Row, rows
+from benchmarks.rows import MB, Inputs, Result, Row, clear, rows
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
 from tests.sources import PROJECT
 
@@ -39,6 +39,35 @@ def test_the_large_file_has_225_tensors_of_about_the_size_asked_for(tmp_path):
     assert len(state) == 225
     assert all(name.startswith("module.") for name in state)
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+
+
+def test_the_float32_file_holds_numbers_such_as_weights_are(tmp_path):
+    import torch
+
+    single(tmp_path / "single.pth", 20 * MB)
+    state = torch.load(tmp_path / "single.pth", map_location="cpu", mmap=True)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert 0 < max(tensor.abs().max().item() for tensor in state.values()) < 1
+
+
+def test_a_hollow_file_is_large_and_takes_no_room(tmp_path):
+    import torch
+
+    hollow(tmp_path / "hollow.pth", 10**12)
+    status = (tmp_path / "hollow.pth").stat()
+    assert status.st_size > 0.9 * 10**12
+    assert status.st_blocks * 512 < 10 * MB
+    assert len(torch.load(tmp_path / "hollow.pth", map_location="meta")) == 225
+
+
+def test_what_a_run_left_is_removed(tmp_path):
+    (tmp_path / "source").write_bytes(b"source and an edit")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "one").write_bytes(b"x")
+    clear(Row("edit", tmp_path / "source", (OURS,), edits=True), 6)
+    clear(Row("shard", tmp_path / "source", (OURS,), output=tmp_path / "shards"), 6)
+    assert (tmp_path / "source").read_bytes() == b"source"
+    assert not (tmp_path / "shards").exists()
 
 
 @pytest.mark.parametrize("size", [500 * MB, 5000 * MB])
@@ -127,7 +156,9 @@ def test_the_numbers_of_the_readme_are_replaced_and_nothing_else():
 
 
 def test_every_row_compares_ckptool_with_something():
-    inputs = Inputs(Path("large"), {10: Path("few"), 100: Path("many")}, Path("out"))
+    edited = {MB: Path("small"), 10**12: Path("hollow")}
+    many = {10: Path("few"), 100: Path("many")}
+    inputs = Inputs(Path("large"), Path("single"), edited, many, Path("out"))
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
