@@ -20,13 +20,13 @@ from ckptool.errors import NameCollision, UsageError
 from ckptool.paths import printable
 
 __all__ = [
+    "COLLISION_HINT",
     "WRAPPERS",
     "Rename",
     "StripResult",
     "add_name",
     "check_collisions",
     "counts",
-    "moved_metadata",
     "prefixed",
     "strip_names",
     "wrappers_of",
@@ -40,6 +40,8 @@ WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",
 )
+
+COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
 
 Rename = Callable[[str], str]
 
@@ -196,8 +198,15 @@ def add_name(wrapper: str, at: str | None = None) -> Rename:
     return lambda path: rename(f"{path}." if path else "").removesuffix(".")
 
 
-def check_collisions(names: Iterable[Any], renamed: dict[str, str]) -> None:
-    """Refuse a renaming after which two of the names are one.
+def check_collisions(
+    names: Iterable[Any],
+    renamed: dict[str, str],
+    *,
+    file: str | None = None,
+    place: str | None = None,
+    hint: str = COLLISION_HINT,
+) -> None:
+    """Refuse a renaming after which two of the names are one; the rest is for the message.
 
     Raises:
         NameCollision: naming both.
@@ -209,28 +218,8 @@ def check_collisions(names: Iterable[Any], renamed: dict[str, str]) -> None:
         new = renamed.get(name, name) if isinstance(name, str) else name
         if new in origin:
             both = " and ".join(repr(printable(str(old))) for old in (origin[new], name))
+            where = f" in {place}" if place else ""
             raise NameCollision(
-                f"{both} would both be named {printable(str(new))!r}",
-                hint="take fewer levels off, or only one kind of wrapper",
+                f"{both} would both be named {printable(str(new))!r}{where}", file=file, hint=hint
             )
         origin[new] = name
-
-
-def moved_metadata(
-    metadata: dict[Any, Any], rename: Rename, fresh: str | None = None
-) -> dict[Any, Any]:
-    """`_metadata` under the new paths; the wrapped module's entry replaces its wrapper's.
-
-    `fresh` is the path of a wrapper that was added: it gets an entry of its own, version 1.
-    """
-    paths = {path: rename(path) if isinstance(path, str) else path for path in metadata}
-    taken = {new for path, new in paths.items() if new != path}
-    moved = type(metadata)()
-    if fresh is not None and fresh not in metadata:
-        moved[fresh] = {"version": 1}
-    for path, entry in metadata.items():
-        if path == fresh:
-            moved[path] = {"version": 1}
-        if paths[path] != path or path not in taken:
-            moved[paths[path]] = entry
-    return moved

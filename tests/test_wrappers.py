@@ -7,12 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptool.errors import NameCollision, UsageError
-from ckptool.model import OrderedMap
 from ckptool.wrappers import (
     WRAPPERS,
-    add_name,
     check_collisions,
-    moved_metadata,
     prefixed,
     strip_names,
     wrappers_of,
@@ -111,43 +108,6 @@ def test_two_names_that_would_become_one_are_refused_by_both_names():
     with pytest.raises(NameCollision, match=r"'epoch' and 'module\.epoch'"):
         check_collisions(["epoch", "module.epoch", 3], {"module.epoch": "epoch"})
     check_collisions([1, "1", "a"], {"a": "b"})
-
-
-METADATA = OrderedMap(
-    (path, {"version": at}) for at, path in enumerate(["", "module", "module.bn", "module.act"])
-)
-
-
-def test_metadata_follows_and_the_wrapped_modules_entry_replaces_the_wrappers():
-    rename = strip_names(["module.bn.weight"]).rename_module
-    moved = moved_metadata(METADATA, rename)
-    assert list(moved.items()) == [
-        ("", {"version": 1}), ("bn", {"version": 2}), ("act", {"version": 3}),
-    ]  # fmt: skip
-    assert type(moved) is OrderedMap
-
-
-def test_metadata_of_a_wrapper_in_the_middle_also_where_it_holds_no_tensor():
-    rename = strip_names(["a._orig_mod.w", "b.w"]).rename_module
-    old = {"": 0, "a": 1, "a._orig_mod": 2, "act": 3, "act._orig_mod": 4, "b": 5}
-    assert moved_metadata(old, rename) == {"": 0, "a": 2, "act": 4, "b": 5}
-
-
-def test_metadata_of_a_wrapper_on_a_submodule():
-    rename = strip_names(["f.module.0.w", "c.w"], at="f").rename_module
-    old = {"": 0, "f": 1, "f.module": 2, "f.module.0": 3, "c": 4}
-    assert moved_metadata(old, rename) == {"": 0, "f": 2, "f.0": 3, "c": 4}
-
-
-def test_adding_gives_the_wrapper_an_entry_of_its_own():
-    old = {"": 7, "bn": 8}
-    moved = moved_metadata(old, add_name("module"), fresh="")
-    assert list(moved.items()) == [("", {"version": 1}), ("module", 7), ("module.bn", 8)]
-    below = moved_metadata({"": 7, "f": 8, "f.0": 9}, add_name("module", "f"), fresh="f")
-    assert list(below.items()) == [
-        ("", 7), ("f", {"version": 1}), ("f.module", 8), ("f.module.0", 9),
-    ]  # fmt: skip
-    assert moved_metadata({3: 1}, add_name("module"), fresh="") == {"": {"version": 1}, 3: 1}
 
 
 def test_adding_leaves_the_counter_of_averaged_weights():
