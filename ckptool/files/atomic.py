@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 
-from ckptool.errors import CheckpointError, NoSpace, TargetExists, WriteDenied, WriteError
+from ckptool.errors import TargetExists, WriteDenied
 from ckptool.files.output import FileOutput, Progress
+from ckptool.files.refusals import check_space, worded
 from ckptool.files.system import (
     close_to_rename,
     hand_over,
@@ -25,8 +24,6 @@ from ckptool.files.system import (
 
 __all__ = ["atomic_output", "refuse_target"]
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NAME_KEPT = 40
 """Characters of the target's name in the temporary one: a name has at most 255 bytes."""
 
@@ -58,12 +55,12 @@ def atomic_output(
         WriteError: another refusal of the system, or more or fewer bytes than `size`.
     """
     target = os.path.realpath(path)
-    with _worded(os.fspath(path)):
+    with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
         mode = mode if old is None else stat.S_IMODE(old.st_mode)
         with _folder_of(target) as folder:
             _remove_debris(target)
-            _check_space(folder, size)
+            check_space(folder, size)
             with _temporary_file(target, mode) as file:
                 reserve(file.fileno(), size)
                 output = FileOutput(file.fileno(), size, progress, file.name)
@@ -105,28 +102,6 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
 
 
 @contextmanager
-def _worded(path: str) -> Iterator[None]:
-    """The system's refusals as our errors, about `path`."""
-    try:
-        yield
-    except CheckpointError as error:
-        if isinstance(error, WriteError) and error.file is None:
-            error.file = path
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            raise NoSpace(
-                f"cannot be written ({reason})", file=path, hint="make room, or choose another disk"
-            ) from error
-        if error.errno in _DENIED:
-            raise WriteDenied(
-                f"cannot be written ({reason})", file=path, hint="choose another folder with -o"
-            ) from error
-        raise WriteError(f"cannot be written ({reason})", file=path) from error
-
-
-@contextmanager
 def _folder_of(target: str) -> Iterator[str]:
     """The target's folder, made if need be; what was made goes again where the block fails."""
     folder = os.path.dirname(target)
@@ -142,16 +117,6 @@ def _folder_of(target: str) -> Iterator[str]:
             for made in missing:
                 os.rmdir(made)
         raise
-
-
-def _check_space(folder: str, size: int) -> None:
-    """Refuse what the disk cannot hold."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise NoSpace(
-            f"needs {size:,} bytes, and the disk has {free:,} free",
-            hint="make room, or choose another disk with -o",
-        )
 
 
 def _remove_debris(target: str) -> None:

@@ -1,0 +1,57 @@
+"""What the system refuses, in our words."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
+
+__all__ = ["check_space", "worded"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@contextmanager
+def worded(path: str) -> Iterator[None]:
+    """The system's refusals as our errors, about `path`.
+
+    Raises:
+        NoSpace: the disk is full.
+        WriteDenied: the system does not let us write there.
+        WriteError: another refusal.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, WriteError) and error.file is None:
+            error.file = path
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            raise NoSpace(
+                f"cannot be written ({reason})", file=path, hint="make room, or choose another disk"
+            ) from error
+        if error.errno in _DENIED:
+            raise WriteDenied(
+                f"cannot be written ({reason})", file=path, hint="choose another folder with -o"
+            ) from error
+        raise WriteError(f"cannot be written ({reason})", file=path) from error
+
+
+def check_space(folder: str, size: int) -> None:
+    """Refuse what the disk cannot hold: `size` more bytes in `folder`.
+
+    Raises:
+        NoSpace: it cannot.
+    """
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise NoSpace(
+            f"needs {size:,} bytes, and the disk has {free:,} free",
+            hint="make room, or choose another disk with -o",
+        )
