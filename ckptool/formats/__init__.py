@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UsageError
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, WritableFormat, WritePlan
+from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.paths import walk
 
 __all__ = [
     "REGISTRY",
     "WRITABLE",
+    "EditPlan",
+    "EditableFormat",
     "Format",
     "Probe",
     "WritableFormat",
     "WritePlan",
+    "candidates",
+    "editor",
     "open_checkpoint",
     "writer",
 ]
@@ -36,6 +40,8 @@ class Entry:
     module: str
     zipped: bool = False
     """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
+    indexed: bool = False
+    """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
     writable: bool = False
 
     def load(self) -> Format:
@@ -53,8 +59,11 @@ REGISTRY = (
     Entry("torch-tar", "torch_tar"),
     Entry("safetensors", "safetensors", writable=True),
     Entry("pickle", "pickle_file"),
+    Entry("safetensors-sharded", "sharded", indexed=True),
+    Entry("torch-sharded", "sharded", indexed=True),
 )
 ZIP_MAGIC = b"PK\x03\x04"
+JSON_SPACE = b" \t\r\n"
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
 
@@ -79,14 +88,22 @@ def _read(probe: Probe) -> Checkpoint:
     refused = identify.refuse(probe)
     if refused is not None:
         raise refused
-    zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
-    for entry in REGISTRY:
-        if entry.zipped is zipped and (known := entry.load()).recognise(probe):
+    for known in candidates(probe):
+        if known.recognise(probe):
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
                 pass  # nested too deep, or mentioned too often: told now, not half-way
             return checkpoint
     raise identify.explain(probe)
+
+
+def candidates(probe: Probe) -> Iterator[Format]:
+    """The formats that a file or folder may be of, as far as its first bytes tell."""
+    zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
+    indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
+    for entry in REGISTRY:
+        if indexed if entry.indexed else entry.zipped is zipped:
+            yield entry.load()
 
 
 @contextmanager
@@ -115,3 +132,13 @@ def writer(name: str) -> WritableFormat:
         if entry.name == name and isinstance(known := entry.load(), WritableFormat):
             return known
     raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(WRITABLE)}")
+
+
+def editor(name: str) -> EditableFormat | None:
+    """The format of that name, if its files can be changed where they lie.
+
+    Raises:
+        UsageError: no format of that name can be written.
+    """
+    known = writer(name)
+    return known if isinstance(known, EditableFormat) else None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
@@ -14,7 +14,19 @@ from ckptool.files.editing import Patch
 from ckptool.files.output import Output
 from ckptool.limits import Limits
 
-__all__ = ["Archive", "EditPlan", "Format", "Probe", "Record", "WritableFormat", "WritePlan"]
+if TYPE_CHECKING:
+    from ckptool.formats.shard_index import ShardIndex
+
+__all__ = [
+    "Archive",
+    "EditPlan",
+    "EditableFormat",
+    "Format",
+    "Probe",
+    "Record",
+    "WritableFormat",
+    "WritePlan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,23 @@ class Probe:
 
         return open_archive(self)
 
+    @cached_property
+    def shard_index(self) -> ShardIndex | None:
+        """The index of shards that this is, or that the folder holds; None for anything else.
+
+        Raises:
+            CorruptFile: it is one and breaks a rule.
+            NotACheckpoint: the folder holds several.
+        """
+        from ckptool.formats.shard_index import open_index
+
+        return open_index(self)
+
     def close(self) -> None:
         """Close what was opened here."""
+        index = vars(self).get("shard_index")
+        if index is not None:
+            index.source.close()
         if self.source is not None:
             self.source.close()
 
@@ -139,6 +166,21 @@ class WritableFormat(Format, Protocol):
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """What writing `checkpoint` would give; nothing is written yet.
+
+        Raises:
+            NotRepresentable: the format cannot hold a tensor that must be carried.
+        """
+        ...
+
+
+@runtime_checkable
+class EditableFormat(WritableFormat, Protocol):
+    """A format whose files can be changed where they lie."""
+
+    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+        """What would make the file that `checkpoint` came from hold it; nothing is written yet.
+
+        None where that takes a new file.
 
         Raises:
             NotRepresentable: the format cannot hold a tensor that must be carried.

@@ -12,7 +12,8 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, UnreadableFile
 from ckptool.files import ByteRange
-from ckptool.formats.base import Probe, WritePlan
+from ckptool.formats.base import EditPlan, Probe, WritePlan
+from ckptool.formats.safetensors_edit import plan_edit
 from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
 from ckptool.formats.safetensors_metadata import FORMAT, restored
 from ckptool.formats.safetensors_writer import plan
@@ -72,6 +73,14 @@ class Safetensors:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
         return plan(checkpoint)
+
+    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+        """The new header of the file itself (`safetensors_edit.plan_edit`).
+
+        Raises:
+            NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
+        """
+        return plan_edit(checkpoint)
 
 
 SAFETENSORS = Safetensors()

@@ -26,6 +26,7 @@ __all__ = [
     "Entry",
     "Header",
     "header_bytes",
+    "header_text",
     "is_unicode",
     "parse_json",
     "read_header",
@@ -113,11 +114,11 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits) -> Header:
     return Header(entries, metadata, body)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, what: str = "the header") -> Any:
     """A JSON document without what Python adds to JSON, and without repeated keys.
 
     Raises:
-        CorruptFile: it is none.
+        CorruptFile: it is none; `what` names it in the message.
     """
     # Python before 3.10.7 takes quadratic time for a number of a million digits.
     whole = _bounded_integer if _LONG_NUMBER.search(text) else None
@@ -126,26 +127,28 @@ def parse_json(text: str) -> Any:
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=whole
         )
     except RecursionError as error:
-        raise CorruptFile("the header is nested too deeply") from error
+        raise CorruptFile(f"{what} is nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise CorruptFile(f"the header is not JSON ({error})") from error
+        raise CorruptFile(f"{what} is not JSON ({error})") from error
+    except CorruptFile as error:
+        raise CorruptFile(f"{what} {error.message}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise CorruptFile(f"the header names '{printable(twice)}' twice")
+        raise CorruptFile(f"names '{printable(twice)}' twice")
     return fields
 
 
 def _no_constant(word: str) -> NoReturn:
-    raise CorruptFile(f"the header is not JSON (it holds {word})")
+    raise CorruptFile(f"is not JSON (it holds {word})")
 
 
 def _bounded_integer(digits: str) -> int:
     if len(digits) > len(str(_MAX_SIZE)):
-        raise CorruptFile(f"the header holds a number of {len(digits):,} digits")
+        raise CorruptFile(f"holds a number of {len(digits):,} digits")
     return int(digits)
 
 
@@ -257,14 +260,7 @@ def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], *, file:
     Raises:
         NotRepresentable: it is longer than readers take.
     """
-    document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    for entry in entries:
-        document[entry.name] = {
-            "dtype": entry.code,
-            "shape": entry.shape,
-            "data_offsets": (entry.start, entry.stop),
-        }
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    text = header_text(entries, metadata)
     text += b" " * (-len(text) % LENGTH.size)
     if len(text) > MAX_BYTES:
         raise NotRepresentable(
@@ -272,3 +268,15 @@ def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], *, file:
             file=file,
         )
     return LENGTH.pack(len(text)) + text
+
+
+def header_text(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The JSON alone."""
+    document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for entry in entries:
+        document[entry.name] = {
+            "dtype": entry.code,
+            "shape": entry.shape,
+            "data_offsets": (entry.start, entry.stop),
+        }
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

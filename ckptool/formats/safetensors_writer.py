@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
@@ -21,7 +22,44 @@ from ckptool.formats.safetensors_metadata import FORMAT, RESERVED, metadata_of, 
 from ckptool.model import TensorRef
 from ckptool.paths import listed
 
-__all__ = ["plan"]
+__all__ = ["Content", "content_of", "header_shape", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What of a checkpoint a file will have."""
+
+    tensors: Mapping[str, TensorRef]
+    """Under every name, in the order of the state dict."""
+    ties: Mapping[str, str]
+    """Each name that has no entry of its own, with the name that has."""
+    metadata: Mapping[str, str]
+    """The header's `__metadata__`."""
+    left_out: tuple[str, ...]
+    """What the file will not have, a phrase each."""
+
+    @property
+    def written(self) -> dict[str, TensorRef]:
+        """The tensors that have an entry of their own."""
+        return {name: ref for name, ref in self.tensors.items() if name not in self.ties}
+
+
+def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
+    """What of `checkpoint` a file will have; `given` are the other entries of `__metadata__`.
+
+    Raises:
+        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
+    """
+    tensors = flat_tensors(checkpoint.root, checkpoint.path)
+    ties = true_ties(tensors, RESERVED | given.keys())
+    versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
+    attributes = (f"attributes: {listed(lost)}",) if lost else ()
+    return Content(
+        tensors,
+        ties,
+        {**given, **metadata_of(ties, tensors, versions)},
+        (*left_out(checkpoint.root), *attributes),
+    )
 
 
 def plan(checkpoint: Checkpoint) -> WritePlan:
@@ -30,14 +68,10 @@ def plan(checkpoint: Checkpoint) -> WritePlan:
     Raises:
         NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
     """
-    tensors = flat_tensors(checkpoint.root, checkpoint.path)
-    given = {FORMAT: "pt", **checkpoint.details.header}
-    ties = true_ties(tensors, RESERVED | given.keys())
-    versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
-    metadata = {**given, **metadata_of(ties, tensors, versions)}
-    written = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+    written = content.written
     entries = _entries(written)
-    head = header_bytes((entries[name] for name in written), metadata, file=checkpoint.path)
+    head = header_bytes((entries[name] for name in written), content.metadata, file=checkpoint.path)
     pieces = list(_pieces(written[name] for name in entries))
 
     def write(output: Output) -> None:
@@ -52,9 +86,9 @@ def plan(checkpoint: Checkpoint) -> WritePlan:
         "safetensors",
         len(head) + sum(tensor.nbytes for tensor in written.values()),
         write,
-        left_out=(*left_out(checkpoint.root), *((f"attributes: {listed(lost)}",) if lost else ())),
-        notes=(*remarks(tensors, ties), *overlapping(written)),
-        tensors=len(tensors),
+        left_out=content.left_out,
+        notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
+        tensors=len(content.tensors),
     )
 
 
@@ -68,7 +102,7 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
     for name in sorted(tensors, key=lambda name: -_alignment(tensors[name])):
         tensor = tensors[name]
         code = BY_NAME[tensor.dtype].safetensors or ""
-        entries[name] = Entry(name, code, _header_shape(tensor), end, end + tensor.nbytes)
+        entries[name] = Entry(name, code, header_shape(tensor), end, end + tensor.nbytes)
         end += tensor.nbytes
     return entries
 
@@ -78,7 +112,7 @@ def _alignment(tensor: TensorRef) -> int:
     return tensor.itemsize & -tensor.itemsize
 
 
-def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
+def header_shape(tensor: TensorRef) -> tuple[int, ...]:
     """The shape as the header counts: torch's pairs of F4 are two elements there."""
     shape = tuple(size or 0 for size in tensor.shape)
     if tensor.dtype == "float4_e2m1fn_x2":

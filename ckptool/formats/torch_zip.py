@@ -15,20 +15,28 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import read_text
-from ckptool.formats.base import Archive, Probe, Record, WritePlan
+from ckptool.formats.base import Archive, EditPlan, Probe, Record, WritePlan
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
 
-__all__ = ["TORCH_ZIP", "Contents", "Storages", "TorchZip", "few", "read_contents"]
+__all__ = [
+    "TORCH_ZIP",
+    "Contents",
+    "Storages",
+    "TorchZip",
+    "few",
+    "is_known_version",
+    "read_contents",
+]
 
 PICKLE = "data.pkl"
 _PAYLOADS = ("data/", "tensors/")
 _FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
 _OURS = frozenset({PICKLE, *_FACTS, ".data/serialization_id", ".data/version"})
-_SHORT = 64
+SHORT = 64
 """Bytes that a record of a fact may have."""
 _POINTER = 1 << 16
 """A key beyond it is no count but an address: torch before 1.9 used those."""
@@ -117,7 +125,7 @@ def read_contents(archive: Archive, limits: Limits) -> Contents:
     """
     storages = Storages(archive, "little")
     facts = {
-        name: read_text(record, _SHORT).strip()
+        name: read_text(record, SHORT).strip()
         for name in _FACTS
         if (record := storages.find(name)) is not None
     }
@@ -181,6 +189,16 @@ class TorchZip:
 
         return plan(checkpoint)
 
+    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+        """What to append to the file itself (`torch_zip_edit.plan_edit`).
+
+        Raises:
+            NotRepresentable: an object that cannot be pickled.
+        """
+        from ckptool.formats.torch_zip_edit import plan_edit
+
+        return plan_edit(checkpoint)
+
 
 TORCH_ZIP = TorchZip()
 
@@ -211,7 +229,7 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
     version = contents.facts.get("version")
     if is_zip and version is None and contents.storages.find(".data/version") is None:
         yield "torch refuses this file because it has no record 'version'"
-    elif version is not None and not (version.isdecimal() and 1 <= int(version) <= 10):
+    elif version is not None and not is_known_version(version):
         yield f"torch refuses this file because its version is {version!r}, not between 1 and 10"
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
@@ -228,6 +246,11 @@ def _left_behind(archive: Archive, unused: list[Record]) -> Iterator[str]:
     extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     if extra:
         yield f"{few(extra)} not part of a checkpoint"
+
+
+def is_known_version(text: str) -> bool:
+    """Whether torch takes a file of that version (caffe2/serialize/versions.h)."""
+    return text.isdecimal() and 1 <= int(text) <= 10
 
 
 def few(names: list[str]) -> str:

@@ -15,7 +15,15 @@ from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange
 from ckptool.limits import Limits
 
-__all__ = ["DEFLATED", "STORED", "End", "Entry", "find_end", "read_directory"]
+__all__ = [
+    "DEFLATED",
+    "STORED",
+    "End",
+    "Entry",
+    "find_end",
+    "raw_entries",
+    "read_directory",
+]
 
 STORED, DEFLATED = 0, 8
 _METHODS = {
@@ -27,6 +35,8 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 """Of a directory entry, what counts: no versions, times and attributes."""
+_LENGTHS = struct.Struct("<28x3H")
+"""Of a directory entry, the lengths of what follows it: name, extra field, comment."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _FAR, _MANY = 0xFFFFFFFF, 0xFFFF
@@ -180,6 +190,19 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:
         raise _corrupt(data, f"the zip directory holds more than the {end.entries:,} it states")
+
+
+def raw_entries(data: ByteRange, end: End) -> list[bytes]:
+    """The entries of a directory that `read_directory` has read, byte for byte."""
+    directory = data.read(end.offset, end.length)
+    entries = []
+    position = 0
+    for _ in range(end.entries):
+        lengths = _LENGTHS.unpack_from(directory, position)
+        stop = position + _ENTRY.size + sum(lengths)
+        entries.append(directory[position:stop])
+        position = stop
+    return entries
 
 
 def _widen(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckptool.errors import WriteError
 from ckptool.files.output import Output
 
-__all__ = ["NewRecord", "NewZip", "literal", "plan_zip"]
+__all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_zip"]
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
@@ -54,18 +54,15 @@ def literal(name: str, data: bytes) -> NewRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a record goes; every field of its headers but the CRC follows from that."""
 
-    record: NewRecord
     name: bytes
+    """With the folder."""
+    size: int
     header: int
     """Offset of the local header."""
     alignment: int
-
-    @property
-    def size(self) -> int:
-        return self.record.size
 
     @property
     def wide(self) -> bool:
@@ -74,6 +71,7 @@ class _Place:
 
     @property
     def flags(self) -> int:
+        """Names are UTF-8; sizes stand behind the payload where there is one."""
         return _UTF8 | (_WITH_DESCRIPTOR if self.size else 0)
 
     @property
@@ -84,9 +82,16 @@ class _Place:
         return -(-least // self.alignment) * self.alignment
 
     @property
+    def descriptor_size(self) -> int:
+        """Bytes behind the payload; none behind an empty one."""
+        if not self.size:
+            return 0
+        return _DESCRIPTOR64.size if self.wide else _DESCRIPTOR.size
+
+    @property
     def end(self) -> int:
-        descriptor = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
-        return self.payload + self.size + (descriptor.size if self.size else 0)
+        """Offset of what comes next."""
+        return self.payload + self.size + self.descriptor_size
 
     def wide_field(self, *, local: bool) -> bytes:
         """The zip64 field: sizes that do not fit (packed size 0 in a local header), then offset."""
@@ -128,6 +133,7 @@ class _Place:
 
     @property
     def entry_size(self) -> int:
+        """Bytes of the directory's entry."""
         return _ENTRY.size + len(self.name) + len(self.wide_field(local=False))
 
 
@@ -135,7 +141,7 @@ class _Place:
 class NewZip:
     """A zip that is not written yet."""
 
-    places: tuple[_Place, ...]
+    records: tuple[tuple[NewRecord, Place], ...]
     size: int
     """Bytes of the whole file."""
 
@@ -147,22 +153,23 @@ class NewZip:
         """
         start = output.tell()
         directory = []
-        for place in self.places:
+        for record, place in self.records:
             output.write(place.local_header())
-            crc = place.record.write(output)
+            crc = record.write(output)
             if output.tell() != start + place.payload + place.size:
                 raise WriteError(
-                    f"record {place.record.name!r} should have {place.size:,} bytes and has "
+                    f"record {record.name!r} should have {place.size:,} bytes and has "
                     f"{output.tell() - start - place.payload:,}"
                 )
             output.write(place.descriptor(crc))
             directory.append(place.entry(crc))
         offset = output.tell() - start
         content = b"".join(directory)
-        output.write(content + _end_records(len(directory), offset, len(content)))
+        output.write(content + end_records(len(directory), offset, len(content)))
 
 
-def _end_records(entries: int, offset: int, length: int) -> bytes:
+def end_records(entries: int, offset: int, length: int) -> bytes:
+    """What stands behind a directory of `length` bytes at `offset`."""
     end64 = offset + length
     return (
         _END64.pack(
@@ -179,12 +186,13 @@ def _end_records(entries: int, offset: int, length: int) -> bytes:
 
 def plan_zip(folder: str, records: Sequence[NewRecord], alignment: int) -> NewZip:
     """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`."""
-    places = []
+    placed = []
     position = directory = 0
     for record in records:
-        place = _Place(record, f"{folder}/{record.name}".encode(), position, alignment)
-        places.append(place)
+        name = f"{folder}/{record.name}".encode()
+        place = Place(name, record.size, position, alignment)
+        placed.append((record, place))
         position = place.end
         directory += place.entry_size
     size = position + directory + _END64.size + _LOCATOR.size + _END.size
-    return NewZip(tuple(places), size)
+    return NewZip(tuple(placed), size)

@@ -8,6 +8,7 @@ torch/_weights_only_unpickler.py.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ __all__ = ["Encoded", "blockers", "encode"]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A pickle and the storages that it refers to, in order of first use: key = position.
+    """A pickle and the storages that it refers to, in order of first use.
 
     `dtypes` and `untyped` tell, for each storage, the element type under which it is first
     mentioned, and whether that mention was an `UntypedStorage` (its size then counts bytes).
@@ -50,14 +51,19 @@ class Encoded:
         return blocking(self.globals)
 
 
-def encode(root: Any, *, legacy: bool = False) -> Encoded:
+def encode(
+    root: Any, *, legacy: bool = False, key_of: Callable[[Storage], str] | None = None
+) -> Encoded:
     """The pickle of `root`; `legacy` adds the sixth item that legacy streams have in storage ids.
+
+    `key_of` tells by what key a storage is named; by its position in the order of first use, if
+    None.
 
     Raises:
         NotRepresentable: an object whose arguments hold itself, a name that cannot be spelled, a
             tensor of a type that torch has not.
     """
-    return _Encoder(legacy).run(root)
+    return _Encoder(legacy, key_of).run(root)
 
 
 def blockers(root: Any) -> tuple[str, ...]:
@@ -100,8 +106,9 @@ _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
 class _Encoder:
-    def __init__(self, legacy: bool) -> None:
+    def __init__(self, legacy: bool, key_of: Callable[[Storage], str] | None) -> None:
         self.legacy = legacy
+        self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[Any, int] = {}
         self.kept: list[Any] = []  # made here and memoized by identity: must not be collected
@@ -316,7 +323,7 @@ class _Encoder:
         self.out += b"("
         self.write_text("storage")
         self.write_global(_storage_class(node))
-        self.write_text(str(index))
+        self.write_text(str(index) if self.key_of is None else self.key_of(storage))
         self.write_text(storage.device)
         size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
         self.write_integer(storage.nbytes // size)

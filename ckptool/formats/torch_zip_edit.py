@@ -1,0 +1,158 @@
+"""A torch zip edited where it lies: a new pickle and a new directory behind the old end.
+
+A zip's directory decides which records count. The storages stay where they are; the old pickle,
+the old directory and its end records become dead bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from operator import attrgetter
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.files import ByteRange, FileSource
+from ckptool.files.editing import Patch
+from ckptool.formats.base import EditPlan
+from ckptool.formats.torch_zip import ALIGNMENT, PICKLE, SHORT, is_known_version
+from ckptool.formats.zip_directory import End, Entry, find_end, raw_entries, read_directory
+from ckptool.formats.zip_records import payload_offsets, record_of
+from ckptool.formats.zip_writer import Place, end_records
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Storage
+from ckptool.symbolic.encoder import encode
+
+__all__ = ["plan_edit"]
+
+_STALE = ".data/serialization_id"
+"""A hash over all records, of which torch makes nothing but a line in a log."""
+_COMPUTING = (".format_version", ".storage_alignment")
+"""The records that let torch compute where storages are, instead of looking it up."""
+
+
+def plan_edit(checkpoint: Checkpoint) -> EditPlan | None:
+    """What to append to the file for it to hold `checkpoint`; None if that cannot be done.
+
+    It can where the file is a plain zip that torch takes, and every storage is a record of it,
+    whole, under the key that it had. Only the directory and records that state a fact are read.
+
+    Raises:
+        NotRepresentable: an object that cannot be pickled.
+    """
+    if checkpoint.format != "torch-zip" or len(checkpoint.sources) != 1:
+        return None
+    directory = _open_directory(checkpoint.sources[0])
+    if directory is None or not directory.is_torchs():
+        return None
+    encoded = encode(checkpoint.root, key_of=attrgetter("key"))
+    used = directory.records_of(encoded.storages)
+    if used is None:
+        return None
+    dropped = {_STALE, *(() if directory.torch_computes(used) else _COMPUTING)}
+    patch = Patch(directory.data.length, directory.edited(encoded.data, dropped))
+    return EditPlan(
+        patch,
+        patch.offset + len(patch.data),
+        tensors=sum(1 for _ in checkpoint.tensors()),
+        blockers=encoded.blockers,
+    )
+
+
+def _open_directory(source: FileSource) -> _Directory | None:
+    """The directory of a file that has been opened as a torch zip, and may have changed since."""
+    data = ByteRange(source, 0, source.size)
+    end = find_end(data)
+    if end is None:
+        return None
+    # However many records it has: whoever opened the file has set a limit.
+    return _Directory(data, end, read_directory(data, end, Limits(max_records=end.entries)))
+
+
+class _Directory:
+    """The directory of a file, looked into as torch does: without regard to ASCII case."""
+
+    def __init__(self, data: ByteRange, end: End, entries: list[Entry]) -> None:
+        self.data = data
+        self.end = end
+        self.entries = entries
+        self.folder = entries[0].name.partition("/")[0] if entries else ""
+        self.by_name = {entry.name.lower(): entry for entry in entries}
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of a record, named without the folder."""
+        return self.by_name.get(f"{self.folder}/{name}".lower())
+
+    def fact(self, name: str) -> str:
+        """The text of a record that states a fact; empty if there is none."""
+        entry = self.find(name)
+        if entry is None:
+            return ""
+        offsets, _ = payload_offsets(self.data, [entry], self.end)
+        data = record_of(self.data, entry, offsets[entry.header], name, DEFAULT_LIMITS).data
+        return data.read(0, min(data.length, SHORT)).decode("latin-1").strip()
+
+    def is_torchs(self) -> bool:
+        """Whether all stands in one folder with a name in UTF-8, and the version is a known one."""
+        pickle = self.find(PICKLE)
+        return (
+            pickle is not None
+            and pickle.name.encode() == pickle.raw_name
+            and all(entry.name.startswith(f"{self.folder}/") for entry in self.entries)
+            and is_known_version(self.fact(".data/version") or self.fact("version"))
+        )
+
+    def records_of(self, storages: Sequence[Storage]) -> list[tuple[Entry, ByteRange]] | None:
+        """The record that each storage is, whole and alone, with its bytes; else None."""
+        ordered = sorted(self.entries, key=attrgetter("header"))
+        headers = [entry.header for entry in ordered]
+        records = []
+        for storage in storages:
+            data = storage.data
+            if data is None or data.source is not self.data.source:
+                return None
+            entry = ordered[bisect_left(headers, data.offset) - 1]
+            name = f"{self.folder}/data/{storage.key}"
+            if entry.size != data.length or entry.name.lower() != name.lower():
+                return None
+            records.append((entry, data))
+        alone = len({entry.header for entry, _ in records}) == len(records)
+        return records if alone else None
+
+    def torch_computes(self, used: Sequence[tuple[Entry, ByteRange]]) -> bool:
+        """Whether torch's own sums lead to these records, in their order of first use.
+
+        It looks up the first alone, which must have the key 0, and adds up sizes from there
+        (torch/serialization.py `_get_offset`).
+        """
+        alignment = self.fact(".storage_alignment") or str(ALIGNMENT)
+        if not alignment.isdecimal() or int(alignment) == 0:
+            return False
+        if used and not used[0][0].raw_name.endswith(b"/data/0"):
+            return False
+        header = used[0][0].header if used else 0
+        for position, (entry, data) in enumerate(used):
+            place = Place(entry.raw_name, entry.size, header, int(alignment))
+            if position and place.payload != data.offset:
+                return False
+            header = data.offset + entry.size + place.descriptor_size
+        return True
+
+    def edited(self, pickle: bytes, dropped: Container[str]) -> bytes:
+        """What goes behind the end: the record of the new pickle, the directory, its end.
+
+        Entries of other records stay as they are, in their order, but for those `dropped`.
+        """
+        old, crc = self.by_name[f"{self.folder}/{PICKLE}".lower()], zlib.crc32(pickle)
+        place = Place(old.raw_name, len(pickle), self.data.length, ALIGNMENT)
+        cut = len(self.folder) + 1
+        entries = [
+            place.entry(crc) if entry is old else raw
+            for entry, raw in zip(self.entries, raw_entries(self.data, self.end), strict=True)
+            if entry.name[cut:].lower() not in dropped
+        ]
+        directory = b"".join(entries)
+        return b"".join((
+            place.local_header(), pickle, place.descriptor(crc), directory,
+            end_records(len(entries), place.end, len(directory)),
+        ))  # fmt: skip
