@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
@@ -15,17 +14,14 @@ from ckptool.files.output import FileOutput, Progress
 from ckptool.files.refusals import check_space, worded
 from ckptool.files.system import (
     close_to_rename,
-    hand_over,
     lock,
     remove_unlocked,
     reserve,
     sync_folder,
 )
+from ckptool.files.temporary import beside, folder_of, found_beside, private, seal
 
 __all__ = ["atomic_output", "refuse_target"]
-
-_NAME_KEPT = 40
-"""Characters of the target's name in the temporary one: a name has at most 255 bytes."""
 
 
 @contextmanager
@@ -57,20 +53,14 @@ def atomic_output(
     target = os.path.realpath(path)
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
-        mode = mode if old is None else stat.S_IMODE(old.st_mode)
-        with _folder_of(target) as folder:
+        with folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, size)
-            with _temporary_file(target, mode) as file:
+            with _temporary_file(target, mode if old is None else 0o600) as file:
                 reserve(file.fileno(), size)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
-                output.finish()
-                if old is not None:
-                    hand_over(file.name, old)
-                if mode is not None:  # last: a change of the owner takes bits away
-                    os.chmod(file.name, mode)
-                os.fsync(file.fileno())
+                seal(file, output, old, mode)
                 close_to_rename(file)
                 refuse_target(path, overwrite=overwrite)
                 if check is not None:
@@ -101,47 +91,19 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
     return old
 
 
-@contextmanager
-def _folder_of(target: str) -> Iterator[str]:
-    """The target's folder, made if need be; what was made goes again where the block fails."""
-    folder = os.path.dirname(target)
-    missing = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        yield os.path.dirname(target)
-    except BaseException:
-        with suppress(OSError):
-            for made in missing:
-                os.rmdir(made)
-        raise
-
-
 def _remove_debris(target: str) -> None:
     """Remove the temporary files of killed runs that were to become `target`."""
-    folder, name = os.path.split(target)
-    debris = re.compile(re.escape(_beginning(name)) + r"[0-9a-f]{12}\.tmp")
-    with suppress(OSError):  # a folder that we may write to, and not list
-        for found in os.listdir(folder):
-            if debris.fullmatch(found):
-                remove_unlocked(os.path.join(folder, found))
-
-
-def _beginning(name: str) -> str:
-    """How the names of the temporary files of `name` begin."""
-    return f".{name[:_NAME_KEPT]}.ckptool-"
+    for found in found_beside(target, r"\.ckptool-[0-9a-f]{12}\.tmp"):
+        remove_unlocked(found)
 
 
 @contextmanager
 def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
     """A new file beside the target, open and locked; it is removed where the block fails."""
-    folder, name = os.path.split(target)
     while True:
-        temporary = os.path.join(folder, f"{_beginning(name)}{secrets.token_hex(6)}.tmp")
+        temporary = beside(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
-            with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
+            with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
                 lock(file.fileno())
                 if not os.path.lexists(temporary):  # taken for debris before it was locked
                     continue
@@ -151,8 +113,3 @@ def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-
-
-def _private(mode: int | None) -> Callable[[str, int], int]:
-    """An opener of a file for us alone while it is written, where its mode is set at the end."""
-    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
