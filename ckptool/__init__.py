@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         list_tensors,
         open,
         remap,
+        rename,
         strip_module,
     )
     from ckptool.checkpoint import Change, Checkpoint, Details
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckptool.api": (
-        "add_module", "convert", "info", "list_tensors", "open", "remap", "strip_module",
+        "add_module", "convert", "info", "list_tensors", "open", "remap", "rename",
+        "strip_module",
     ),
     "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
     "ckptool.errors": (
@@ -117,6 +119,7 @@ __all__ = [
     "load_state_dict",
     "open",
     "remap",
+    "rename",
     "strip_module",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -14,8 +14,18 @@ from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.transforms import Rule
 
-__all__ = ["add_module", "convert", "info", "list_tensors", "open", "remap", "strip_module"]
+__all__ = [
+    "add_module",
+    "convert",
+    "info",
+    "list_tensors",
+    "open",
+    "remap",
+    "rename",
+    "strip_module",
+]
 
 Source = str | os.PathLike[str] | Checkpoint
 StateDict = Mapping[Any, Any]
@@ -129,3 +139,31 @@ def remap(state: Checkpoint | StateDict, rules: Mapping[str, str]) -> Checkpoint
     if isinstance(state, Checkpoint):
         return transforms.remap(state, rules)
     return transforms.remap_dict(_mapping(state), rules)
+
+
+@overload
+def rename(state: Checkpoint, rules: Iterable[str | Rule] = (), **options: Any) -> Checkpoint: ...
+@overload
+def rename(
+    state: StateDict, rules: Iterable[str | Rule] = (), **options: Any
+) -> dict[Any, Any]: ...
+def rename(
+    state: Checkpoint | StateDict, rules: Iterable[str | Rule] = (), **options: Any
+) -> Checkpoint | dict[Any, Any]:
+    r"""Names by `rules`, in order: `["^backbone\.=>encoder.", ...]`; a new dict.
+
+    A rule that matches nothing is a `CheckpointWarning` (of a checkpoint: among its changes).
+
+    Args:
+        state: A state dict, a dict that holds some, or an open checkpoint.
+        rules: `REGEX=>REPL` each, or what `transforms.table_rule` and its like give.
+        options: `prefixes`, rules `OLD=NEW` for whole components at the front of a name, applied
+            after the others; `key`, the only state dict to treat.
+
+    Raises:
+        NameCollision: two names would become one.
+        UsageError: a rule that is none, or one that leaves nothing of a name.
+    """
+    if isinstance(state, Checkpoint):
+        return transforms.rename(state, rules, **options)
+    return transforms.rename_dict(_mapping(state), rules, **options)

@@ -150,6 +150,12 @@ class Checkpoint:
 
         return add_module(self, **options)
 
+    def rename(self, rules: Iterable[Any], **options: Any) -> Checkpoint:
+        """Every name rewritten by `rules`; rules and options as `transforms.rename`."""
+        from ckptool.transforms import rename
+
+        return rename(self, rules, **options)
+
     def remap(self, rules: Mapping[str, str]) -> Checkpoint:
         """Every device tag rewritten by `rules` (`transforms.remap`)."""
         from ckptool.transforms import remap

@@ -17,6 +17,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "change": {
         "strip-module": ("strip_module_verb", "Take wrapper names such as module. off the names."),
         "add-module": ("add_module_verb", "Put module. before the names, as DataParallel does."),
+        "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
         "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
     },

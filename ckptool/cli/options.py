@@ -38,11 +38,13 @@ quiet_option = click.option(
 )
 
 
-def verb(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+def verb(
+    name: str, *examples: str, cls: type[click.Command] = click.Command
+) -> Callable[[Callable[..., Any]], click.Command]:
     """A command whose help ends with examples and exit codes."""
     shown = "\n".join(f"  {example}" for example in examples)
     epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{EXIT_CODES}"
-    return click.command(name, epilog=epilog)
+    return click.command(name, cls=cls, epilog=epilog)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,39 @@
 """Checkpoint to Checkpoint: names, devices, selection; each over the same storages."""
 
 from ckptool.transforms.devices import remap, visible_devices
-from ckptool.transforms.memory import add_module_dict, remap_dict, strip_module_dict
+from ckptool.transforms.memory import (
+    add_module_dict,
+    remap_dict,
+    rename_dict,
+    strip_module_dict,
+)
+from ckptool.transforms.name_rules import (
+    Rule,
+    prefix_rule,
+    read_map_file,
+    regex_rule,
+    table_rule,
+)
 from ckptool.transforms.names import add_module, strip_module
+from ckptool.transforms.renaming import rename
 from ckptool.transforms.selection import single_state_dict
 from ckptool.transforms.ties import untie
 
 __all__ = [
+    "Rule",
     "add_module",
     "add_module_dict",
+    "prefix_rule",
+    "read_map_file",
+    "regex_rule",
     "remap",
     "remap_dict",
+    "rename",
+    "rename_dict",
     "single_state_dict",
     "strip_module",
     "strip_module_dict",
+    "table_rule",
     "untie",
     "visible_devices",
 ]

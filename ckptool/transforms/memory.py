@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import DeviceError
+from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.paths import everything, rebuild
 from ckptool.transforms.devices import Rules
+from ckptool.transforms.name_rules import Rule
 from ckptool.transforms.names import add_module, strip_module
+from ckptool.transforms.renaming import rename
 
-__all__ = ["add_module_dict", "remap_dict", "strip_module_dict"]
+__all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -35,6 +37,21 @@ def add_module_dict(state_dict: Mapping[Any, Any], **options: Any) -> OrderedDic
     """A new dict with wrapper names put on; options and errors as `names.add_module`."""
     boxes = _Boxes()
     return boxes.unbox_root(add_module(boxes.checkpoint(state_dict), **options).root)
+
+
+def rename_dict(
+    state_dict: Mapping[Any, Any], rules: Iterable[Rule | str] = (), **options: Any
+) -> OrderedDict[Any, Any]:
+    """A new dict under new names; rules, options and errors as `renaming.rename`.
+
+    A rule that matched nothing is a `CheckpointWarning`.
+    """
+    boxes = _Boxes()
+    renamed = rename(boxes.checkpoint(state_dict), rules, **options)
+    for change in renamed.changes:
+        if change.kind == "warning":
+            warn(change.text)
+    return boxes.unbox_root(renamed.root)
 
 
 def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:

@@ -42,6 +42,8 @@ class NamePlan:
         """The checkpoint with all of it done; itself where nothing changes."""
         if not self.changes:
             return checkpoint
+        if not self.instead:
+            return checkpoint.with_root(checkpoint.root, *self.changes)
 
         def chosen(node: Any) -> Any:
             return self.instead.get(id(node), node)

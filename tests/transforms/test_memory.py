@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from ckptool.errors import DeviceError, NameCollision
-from ckptool.transforms import add_module_dict, remap_dict, strip_module_dict
+from ckptool.errors import CheckpointWarning, DeviceError, NameCollision
+from ckptool.transforms import (
+    add_module_dict,
+    remap_dict,
+    rename_dict,
+    strip_module_dict,
+    table_rule,
+)
 from ckptool.transforms.memory import _Relocation
 
 Pair = namedtuple("Pair", "a b")
@@ -171,3 +177,24 @@ def test_moving_keeps_ties_parameters_and_metadata():
 def test_the_rooms_of_names_never_import_torch():
     code = "import sys, ckptool.transforms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_renaming_in_memory():
+    plain = network().state_dict()
+    made = rename_dict(plain, [r"^0\.=>first."], prefixes=["1=norm"])
+    assert list(made)[:3] == ["first.weight", "first.bias", "norm.weight"]
+    assert all(made[new] is plain[old] for old, new in zip(plain, made, strict=True))
+    assert list(made._metadata) == ["", "first", "norm", "2"]
+    assert list(plain._metadata) == ["", "0", "1", "2"]
+    swapped = rename_dict(
+        {"a": torch.ones(1), "b": torch.zeros(1)}, [table_rule({"a": "b", "b": "a"})]
+    )
+    assert swapped["b"].item() == 1
+
+
+def test_a_rule_that_matches_nothing_in_memory_is_a_warning():
+    with pytest.warns(CheckpointWarning, match=r"conv=>x matched no name") as caught:
+        rename_dict(network().state_dict(), ["conv=>x"])
+    assert caught[0].filename == __file__
+    with pytest.raises(NameCollision, match=r"'a' and 'b' would both be named 'b'"):
+        rename_dict({"a": torch.ones(1), "b": torch.ones(1)}, ["a=>b"])

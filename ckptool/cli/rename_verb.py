@@ -1,0 +1,96 @@
+"""`ckptool rename`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.errors import UsageError
+from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, rename, table_rule
+
+__all__ = ["command"]
+
+_ORDER = "ckptool.rename.order"
+
+
+class _InOrder(click.Command):
+    """Keeps the order in which options of different names were given; click forgets it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse once more than click does, for the order."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_ORDER] = [parameter.name for parameter in order]
+        return super().parse_args(ctx, args)
+
+
+@verb(
+    "rename",
+    "ckptool rename model.pth --prefix backbone=encoder",
+    "ckptool rename model.pth --prefix model.=",
+    r"ckptool rename model.pth --map '\.gamma$=>.weight' --map '\.beta$=>.bias'",
+    "ckptool rename model.pth --map-file names.json -o renamed.pth",
+    cls=_InOrder,
+)
+@file_argument
+@click.option(
+    "--map",
+    "regexes",
+    multiple=True,
+    metavar="REGEX=>REPL",
+    help=r"Replace what matches; groups are \1 or \g<name>. Repeatable.",
+)
+@click.option(
+    "--map-file",
+    "files",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(),
+    help="Whole names, old and new: a JSON object or two columns. Repeatable.",
+)
+@click.option(
+    "--prefix",
+    "prefixes",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Whole components at the front; model.= takes them off, =model. adds. Repeatable.",
+)
+@click.option("--key", metavar="NAME", help="Only in this state dict. Default: in all of them.")
+@target_options()
+@click.pass_context
+def command(
+    context: click.Context,
+    file: str,
+    regexes: tuple[str, ...],
+    files: tuple[str, ...],
+    prefixes: tuple[str, ...],
+    key: str | None,
+    target: Target,
+) -> None:
+    """Rewrite names by regular expressions, prefixes or a table.
+
+    Rules are applied in the order in which they are given, each to what the one before made of a
+    name. _metadata and optimizer state that is keyed by name follow. The result goes to FILE with
+    .renamed before its ending.
+    """
+    rules = {
+        "regexes": map(regex_rule, regexes),
+        "files": map(_file_rule, files),
+        "prefixes": map(prefix_rule, prefixes),
+    }
+    ordered = [next(rules[name]) for name in context.meta[_ORDER] if name in rules]
+    if not ordered:
+        raise UsageError(
+            "rename takes at least one of --map, --map-file and --prefix",
+            hint="ckptool rename FILE --prefix backbone=encoder",
+        )
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return rename(checkpoint, ordered, key=key)
+
+    write_changed(file, change, target, word="renamed")
+
+
+def _file_rule(path: str) -> Rule:
+    return table_rule(read_map_file(path), path)

@@ -1,0 +1,163 @@
+"""The rules of `rename`: by a regular expression, by a prefix, by a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.errors import FileDenied, FileMissing, UsageError
+from ckptool.paths import printable
+
+__all__ = ["Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one rule makes of a name."""
+
+    text: str
+    """As the user wrote it."""
+    apply: Callable[[str], str | None]
+    """The new name; None where the rule does not match."""
+    wanted: tuple[str, ...]
+    """The names that it looks for, as far as they can be told: for proposing similar ones."""
+    exact: bool = False
+    """Whether each of `wanted` is to be found."""
+
+
+def regex_rule(text: str) -> Rule:
+    r"""`REGEX=>REPL`: every match in a name is replaced, as `re.sub` does (`\1`, `\g<name>`).
+
+    Raises:
+        UsageError: not of that form, or no regular expression, or REPL names a group that is not
+            there.
+    """
+    regex, arrow, replacement = text.partition("=>")
+    if not arrow or not regex:
+        raise UsageError(
+            f"'{printable(text)}' is no rule REGEX=>REPL",
+            hint=r"for example '^backbone\.=>encoder.'",
+        )
+    try:
+        pattern = re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"'{printable(regex)}' is no regular expression: {error}",
+            hint=r"a backslash before . [ ( * + ? takes them as they are",
+        ) from error
+    try:
+        pattern.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise UsageError(
+            f"'{printable(replacement)}' cannot replace what '{printable(regex)}' finds: {error}",
+            hint=rf"it has {pattern.groups} groups: \1 is the first, \g<name> one by its name",
+        ) from error
+
+    def apply(name: str) -> str | None:
+        new, count = pattern.subn(replacement, name)
+        return new if count else None
+
+    literal = re.sub(r"\\(.)", r"\1", regex.strip("^$"))
+    return Rule(text, apply, (literal,))
+
+
+def prefix_rule(text: str) -> Rule:
+    """`OLD=NEW`: whole components at the front of a name; `backbone.=encoder.` means the same.
+
+    `model.=` takes a prefix off, `=model.` puts one before every name.
+
+    Raises:
+        UsageError: not of that form, or nothing on both sides.
+    """
+    old, equals, new = (part.strip().removesuffix(".") for part in text.partition("="))
+    if not equals or not (old or new):
+        raise UsageError(
+            f"'{printable(text)}' is no rule OLD=NEW",
+            hint="for example backbone=encoder; model.= takes it off, =model. puts it before",
+        )
+    before = f"{old}." if old else ""
+    after = f"{new}." if new else ""
+
+    def apply(name: str) -> str | None:
+        if name == old:
+            return new
+        return after + name[len(before) :] if name.startswith(before) else None
+
+    return Rule(text, apply, (old,))
+
+
+def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
+    """Whole names by a table, old to new, all at once; `text` is what messages call it."""
+    table = dict(mapping)
+    return Rule(text, table.get, tuple(table), exact=True)
+
+
+def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The table in a file, old name to new: a JSON object, or two columns.
+
+    White space, a tab or a comma stands between the columns; what follows a `#` is a comment.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileDenied: the system refuses it.
+        UsageError: it is something else; the message names the line.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"is no text in UTF-8 ({error.reason})", file=path) from error
+    except OSError as error:
+        raise FileDenied(f"cannot be read: {error.strerror}", file=path) from error
+    rows = _json_rows(path, text) if text.lstrip()[:1] in ("{", "[") else _columns(path, text)
+    table: dict[str, str] = {}
+    for line, old, new in rows:
+        if table.setdefault(old, new) != new:
+            raise _wrong(path, line, f"{printable(old)!r} has another name already")
+    return table
+
+
+def _columns(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str, str]]:
+    for line, row in enumerate(text.splitlines(), start=1):
+        content = re.sub(r"(^|\s)#.*", "", row).strip()
+        if not content:
+            continue
+        words = re.split(r"\s*,\s*|\s+", content)
+        if len(words) != 2 or not all(words):
+            raise _wrong(path, line, f"{printable(row)!r} is not two names, the old and the new")
+        yield line, words[0], words[1]
+
+
+def _json_rows(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str, str]]:
+    try:
+        pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
+    except json.JSONDecodeError as error:
+        raise _wrong(path, error.lineno, f"the JSON is broken: {error.msg}") from error
+    except RecursionError as error:
+        raise _wrong(path, 1, "the JSON is nested too deep") from error
+    if text.lstrip()[:1] != "{":
+        raise _wrong(path, 1, "a JSON object is wanted, old name to new")
+    at, line = 0, 1
+    for old, new in pairs:
+        spelled = "|".join(re.escape(json.dumps(old, ensure_ascii=way)) for way in (True, False))
+        found = re.compile(rf"(?:{spelled})\s*:").search(text, at)
+        if found:
+            line += text.count("\n", at, found.end())
+            at = found.end()
+        if not isinstance(new, str):
+            raise _wrong(path, line, f"the new name of {printable(old)!r} is no text")
+        yield line, old, new
+
+
+def _wrong(path: Any, line: int, fact: str) -> UsageError:
+    return UsageError(
+        f"line {line}: {fact}",
+        file=path,
+        hint="two columns, old name and new, or a JSON object",
+    )

@@ -1,0 +1,153 @@
+"""Rules for names: what each makes of a name, and what is no rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ckptool.errors import FileDenied, FileMissing, UsageError
+from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "new"),
+    [
+        (r"^backbone\.=>encoder.", "backbone.0.w", "encoder.0.w"),
+        (r"^backbone\.=>encoder.", "my.backbone.w", None),
+        (r"gamma=>weight", "a.gamma.gamma", "a.weight.weight"),
+        (r"layers\.(\d+)\.=>\1.", "layers.3.w", "3.w"),
+        (r"(?P<at>\d+)=>n\g<at>x", "1.2", "n1x.n2x"),
+        (r"\.(a)?w$=>\1.v", "x.w", "x.v"),
+        (r"^=>model.", "w", "model.w"),
+        (r"^model\.=>", "model.w", "w"),
+        (r"w=>w", "w", "w"),
+        (r"(?=\.)=>_", "a.w", "a_.w"),
+        (r" =>=>", "a b", "a=>b"),
+    ],
+)
+def test_a_regular_expression(rule, name, new):
+    assert regex_rule(rule).apply(name) == new
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("a.b", "'a.b' is no rule REGEX=>REPL"),
+        ("=>b", "is no rule"),
+        ("", "is no rule"),
+        ("(a=>b", r"'\(a' is no regular expression: .*parenthesis|unterminated"),
+        (r"a=>\1", r"'\\1' cannot replace what 'a' finds: invalid group reference 1"),
+        (r"(a)=>\g<name>", "unknown group name"),
+        (r"(a)=>\q", r"bad escape"),
+        ("a{99999999999}=>b", "is no regular expression"),
+    ],
+)
+def test_what_is_no_regular_expression_is_shown(rule, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        regex_rule(rule)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "new"),
+    [
+        ("backbone=encoder", "backbone.0.w", "encoder.0.w"),
+        ("backbone.=encoder.", "backbone.0.w", "encoder.0.w"),
+        ("backbone=encoder", "backbone2.w", None),
+        ("backbone=encoder", "my.backbone.w", None),
+        ("backbone=encoder", "backbone", "encoder"),
+        ("a.b=c", "a.b.w", "c.w"),
+        ("a=b.c", "a.a.w", "b.c.a.w"),
+        ("model.=", "model.model.w", "model.w"),
+        ("model=", "modelling.w", None),
+        ("=model.", "w", "model.w"),
+        ("=model", "a.w", "model.a.w"),
+        ("a=b=c", "a.w", "b=c.w"),
+        (" a = b ", "a.w", "b.w"),
+        ("(x)=y", "(x).w", "y.w"),
+    ],
+)
+def test_a_prefix(rule, name, new):
+    assert prefix_rule(rule).apply(name) == new
+
+
+@pytest.mark.parametrize("rule", ["backbone", "", "=", ".=."])
+def test_what_is_no_prefix_rule(rule):
+    with pytest.raises(UsageError, match="is no rule OLD=NEW"):
+        prefix_rule(rule)
+
+
+def test_a_table_is_of_whole_names_all_at_once():
+    rule = table_rule({"a": "b", "b": "a"})
+    assert [rule.apply(name) for name in ("a", "b", "a.w")] == ["b", "a", None]
+
+
+def written(tmp_path, text):
+    path = tmp_path / "names.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a.w": "b.w", "c": "d"}',
+        '\n {\n"a.w": "b.w",\n"c":"d", "c": "d"}',
+        "a.w b.w\nc d\n",
+        "a.w\tb.w\r\nc\td",
+        "a.w,b.w\nc , d",
+        "# old new\n\n  a.w   b.w  # a comment\n#c e\nc d\nc d",
+        b"\xef\xbb\xbfa.w b.w\nc d",
+    ],
+)
+def test_a_table_in_a_file(tmp_path, text):
+    path = written(tmp_path, text)
+    assert list(read_map_file(path).items()) == [("a.w", "b.w"), ("c", "d")]
+    assert read_map_file(str(path)) == read_map_file(path)
+
+
+def test_a_hash_inside_a_name_is_no_comment(tmp_path):
+    assert read_map_file(written(tmp_path, "a#1 b#1")) == {"a#1": "b#1"}
+
+
+def test_an_empty_table_is_one(tmp_path):
+    assert read_map_file(written(tmp_path, "# nothing\n")) == {}
+    assert read_map_file(written(tmp_path, "{}")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "fact"),
+    [
+        ("a b\n\nc\n", 3, "'c' is not two names"),
+        ("a b c", 1, "is not two names"),
+        ("a b\na,", 2, "is not two names"),
+        ("a b\nx y\na c", 3, "'a' has another name already"),
+        ('{"a": "b",\n "c": }', 2, "the JSON is broken"),
+        ('{"a": "c",\n "b": "a",\n "c": 3}', 3, "the new name of 'c' is no text"),
+        ('{"a": {"b": "c"}}', 1, "the new name of 'a' is no text"),
+        ('{"a": "b",\n\n "a": "c"}', 3, "'a' has another name already"),
+        ('["a", "b"]', 1, "a JSON object is wanted"),
+        ("[" * 100_000, 1, "nested too deep"),
+    ],
+)
+def test_a_table_with_a_mistake_names_the_file_and_the_line(tmp_path, text, line, fact):
+    path = written(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_map_file(path)
+    assert str(caught.value).startswith(f"{path}: line {line}: ")
+    assert fact in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_table_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileMissing, match="there is no such file"):
+        read_map_file(tmp_path / "nowhere")
+    with pytest.raises(FileDenied, match="cannot be read: Is a directory"):
+        read_map_file(tmp_path)
+    with pytest.raises(UsageError, match="is no text in UTF-8"):
+        read_map_file(written(tmp_path, b"\xff\xfe\x00"))
+
+
+def test_a_json_table_may_say_names_in_escapes(tmp_path):
+    assert read_map_file(written(tmp_path, json.dumps({"é": "ü"}))) == {"é": "ü"}
