@@ -10,19 +10,39 @@ from io import FileIO
 
 if sys.platform != "win32":
     import fcntl
+    import resource
 
 __all__ = [
+    "allow_open_files",
     "announce_read",
+    "boot_id",
     "close_to_rename",
     "hand_over",
+    "is_running",
     "lock",
+    "lock_holder",
     "remove_unlocked",
     "reserve",
     "start_writeback",
     "sync_folder",
+    "try_lock",
 ]
 
 _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process have `count` files open, as far as the system allows it without more ado.
+
+    Many systems begin with 256 or 1,024 for programs that cannot count further, and let others
+    ask for more.
+    """
+    if sys.platform != "win32":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            with suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def announce_read(fd: int) -> None:
@@ -61,6 +81,51 @@ def lock(fd: int) -> None:
     if sys.platform != "win32":
         with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def try_lock(fd: int) -> bool | None:
+    """Take the lock on an open file, not waiting for it; False: somebody has it, None: no locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+def lock_holder(fd: int) -> int | None:
+    """The process that has the lock on an open file, where the system tells (Linux)."""
+    status = os.fstat(fd)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as lines:
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:131 0 EOF
+        for words in map(str.split, lines):
+            if words[3:4] == ["WRITE"] and words[5] == device and int(words[4]) > 0:
+                return int(words[4])
+    return None
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; where that cannot be asked without harm, no."""
+    if sys.platform == "win32":
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def boot_id() -> str:
+    """What tells one run of the system from the next (Linux); empty where it does not say."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""
 
 
 def remove_unlocked(path: str) -> None:

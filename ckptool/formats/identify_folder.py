@@ -40,7 +40,10 @@ _DEEPSPEED = (
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
 _SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
 _TENSORFLOW = "TensorFlow reads it: tf.train.load_checkpoint"
-_SHARDS = "open one shard at a time: ckptool list {entry}"
+_SHARDS = (
+    "copy the index too (model.safetensors.index.json, pytorch_model.bin.index.json); "
+    "one shard alone: ckptool list {entry}"
+)
 
 FOLDER_KINDS: tuple[FolderKind, ...] = (
     FolderKind((r"\.metadata", r".*\.distcp"), "a distributed checkpoint (DCP)", DCP_HINT),
@@ -84,13 +87,8 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
         "load that with torch_xla.utils.serialization.load and save it with torch.save",
     ),
     FolderKind(
-        (r".*\.index\.json", r".*-0*1-of-\d+\.(?:safetensors|bin)"),
-        "a checkpoint in shards, which are not read together yet",
-        _SHARDS,
-    ),
-    FolderKind(
-        (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin)",),
-        "a checkpoint in shards without their index, which are not read together yet",
+        (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)",),
+        "a checkpoint in shards without their index, which tells what is in which",
         _SHARDS,
     ),
 )

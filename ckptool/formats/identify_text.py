@@ -108,10 +108,8 @@ def _json(probe: Probe, text: str) -> Finding:
 
 
 def _json_object(probe: Probe, found: dict[str, Any]) -> Finding:
-    weight_map = found.get("weight_map")
-    if isinstance(weight_map, dict):
-        shards = list(dict.fromkeys(str(shard) for shard in weight_map.values()))
-        return _shard_index(probe.path, shards)
+    if "weight_map" in found:  # as an index it would have been read
+        return Finding("an index of shards, where a shard should be", "give the index itself")
     for key in ("error", "message", "detail"):
         if isinstance(found.get(key), (str, dict)):
             answer = found[key] if isinstance(found[key], str) else json.dumps(found[key])
@@ -123,17 +121,6 @@ def _json_object(probe: Probe, found: dict[str, Any]) -> Finding:
         )
     return Finding(
         f"a JSON document with the keys {few(list(found))}", "give the checkpoint itself"
-    )
-
-
-def _shard_index(path: str, shards: list[str]) -> Finding:
-    folder = os.path.dirname(path)
-    first = os.path.join(folder, shards[0]) if shards else "SHARD"
-    return Finding(
-        f"the index of a checkpoint in {len(shards):,} shards ({few(shards, 2)}), "
-        "which are not read together yet",
-        f"open one shard at a time: ckptool list {shell(first)}",
-        UnsupportedFormat,
     )
 
 

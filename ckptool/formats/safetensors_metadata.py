@@ -15,7 +15,15 @@ from ckptool.errors import CorruptFile
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef
 
-__all__ = ["FORMAT", "RESERVED", "metadata_of", "plain_versions", "restored"]
+__all__ = [
+    "FORMAT",
+    "PLACES",
+    "RESERVED",
+    "VERSIONS",
+    "metadata_of",
+    "plain_versions",
+    "restored",
+]
 
 FORMAT, VERSIONS, PLACES = "format", "_metadata", "ckptool.tied"
 RESERVED = frozenset({FORMAT, VERSIONS, PLACES})

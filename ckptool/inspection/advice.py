@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from ckptool.paths import listed
 __all__ = ["CHOICE", "Needs", "choice_notes", "load_commands"]
 
 CHOICE = "NAME"
+
+_INDEX = re.compile(r"(\.[^./]+)?\.index(\.[^./]+)?\.json$")
 
 _ANYWHERE = frozenset({"cpu", "meta"})
 _ONE_GPU = _ANYWHERE | {"cuda", "cuda:0"}
@@ -81,6 +84,6 @@ def _repeated(option: str, rules: Iterable[str]) -> list[str]:
 
 
 def _target(file: str, rules: list[str], to_cpu: bool) -> str:
-    stem = os.path.splitext(file.rstrip("/"))[0]
+    stem = _INDEX.sub("", file) if _INDEX.search(file) else os.path.splitext(file.rstrip("/"))[0]
     word = "cpu" if to_cpu else "cuda0" if rules else "plain"
     return f"{stem}.{word}.pth"

@@ -38,6 +38,8 @@ _REFUSED_FORMATS = {
     "pickle": "it is a bare pickle, which torch.load does not open",
     "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
     "pt2": "it is a torch.export archive, which needs torch.export.load",
+    "safetensors-sharded": "it is in shards, each of which is loaded by itself",
+    "torch-sharded": "it is in shards, each of which torch.load opens by itself",
 }
 
 
