@@ -11,6 +11,7 @@ from io import FileIO
 
 from ckptool.errors import TargetExists, WriteDenied
 from ckptool.files.output import FileOutput, Progress
+from ckptool.files.recovery import settle
 from ckptool.files.refusals import check_space, worded
 from ckptool.files.system import (
     close_to_rename,
@@ -42,9 +43,12 @@ def atomic_output(
     keep it). Links are resolved: what a link leads to is replaced, the link stays. `mode` is
     the permission bits of a new file (None: what the umask leaves); a file that is replaced hands
     on its own, and its owner and group where the system lets us. `check` is called when all is on
-    the disk, right before the rename; what it raises leaves the old file.
+    the disk, right before the rename; what it raises leaves the old file. What a killed edit
+    of the target left is set right first: a journal is never beside another file than its own.
 
     Raises:
+        FileBusy: another process is editing the target.
+        CorruptFile: the journal of an edit of other content lies beside the target.
         TargetExists: the target is there and not to be overwritten, or is a folder.
         NoSpace: the disk cannot hold `size` bytes.
         WriteDenied: the system does not let us write there.
@@ -53,6 +57,7 @@ def atomic_output(
     target = os.path.realpath(path)
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
+        settle(target)
         with folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, size)

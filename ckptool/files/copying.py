@@ -43,7 +43,7 @@ def copy_bytes(source: FileSource, offset: int, target: int, position: int, leng
         UnreadableFile: the source cannot be read.
         OSError: the target cannot be written.
     """
-    ways = list(KERNEL_WAYS)
+    ways = list(KERNEL_WAYS) if offset >= source.overlaid else []
     done = 0
     while done < length:
         places = offset + done, target, position + done

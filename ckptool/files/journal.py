@@ -1,8 +1,8 @@
 """The note beside a file that says what is being done to it, so that a kill can be undone.
 
-One line of JSON (version, kind, process, facts, lengths of the blobs), the blobs, and the SHA-256
-of all of that. It is synced before the first byte of what it tells about, and appears whole or not
-at all.
+One line of JSON (version, kind, process, boot, facts, lengths of the blobs), the blobs, and the
+SHA-256 of all of that. It is synced before the first byte of what it tells about, and appears whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 from ckptool.errors import CorruptFile
 from ckptool.files.copying import write_at
 from ckptool.files.source import BLOCK, FileSource
-from ckptool.files.system import hand_over, sync_folder
+from ckptool.files.system import boot_id, hand_over, sync_folder
+from ckptool.files.temporary import beside
 from ckptool.limits import DEFAULT_LIMITS
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
 VERSION = 1
 _ENDING = ".ckptool-journal"
 _UNFINISHED = ".tmp"
-_NAME_BYTES = 255
 _LINE_BYTES = 64 << 20
 """The most that the first line may take: a thousand times what a set of a thousand files needs."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -50,17 +50,13 @@ class Journal:
     blobs: tuple[bytes, ...] = ()
     pid: int = field(default_factory=os.getpid)
     """The process that is doing it, or was."""
+    boot: str = field(default_factory=boot_id)
+    """The run of the system in which this process is, and device numbers mean something."""
 
 
 def journal_path(target: str) -> str:
     """Where the journal of `target` lies: `.NAME.ckptool-journal` beside it, links resolved."""
-    folder, name = os.path.split(os.path.realpath(target))
-    raw = os.fsencode(name)
-    room = _NAME_BYTES - len(f".{_ENDING}{_UNFINISHED}")
-    if len(raw) > room:
-        mark = "-" + hashlib.sha256(raw).hexdigest()[:12]
-        name = raw[: room - len(mark)].decode("utf-8", "ignore") + mark
-    return os.path.join(folder, f".{name}{_ENDING}")
+    return beside(os.path.realpath(target), _ENDING)
 
 
 def has_journal(target: str) -> bool:
@@ -80,6 +76,7 @@ def write_journal(target: str, journal: Journal) -> None:
         "ckptool-journal": VERSION,
         "kind": journal.kind,
         "pid": journal.pid,
+        "boot": journal.boot,
         "facts": journal.facts,
         "blobs": [len(blob) for blob in journal.blobs],
     }
@@ -159,7 +156,9 @@ def _parse(source: FileSource, target: str) -> Journal:
         position += size
     if position != length:
         raise _damaged(source, target, "its length is not the one that it states")
-    return Journal(str(line["kind"]), dict(line["facts"]), tuple(blobs), int(line["pid"]))
+    return Journal(
+        str(line["kind"]), dict(line["facts"]), tuple(blobs), int(line["pid"]), str(line["boot"])
+    )
 
 
 def _damaged(source: FileSource, target: str, why: str) -> CorruptFile:

@@ -30,6 +30,8 @@ __all__ = [
     "InflatedSource",
     "MemorySource",
     "Source",
+    "open_descriptor",
+    "read_at",
     "refuse_bomb",
 ]
 
@@ -63,6 +65,26 @@ class Source(Protocol):
 # A pipe would wait for a writer; a regular file is never non-blocking.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
+
+def open_descriptor(path: str) -> int:
+    """Open `path` for reading.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileDenied: the system refuses it.
+        UnreadableFile: any other refusal.
+    """
+    try:
+        return os.open(path, _OPEN_FLAGS)
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except PermissionError as error:
+        raise FileDenied("the system does not let us read it", file=path) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UnreadableFile(f"cannot be opened ({reason})", file=path) from error
+
+
 _Wanted = TypeVar("_Wanted")
 _Got = TypeVar("_Got")
 
@@ -70,8 +92,15 @@ _Got = TypeVar("_Got")
 class FileSource:
     """A file, opened once for reading; positions are never shared, so threads may read at will."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path`.
+    def __init__(
+        self, path: str | os.PathLike[str], *, size: int | None = None, head: bytes = b""
+    ) -> None:
+        """Open `path`; `size` and `head` show it as it was before an edit that was cut short.
+
+        Args:
+            path: A regular file.
+            size: As if it ended there; None: where it ends.
+            head: What is read in the place of as many first bytes.
 
         Raises:
             FileMissing: there is no such file.
@@ -79,26 +108,20 @@ class FileSource:
             UnreadableFile: any other refusal; a folder, a pipe, a device.
         """
         self.path = os.fspath(path)
-        self._fd = -1
-        try:
-            self._fd = os.open(self.path, _OPEN_FLAGS)
-        except FileNotFoundError as error:
-            raise FileMissing("there is no such file", file=self.path) from error
-        except PermissionError as error:
-            raise FileDenied("the system does not let us read it", file=self.path) from error
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UnreadableFile(f"cannot be opened ({reason})", file=self.path) from error
+        self._fd = open_descriptor(self.path)
         status = os.fstat(self._fd)
-        self._size = status.st_size
+        self._stored = status.st_size
         self._mtime = status.st_mtime_ns
+        self._size = self._stored if size is None else size
+        self._head = head
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles open the file again: a descriptor's number means nothing elsewhere."""
-        return _reopened, (os.path.abspath(self.path), self._size, self._mtime)
+        state = self._stored, self._mtime
+        return _reopened, (os.path.abspath(self.path), state, self._size, self._head)
 
     @property
     def name(self) -> str:
@@ -109,6 +132,11 @@ class FileSource:
     def size(self) -> int:
         """Bytes in the file when it was opened."""
         return self._size
+
+    @property
+    def overlaid(self) -> int:
+        """First bytes that `read` gives otherwise than the open descriptor does."""
+        return len(self._head)
 
     def fileno(self) -> int:
         """The open descriptor, for copies by the kernel.
@@ -124,23 +152,26 @@ class FileSource:
         """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
         self._check(offset, length)
         data = self._system(_pread, length, offset)
-        if len(data) == length:
-            return data
-        buffer = bytearray(length)
-        buffer[: len(data)] = data
-        self._fill(offset + len(data), memoryview(buffer)[len(data) :])
-        return bytes(buffer)
+        if len(data) != length:
+            buffer = bytearray(length)
+            buffer[: len(data)] = data
+            self._fill(offset + len(data), memoryview(buffer)[len(data) :])
+            data = bytes(buffer)
+        shown = self._head[offset : offset + length]
+        return shown + data[len(shown) :] if shown else data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
         self._check(offset, len(buffer))
         self._fill(offset, buffer)
+        shown = self._head[offset : offset + len(buffer)]
+        buffer[: len(shown)] = shown
 
     def changed(self) -> str | None:
         """What has been done to the open file since it was opened; None: nothing."""
         status = os.fstat(self.fileno())
-        if status.st_size != self._size:
-            return f"it had {self._size:,} bytes and has {status.st_size:,}"
+        if status.st_size != self._stored:
+            return f"it had {self._stored:,} bytes and has {status.st_size:,}"
         return "its content was written again" if status.st_mtime_ns != self._mtime else None
 
     def check_unchanged(self) -> None:
@@ -199,6 +230,18 @@ def _pread(fd: int, length: int, offset: int) -> bytes:
     return os.read(fd, length)
 
 
+def read_at(fd: int, offset: int, length: int) -> bytes:
+    """`length` bytes of an open file from `offset`, fewer where it ends before."""
+    parts = []
+    while length:
+        part = _pread(fd, length, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return b"".join(parts)
+
+
 def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, [buffer], offset)
@@ -207,11 +250,11 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
     return len(data)
 
 
-def _reopened(path: str, size: int, mtime: int) -> FileSource:
+def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
     """The file of a copied or unpickled source, if it is still the one that was read."""
-    source = FileSource(path)
+    source = FileSource(path, size=size, head=head)
     status = os.fstat(source.fileno())
-    if (status.st_size, status.st_mtime_ns) != (size, mtime):
+    if (status.st_size, status.st_mtime_ns) != state:
         source.close()
         raise UnreadableFile("has changed since it was opened", file=path)
     return source

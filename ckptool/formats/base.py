@@ -12,6 +12,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.editing import Patch
 from ckptool.files.output import Output
+from ckptool.files.recovery import open_source
 from ckptool.limits import Limits
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ class Probe:
         Raises:
             FileMissing: there is no such file or folder.
             FileDenied: the system refuses it.
+            FileBusy: another process is editing it.
+            CorruptFile: the journal of an edit lies beside it that cannot be settled.
         """
         self.path = os.fsdecode(path)
         self.limits = limits
         self.is_folder = os.path.isdir(self.path)
-        self.source = None if self.is_folder else FileSource(self.path)
+        self.source = None if self.is_folder else open_source(self.path)
 
     @cached_property
     def head(self) -> bytes:

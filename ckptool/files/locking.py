@@ -1,0 +1,82 @@
+"""One process at a time changes a file: an advisory lock on the file itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ckptool.errors import CheckpointError, FileBusy
+from ckptool.files.journal import Journal, read_journal
+from ckptool.files.source import open_descriptor
+from ckptool.files.system import boot_id, is_running, lock_holder, try_lock
+
+__all__ = ["exclusive", "leads_to"]
+
+
+@contextmanager
+def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
+    """The file at `path`, links resolved, open and locked against every other process that asks.
+
+    The descriptor can be written to where the system lets us, else only read. The lock ends with
+    the block, or with the process. A system or a file system without locks goes on without, unless
+    the journal of a running process lies beside the file.
+
+    Raises:
+        FileBusy: another has the lock; the message names the process.
+        FileMissing: there is no such file.
+        FileDenied: the system does not even let us read it.
+        UnreadableFile: any other refusal.
+    """
+    path = os.fspath(path)
+    target = os.path.realpath(path)
+    while True:
+        fd = _open(target)
+        try:
+            _lock(fd, path)
+            if leads_to(target, fd):  # else it was replaced before it was locked
+                yield fd
+                return
+        finally:
+            os.close(fd)
+
+
+def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
+    """Whether the file at `path` is the open one."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _open(path: str) -> int:
+    """A descriptor to read and write, or to read where that is all that we may."""
+    with suppress(OSError):
+        return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
+    return open_descriptor(path)
+
+
+def _lock(fd: int, path: str) -> None:
+    taken = try_lock(fd)
+    journal = None if taken else _journal(path)
+    if taken or (taken is None and not _is_at_work(journal)):
+        return
+    pid = lock_holder(fd) or (journal.pid if journal else None)
+    raise FileBusy(
+        f"is being edited by {f'process {pid}' if pid else 'another process'}",
+        file=path,
+        hint="try again when it has finished",
+    )
+
+
+def _journal(path: str) -> Journal | None:
+    with suppress(CheckpointError):
+        return read_journal(path)
+    return None
+
+
+def _is_at_work(journal: Journal | None) -> bool:
+    """Whether the process that wrote the journal is there still, as far as this machine knows."""
+    if journal is None or journal.pid == os.getpid() or journal.boot != boot_id():
+        return False
+    return is_running(journal.pid)

@@ -1,0 +1,236 @@
+"""What a killed edit left is set right: by whoever opens the file next, or by `recover`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from time import sleep
+from typing import Any, TypeVar
+
+from ckptool.errors import FileBusy, FileMissing, WriteError, warn
+from ckptool.files.editing import KIND, Edit, State
+from ckptool.files.journal import (
+    has_journal,
+    read_journal,
+    remove_journal,
+    remove_unfinished,
+)
+from ckptool.files.locking import exclusive
+from ckptool.files.refusals import worded
+from ckptool.files.source import FileSource
+
+__all__ = ["Recovery", "open_source", "recover", "settle"]
+
+_Got = TypeVar("_Got")
+
+_NOTHING = "no edit of it was cut short"
+_PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
+"""Seconds between two attempts to get the lock: an edit takes less than they are together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What `recover` found beside a file, and did."""
+
+    path: str
+    action: str
+    """`nothing` (no journal), `rolled-back` (the file is as before the edit), `completed` (all of
+    the edit is in it), `discarded` (the journal is gone, the file untouched)."""
+    text: str
+    """The same as a clause without a full stop."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.recovery/1`."""
+        return {
+            "schema": "ckptool.recovery/1",
+            "file": self.path,
+            "action": self.action,
+            "text": self.text,
+        }
+
+
+def open_source(path: str | os.PathLike[str]) -> FileSource:
+    """Open a file for reading, after what a killed edit left of it has been set right.
+
+    Where the system does not let us set it right, the file reads as it was before the edit. What
+    was done is said in a `CheckpointWarning`.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileBusy: another process is editing it; the message names that one.
+        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
+            touched.
+        UnreadableFile: any other refusal.
+    """
+    path = os.fspath(path)
+    try:
+        source = FileSource(path)
+    except FileMissing:
+        if not _finish_set(path):
+            raise
+        return FileSource(path)
+    if not has_journal(path):
+        if source.changed() is None:
+            return source  # of one state: no edit had begun when it was opened
+        source.close()
+        return open_source(path)
+    source.close()
+    return FileSource(path) if _finish_set(path) else _opened_as_settled(path)
+
+
+def settle(path: str | os.PathLike[str]) -> None:
+    """Set right what a killed edit left of a file that is about to be replaced.
+
+    Raises:
+        FileBusy: another process is editing it.
+        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
+            touched.
+        WriteError: the file of the journal is gone.
+    """
+    path = os.fspath(path)
+    if not has_journal(path):
+        return
+    try:
+        done = recover(path)
+    except FileMissing as error:
+        remove_unfinished(path)
+        if not has_journal(path):
+            return
+        raise WriteError(
+            "the journal of an edit lies beside it, and the file that it tells of is gone",
+            file=path,
+            hint=f"ckptool recover --discard {path}",
+        ) from error
+    if done.action != "nothing":
+        warn(f"{done.path}: {done.text}")
+
+
+def recover(path: str | os.PathLike[str], *, discard: bool = False) -> Recovery:
+    """Set right what a killed edit left of a file, and say what was done.
+
+    `discard` removes the journal alone, whatever it says, and leaves the file as it is.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileBusy: another process is editing it; the message names that one.
+        CorruptFile: the journal is damaged, or about other content; nothing was touched.
+        WriteDenied: the system does not let us write there.
+        WriteError: another refusal of the system.
+    """
+    path = os.fspath(path)
+    with worded(path):
+        if discard:
+            return _discarded(path)
+        if _finish_set(path):
+            return Recovery(path, "completed", "the set of files that was being written is whole")
+        if not os.path.exists(path):
+            raise FileMissing("there is no such file", file=path)
+        return _recovered(path)
+
+
+def _discarded(path: str) -> Recovery:
+    if not has_journal(path):
+        return Recovery(path, "nothing", _NOTHING)
+    with _held(path) if os.path.exists(path) else nullcontext():
+        remove_unfinished(path)
+        remove_journal(path)
+    return Recovery(path, "discarded", "the journal of an edit is removed, the file left as it is")
+
+
+def _recovered(path: str) -> Recovery:
+    if not has_journal(path):
+        return Recovery(path, "nothing", _NOTHING)
+    with _held(path) as fd:
+        edit = _leftover(path)
+        if edit is None:
+            return Recovery(path, "nothing", _NOTHING)
+        state = edit.state(fd, path)
+        _set_right(edit, state, fd)
+        remove_journal(path)
+    return Recovery(path, *_outcome(edit, state))
+
+
+def _opened_as_settled(path: str) -> FileSource:
+    """The file beside which a journal lies, set right as far as the system lets us."""
+    with _held(path) as fd:
+        edit = _leftover(path)
+        if edit is None:
+            return FileSource(path)
+        state = edit.state(fd, path)
+        try:
+            _check_access(path)
+            _set_right(edit, state, fd)
+        except OSError:
+            if state is not State.CUT:
+                return FileSource(path)
+            warn(f"{path}: read as its {_before(edit)} and cannot be undone here")
+            return FileSource(path, size=edit.size, head=edit.old)
+        with suppress(OSError):  # what it tells of is over
+            remove_journal(path)
+        _, text = _outcome(edit, state)
+        warn(f"{path}: {text}")
+        return FileSource(path)
+
+
+def _set_right(edit: Edit, state: State, fd: int) -> None:
+    """Undo what was begun; what is whole is kept, for good before the journal goes."""
+    if state is State.CUT:
+        edit.undo(fd)
+    else:
+        os.fsync(fd)
+
+
+def _leftover(path: str) -> Edit | None:
+    """What the journal of a file tells that we hold the lock on."""
+    remove_unfinished(path)
+    journal = read_journal(path)
+    return None if journal is None else Edit.from_journal(journal, path)
+
+
+def _outcome(edit: Edit, state: State) -> tuple[str, str]:
+    """The action of a `Recovery`, and its text."""
+    if state is State.NEW:
+        return "completed", f"the edit of process {edit.pid} that was cut short is all there"
+    return "rolled-back", f"rolled back to its {_before(edit)}"
+
+
+def _before(edit: Edit) -> str:
+    return f"{edit.size:,} bytes from before an edit of process {edit.pid} that was cut short"
+
+
+def _finish_set(path: str) -> bool:
+    """Finish the set of files whose index is `path`, if its journal tells of one."""
+    journal = read_journal(path)
+    if journal is None or journal.kind == KIND:
+        return False
+    from ckptool.files.file_set import settle_set
+
+    _patiently(lambda: settle_set(path, journal))
+    return True
+
+
+@contextmanager
+def _held(path: str) -> Iterator[int]:
+    """The file, open and locked."""
+    with ExitStack() as stack:
+        yield _patiently(lambda: stack.enter_context(exclusive(path)))
+
+
+def _patiently(attempt: Callable[[], _Got]) -> _Got:
+    """What `attempt` gives; the edit of another process is waited for, which takes no longer."""
+    for pause in _PAUSES:
+        try:
+            return attempt()
+        except FileBusy:
+            sleep(pause)
+    return attempt()
+
+
+def _check_access(path: str) -> None:
+    """Refuse to begin what could not be finished: the journal could not be removed, say."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not (os.access(path, os.W_OK) and os.access(folder, os.W_OK)):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
