@@ -10,11 +10,12 @@ from ckptool.errors import TargetExists, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
 from ckptool.formats import WRITABLE, writer
+from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = ["check_target", "is_a_source", "target_format"]
 
 _BY_ENDING = {".safetensors": "safetensors"}
-_INDEXES = (".safetensors.index.json", ".bin.index.json")
+_INDEX = ".index.json"
 DEFAULT = "torch-zip"
 
 
@@ -23,25 +24,36 @@ def target_format(
 ) -> str:
     """The name of the format to write: `format`, else the target's ending, else the source's.
 
-    A source whose own format cannot be written, or has an ending that the target does not have,
-    becomes a torch zip.
+    A target that is an index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) is
+    of one of the sharded formats. A source whose own format cannot be written, or has an ending
+    that the target does not have, becomes a torch zip.
 
     Raises:
         UsageError: `format`, or the format of that ending, is none that can be written.
     """
-    if os.fspath(path).lower().endswith(_INDEXES):
-        raise UsageError(
-            "the index of a sharded checkpoint is no target that can be written yet",
-            file=path,
-            hint="name one file: model.safetensors",
-        )
+    name = os.fspath(path).lower()
+    if name.endswith(_INDEX):
+        return _sharded(name.endswith(f".safetensors{_INDEX}"), format)
     if format is not None:
-        return writer(format).name
-    ending = os.path.splitext(os.fspath(path))[1].lower()
+        return format if format in SHARD_FORMATS else writer(format).name
+    ending = os.path.splitext(name)[1]
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]
     kept = checkpoint.format in WRITABLE and checkpoint.format not in _BY_ENDING.values()
     return checkpoint.format if kept else DEFAULT
+
+
+def _sharded(of_safetensors: bool, format: str | None) -> str:
+    """The format of a target that is an index; `format` may name it, or what a shard is."""
+    if format is None:
+        return "safetensors-sharded" if of_safetensors else "torch-sharded"
+    for sharded, single in SHARD_FORMATS.items():
+        if format in (sharded, single):
+            return sharded
+    raise UsageError(
+        f"shards are files of {' or '.join(SHARD_FORMATS.values())}, not of {format}",
+        hint="leave --format out, or name one file to write",
+    )
 
 
 def check_target(

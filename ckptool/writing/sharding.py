@@ -1,0 +1,332 @@
+"""A state dict planned as shards and their index, in Hugging Face's layout.
+
+After huggingface_hub/serialization: `split_state_dict_into_shards_factory` (which tensor goes
+where; but the order stays, also around a tensor that has a shard of its own),
+`save_torch_state_dict` (the index, with the ties that safetensors cannot hold),
+`parse_size_to_int`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotRepresentable, UsageError
+from ckptool.formats import writer
+from ckptool.formats.base import WritePlan
+from ckptool.formats.safetensors_content import overlapping, reach, remarks
+from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
+from ckptool.formats.safetensors_writer import content_of
+from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef
+from ckptool.rebuilding import everything
+
+__all__ = ["DEFAULT_SIZE", "SHARD_FORMATS", "ShardPlan", "parse_size", "plan_shards"]
+
+DEFAULT_SIZE = 5 * 10**9
+"""Bytes of tensors in a shard, where the user does not say."""
+SHARD_FORMATS = {"safetensors-sharded": "safetensors", "torch-sharded": "torch-zip"}
+"""What each of the shards is."""
+
+_INDEX = ".index.json"
+_ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
+_DEFAULT_ENDINGS = {"safetensors-sharded": ".safetensors", "torch-sharded": ".bin"}
+_SIZE = re.compile(
+    r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
+)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Files that are not written yet: shards and an index, or the one file that all fits in."""
+
+    format: str
+    index_path: str | None
+    """None where there is one file and no index."""
+    index: bytes
+    shards: tuple[tuple[str, WritePlan], ...]
+    """Path and content of each, in the order of the state dict."""
+    total_size: int
+    """Bytes of the tensors, as the index states it."""
+    tensors: int
+    left_out: tuple[str, ...] = ()
+    """What the source has and no shard will have, a phrase each."""
+    notes: tuple[str, ...] = ()
+    blockers: tuple[str, ...] = ()
+    """Classes in a shard that keep `torch.load(weights_only=True)` from taking it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return len(self.index) + sum(plan.size for _, plan in self.shards)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size in words: `5GB` is decimal, as Hugging Face has it, `5GiB` binary.
+
+    Raises:
+        UsageError: it is none, or less than a byte.
+    """
+    found = _SIZE.fullmatch(text)
+    size = 0
+    if found:
+        number, power, binary = found[1], found[2] or "", found[3]
+        size = int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[power.upper()])
+    if not found or size < 1 or (found[3] and not found[2]):
+        raise UsageError(
+            f"{text!r} is no size of a shard", hint="a number of bytes, or 500MB, 5GB, 4.5GiB"
+        )
+    return size
+
+
+def plan_shards(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    max_shard_size: int | None = None,
+) -> ShardPlan:
+    """The files for a checkpoint whose root is one flat state dict.
+
+    The tensors go to the shards in their order; a shard ends where the next tensor would make it
+    exceed `max_shard_size` bytes of tensors (None: `DEFAULT_SIZE`). What shares bytes goes
+    together, to the place of the first. A tensor larger than that has a shard of its own.
+
+    Args:
+        checkpoint: Its root is the state dict.
+        path: The index (`model.safetensors.index.json`), or the one file that it is when all of it
+            fits in one shard (`model.safetensors`).
+        format: `safetensors-sharded` or `torch-sharded`.
+        max_shard_size: Bytes.
+
+    Raises:
+        NotRepresentable: the shards cannot hold a tensor, or the root is no state dict.
+        UsageError: `max_shard_size` is less than a byte.
+    """
+    limit = DEFAULT_SIZE if max_shard_size is None else max_shard_size
+    if limit < 1:
+        raise UsageError(f"{limit} bytes are no size of a shard")
+    names = _Names(os.fspath(path), format)
+    parts = (_safetensors_parts if format == "safetensors-sharded" else _torch_parts)(checkpoint)
+    runs = _filled(parts.groups, limit) or [[]]
+    if not names.indexed and len(runs) == 1:
+        return _one_file(checkpoint, names.path, parts, SHARD_FORMATS[format])
+    plan = writer(SHARD_FORMATS[format]).plan
+    files = [names.shard(number, len(runs)) for number in range(1, len(runs) + 1)]
+    plans = [plan(shard) for shard in _shards(checkpoint, runs)]
+    places = {name: file for file, run in zip(files, runs, strict=True) for name in run}
+    return ShardPlan(
+        format,
+        names.index,
+        _index(parts, {name: os.path.basename(places[name]) for name in parts.held}),
+        tuple(zip(files, plans, strict=True)),
+        parts.total_size,
+        sum(shard.tensors for shard in plans),
+        parts.left_out,
+        parts.notes,
+        tuple(dict.fromkeys(name for shard in plans for name in shard.blockers)),
+    )
+
+
+def _one_file(checkpoint: Checkpoint, path: str, parts: _Parts, format: str) -> ShardPlan:
+    plan = writer(format).plan(checkpoint)
+    return ShardPlan(
+        format,
+        None,
+        b"",
+        ((path, plan),),
+        parts.total_size,
+        plan.tensors,
+        plan.left_out,
+        plan.notes,
+        plan.blockers,
+    )
+
+
+class _Names:
+    """What the files are called."""
+
+    def __init__(self, path: str, format: str) -> None:
+        """Take the index, or the one file; a stem may hold dots (`llama-2.7b`)."""
+        self.path = path
+        self.indexed = path.lower().endswith(_INDEX)
+        whole = path[: -len(_INDEX)] if self.indexed else path
+        stem, ending = os.path.splitext(whole)
+        if ending.lower() == ".tar":
+            inner, before = os.path.splitext(stem)
+            stem, ending = (inner, before + ending) if before.lower() in _ENDINGS else (whole, "")
+        elif ending.lower() not in _ENDINGS:
+            stem, ending = whole, ""
+        self._stem, self._ending = stem, ending or _DEFAULT_ENDINGS[format]
+
+    @property
+    def index(self) -> str:
+        """The path of the index."""
+        return self.path if self.indexed else f"{self._stem}{self._ending}{_INDEX}"
+
+    def shard(self, number: int, count: int) -> str:
+        """The path of a shard, counted from 1."""
+        return f"{self._stem}-{number:05d}-of-{count:05d}{self._ending}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What goes into the shards."""
+
+    groups: Sequence[tuple[int, Sequence[str]]]
+    """Names that must stay together, with their bytes, in the order of the first of each."""
+    held: Sequence[str]
+    """The names that the index has: those that a shard holds itself."""
+    metadata: Mapping[str, str]
+    """What the index says beside the size."""
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(size for size, _ in self.groups)
+
+
+def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
+    content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+    tensors, ties, written = content.tensors, content.ties, content.written
+    runs = _overlaps(tensors)
+    anchors = {name: [ties.get(name, name), *runs.get(name, ())] for name in tensors}
+    groups = [
+        (sum(written[name].nbytes for name in group if name in written), group)
+        for group in _together(anchors)
+    ]
+    return _Parts(
+        groups,
+        list(written),
+        metadata_of(ties, tensors, None),
+        content.left_out,
+        (*remarks(tensors, ties), *overlapping(written)),
+    )
+
+
+def _overlaps(tensors: Mapping[str, TensorRef]) -> dict[str, list[tuple[int, int]]]:
+    """For each tensor with bytes the run of them that it is part of: storage, and where it begins.
+
+    Views that do not meet, as of one flat buffer, are of different runs.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.nbytes:
+            spans.setdefault(id(tensor.storage), []).append((*reach(tensor), name))
+    runs: dict[str, list[tuple[int, int]]] = {}
+    for storage, found in spans.items():
+        begin = end = -1
+        for start, stop, name in sorted(found):
+            if start >= end:
+                begin = start
+            end = max(end, stop)
+            runs[name] = [(storage, begin)]
+    return runs
+
+
+def _torch_parts(checkpoint: Checkpoint) -> _Parts:
+    root = checkpoint.root
+    if not isinstance(root, dict) or not all(isinstance(name, str) for name in root):
+        raise NotRepresentable(
+            "the index of shards has the names of one flat state dict, and this is none",
+            file=checkpoint.path,
+            hint="--key NAME chooses a state dict inside; ckptool info lists them",
+        )
+    held = {name: _shareable(value) for name, value in root.items()}
+    groups = []
+    for group in _together({name: list(found) for name, found in held.items()}):
+        sizes = {key: size for name in group for key, size in held[name].items()}
+        groups.append((sum(sizes.values()), group))
+    return _Parts(groups, list(root), {})
+
+
+def _shareable(value: Any) -> dict[int, int]:
+    """What two entries could have in common, with the bytes that each takes outside the pickle."""
+    found: dict[int, int] = {}
+    for node in everything(value):
+        storage: Storage | None = None
+        if isinstance(node, (TensorRef, StorageRef)):
+            storage = node.storage
+        elif not isinstance(node, (dict, list, Opaque)):
+            continue
+        found[id(node)] = 0
+        if storage is not None:
+            found[id(storage)] = storage.nbytes
+    return found
+
+
+def _together(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
+    """The names in groups: those that have an anchor in common, directly or by others."""
+    names = list(anchors)
+    parent = list(range(len(names)))
+
+    def root_of(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = number = parent[parent[number]]
+        return number
+
+    owners: dict[Hashable, int] = {}
+    for number, name in enumerate(names):
+        for anchor in anchors[name]:
+            first, second = root_of(owners.setdefault(anchor, number)), root_of(number)
+            parent[max(first, second)] = min(first, second)
+    groups: dict[int, list[str]] = {}
+    for number, name in enumerate(names):
+        groups.setdefault(root_of(number), []).append(name)
+    return list(groups.values())
+
+
+def _filled(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
+    """The names of each shard."""
+    runs: list[list[str]] = []
+    taken = 0
+    for size, names in groups:
+        if not runs or taken + size > limit:
+            runs.append([])
+            taken = 0
+        runs[-1].extend(names)
+        taken += size
+    return runs
+
+
+def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
+    """A checkpoint of each run of names, in the order that they have in the state dict."""
+    root = checkpoint.root
+    order = {name: number for number, name in enumerate(root)}
+    attributes = root.attributes if isinstance(root, OrderedMap) else {}
+    for number, run in enumerate(runs):
+        shard = OrderedMap((name, root[name]) for name in sorted(run, key=order.__getitem__))
+        shard.attributes = _attributes_for(run, attributes) if number else attributes
+        yield checkpoint.with_root(shard)
+
+
+def _attributes_for(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a later shard repeats of the attributes, all of which the first one has.
+
+    Of `_metadata` the entries of its modules, so that it loads by itself as the whole does.
+    """
+    versions = attributes.get("_metadata")
+    if not isinstance(versions, dict):
+        return {}
+    modules: dict[str, Any] = {}
+    for name in names:
+        path = ""
+        for part in name.split("."):
+            if path not in modules and path in versions:
+                modules[path] = versions[path]
+            path = f"{path}.{part}" if path else part
+    return {"_metadata": OrderedMap(modules)} if modules else {}
+
+
+def _index(parts: _Parts, weight_map: Mapping[str, str]) -> bytes:
+    metadata = {**parts.metadata, "total_size": parts.total_size}
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    return f"{text}\n".encode()
