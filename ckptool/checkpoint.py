@@ -162,6 +162,12 @@ class Checkpoint:
 
         return remap(self, rules)
 
+    def compact(self) -> Checkpoint:
+        """Storages cut down to what tensors see of them (`transforms.compact`)."""
+        from ckptool.transforms import compact
+
+        return compact(self)
+
     def save(self, path: str | os.PathLike[str], **options: Any) -> Receipt:
         """Write it to `path`; options as `writing.save`."""
         from ckptool.writing import save

@@ -1,5 +1,6 @@
 """Checkpoint to Checkpoint: names, devices, selection; each over the same storages."""
 
+from ckptool.transforms.compacting import compact
 from ckptool.transforms.devices import remap, visible_devices
 from ckptool.transforms.memory import (
     add_module_dict,
@@ -23,6 +24,7 @@ __all__ = [
     "Rule",
     "add_module",
     "add_module_dict",
+    "compact",
     "prefix_rule",
     "read_map_file",
     "regex_rule",
