@@ -14,6 +14,7 @@ from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.render.receipt import receipt_document, receipt_lines
 from ckptool.writing import save
+from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = ["write_changed"]
 
@@ -31,12 +32,14 @@ def write_changed(
     `word` names the target where the user does not: `model.stripped.pth`.
 
     Raises:
-        UsageError: both `--output` and `--in-place`.
+        UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.
         TargetExists: `--in-place` through a link, without `--force`.
         CheckpointError: whatever opening, changing or writing meets.
     """
-    path = _path(source, target, word)
+    chosen = _chosen(source, target)
     with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
+        sharded = checkpoint.format in SHARD_FORMATS
+        path = chosen or default_target(source, word, target.format, sharded=sharded)
         changed = change(checkpoint)
         receipt = save(
             changed,
@@ -55,13 +58,14 @@ def write_changed(
         print_document(receipt_document(*facts))
 
 
-def _path(source: str, target: Target, word: str) -> str:
+def _chosen(source: str, target: Target) -> str | None:
+    """The target, where the user has said which."""
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place exclude each other", hint="give one of them")
     if target.in_place:
         _refuse_link(source, force=target.force)
         return source
-    return target.output or default_target(source, word, target.format)
+    return target.output
 
 
 def _refuse_link(path: str, *, force: bool) -> None:

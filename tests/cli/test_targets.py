@@ -3,6 +3,7 @@
 import pytest
 
 from ckptool.cli.targets import default_target
+from ckptool.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -14,7 +15,6 @@ from ckptool.cli.targets import default_target
         ("model.tar", "model.stripped.tar"),
         ("v1.0.ckpt", "v1.0.stripped.ckpt"),
         ("model.safetensors", "model.stripped.safetensors"),
-        ("model.safetensors.index.json", "model.stripped.safetensors.index.json"),
         (".hidden", ".hidden.stripped"),
         ("program.pt2", "program.stripped.pth"),
         ("data.pkl", "data.stripped.pth"),
@@ -35,6 +35,26 @@ def test_the_word_goes_before_the_ending(source, target):
 )
 def test_a_chosen_format_has_its_ending(source, format, target):
     assert default_target(source, "cpu", format) == target
+
+
+@pytest.mark.parametrize(
+    ("source", "format", "target"),
+    [
+        ("m.safetensors.index.json", "safetensors", "m.cpu.safetensors"),
+        ("m.safetensors.index.fp16.json", "torch-zip", "m.cpu.pth"),
+        ("a.b/pytorch_model.bin.index.json", "torch-legacy", "a.b/pytorch_model.cpu.pth"),
+        ("folder/", "safetensors", "folder.cpu.safetensors"),
+    ],
+)
+def test_shards_become_one_file_where_the_format_is_of_one(source, format, target):
+    assert default_target(source, "cpu", format, sharded=True) == target
+
+
+@pytest.mark.parametrize("format", [None, "safetensors-sharded", "torch-sharded"])
+def test_shards_are_not_written_where_nobody_said(format):
+    with pytest.raises(UsageError, match="-o must say") as caught:
+        default_target("model.safetensors.index.json", "cpu", format, sharded=True)
+    assert "-o FOLDER/model.safetensors.index.json" in caught.value.hint
 
 
 @pytest.mark.parametrize("tail", ["", "/"])
