@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         info,
         list_tensors,
         open,
+        recover,
         remap,
         rename,
         strip_module,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         WriteDenied,
         WriteError,
     )
+    from ckptool.files.recovery import Recovery
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
@@ -60,8 +62,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckptool.api": (
-        "add_module", "convert", "info", "list_tensors", "open", "remap", "rename",
-        "strip_module",
+        "add_module", "convert", "info", "list_tensors", "open", "recover", "remap",
+        "rename", "strip_module",
     ),
     "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
     "ckptool.errors": (
@@ -71,6 +73,7 @@ _HOMES = {
         "TorchMissing", "TruncatedFile", "UnreadableFile", "UnsupportedFormat", "UsageError",
         "WriteDenied", "WriteError",
     ),
+    "ckptool.files.recovery": ("Recovery",),
     "ckptool.limits": ("Limits",),
     "ckptool.loading": ("load", "load_state_dict"),
     "ckptool.model": ("Opaque", "Storage", "TensorRef"),
@@ -100,6 +103,7 @@ __all__ = [
     "Opaque",
     "OutOfRange",
     "Receipt",
+    "Recovery",
     "Storage",
     "TargetExists",
     "TensorRef",
@@ -118,6 +122,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "open",
+    "recover",
     "remap",
     "rename",
     "strip_module",

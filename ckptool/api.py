@@ -11,6 +11,7 @@ from ckptool import inspection, transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import convert
 from ckptool.errors import UsageError
+from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -22,6 +23,7 @@ __all__ = [
     "info",
     "list_tensors",
     "open",
+    "recover",
     "remap",
     "rename",
     "strip_module",

@@ -19,7 +19,9 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "add-module": ("add_module_verb", "Put module. before the names, as DataParallel does."),
         "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
         "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
+        "extract": ("extract_verb", "Take a part of a checkpoint: a section, tensors, the weights."),
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
+        "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),
     },
 }
 """Every verb with its module and the first line of its help, which is not imported for a list."""

@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import click
 
+from ckptool.cli.console import say
 from ckptool.cli.group import cli
-from ckptool.errors import CheckpointError
+from ckptool.errors import CheckpointError, CheckpointWarning
 from ckptool.render.terminal import look_of
 from ckptool.render.text import clean
 
@@ -40,7 +43,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _signals_raise():
+        with _signals_raise(), _warnings_told():
             return _run(arguments)
     except _Ended as ended:
         return int(ended.args[0])
@@ -62,6 +65,25 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """A `CheckpointWarning` is a sentence on stderr, not a line of our source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CheckpointWarning)
+        others = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if not issubclass(category, CheckpointWarning):
+                others(message, category, *place, **more)
+                return
+            context = click.get_current_context(silent=True)
+            quiet = context is not None and bool(context.params.get("quiet"))
+            say([f"{look_of(sys.stderr).bold('warning:')} {clean(str(message))}"], quiet=quiet)
+
+        warnings.showwarning = tell
+        yield
 
 
 def _end(number: int, _: FrameType | None) -> None:

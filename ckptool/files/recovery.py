@@ -43,9 +43,9 @@ class Recovery:
     """The same as a clause without a full stop."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.recovery/1`."""
+        """The document `ckptool.recover/1`."""
         return {
-            "schema": "ckptool.recovery/1",
+            "schema": "ckptool.recover/1",
             "file": self.path,
             "action": self.action,
             "text": self.text,

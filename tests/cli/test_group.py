@@ -64,7 +64,7 @@ def test_json_and_quiet_are_everywhere(name):
     assert {"--json", "-q", "--quiet"} <= options
 
 
-@pytest.mark.parametrize("name", VERBS["change"])
+@pytest.mark.parametrize("name", [name for name in VERBS["change"] if name != "recover"])
 def test_verbs_that_write_share_their_options(name):
     options = {word for parameter in command_of(name).params for word in parameter.opts}
     assert {"--force", "--dry-run", "--format"} <= options
