@@ -1,0 +1,167 @@
+"""Several renames that happen all or not at all, whatever happens in between: a redo journal.
+
+The journal of the index tells which finished file is to get which name. A kill before it is there
+leaves the old files. A kill after it leaves some old and some new ones, until the renames are
+finished by the next that opens or writes the index with ckptool (`file_set.settle_set`): a program
+that knows nothing of the journal may see that mixture, and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptool.errors import CorruptFile
+from ckptool.files.journal import Journal, remove_journal, write_journal
+from ckptool.files.locking import exclusive
+from ckptool.files.system import sync_folder
+from ckptool.files.temporary import beside
+
+__all__ = ["KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
+
+KIND = "set"
+"""What the journal of a set is called."""
+
+PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.part"
+"""How the temporary names of a set end, behind that of the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A finished file that gets its name, both names in the folder of the index."""
+
+    temporary: str
+    name: str
+    inode: int
+    size: int
+    replaces: tuple[int, ...] | None
+    """Inode, size and time of the file that has the name before."""
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], target: str) -> Move:
+        """What a journal says of one file; ValueError, KeyError or TypeError where it is none."""
+        temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
+        beginning = os.path.basename(beside(target, ""))
+        if not re.fullmatch(re.escape(beginning) + PART, temporary):
+            raise ValueError("a file that is not ours to rename")
+        if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
+            raise ValueError("a file of another folder")
+        replaces = None if old is None else tuple(map(int, old))
+        return cls(temporary, name, int(facts["inode"]), int(facts["size"]), replaces)
+
+    def is_done(self, folder: str) -> bool:
+        """Whether the new file has its name."""
+        return self._is_new(os.path.join(folder, self.name))
+
+    def is_pending(self, folder: str) -> bool:
+        """Whether the new file waits for its name, and nobody else has taken that."""
+        now = state_of(_status(os.path.join(folder, self.name)))
+        return self._is_new(os.path.join(folder, self.temporary)) and now in (None, self.replaces)
+
+    def carry_out(self, folder: str) -> None:
+        """Rename it, if that is not done yet."""
+        if not self.is_done(folder):
+            os.replace(os.path.join(folder, self.temporary), os.path.join(folder, self.name))
+
+    def take_back(self, folder: str) -> None:
+        """Rename it back, if it has been renamed."""
+        if self.is_done(folder):
+            os.replace(os.path.join(folder, self.name), os.path.join(folder, self.temporary))
+
+    def _is_new(self, path: str) -> bool:
+        status = _status(path)
+        return status is not None and (status.st_ino, status.st_size) == (self.inode, self.size)
+
+
+def rename_all(target: str, moves: Sequence[Move]) -> None:
+    """Give all files their names, or none; from the journal on, a kill changes nothing about that.
+
+    Raises:
+        FileBusy: another process is settling what happened to the index before.
+        OSError: the system does not let us.
+    """
+    folder = os.path.dirname(target)
+    sync_folder(folder)  # no journal without the files that it tells about
+    with ExitStack() as stack:
+        if os.name == "posix" and os.path.lexists(target):
+            # Who opens the index must not take the journal for one that a kill left half written.
+            stack.enter_context(exclusive(target))
+        try:
+            write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
+            _carry_out(target, moves)
+        except BaseException:
+            _end(target, moves)
+            raise
+        with suppress(OSError):  # all files are there: whoever opens the index removes it
+            remove_journal(target)
+
+
+def finish_renames(target: str, journal: Journal) -> None:
+    """Carry out what the journal of `target` says, for one who has the lock on the set.
+
+    Raises:
+        CorruptFile: it tells of no set, or a file has been changed since; no file was touched.
+        OSError: the system does not let us rename them.
+    """
+    folder, moves = os.path.dirname(target), _moves(target, journal)
+    for move in moves:
+        if not move.is_done(folder) and not move.is_pending(folder):
+            raise CorruptFile(
+                f"{move.name} has been changed or removed since the write of this index and its "
+                "files was cut short; no file was touched",
+                file=target,
+                hint=f"ckptool recover --discard {target}",
+            )
+    _carry_out(target, moves)
+    remove_journal(target)
+
+
+def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
+    """What tells a file from others and from what it was before; None: there is none."""
+    return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _moves(target: str, journal: Journal) -> list[Move]:
+    try:
+        if journal.kind != KIND:
+            raise ValueError("of another kind")
+        return [Move.from_facts(facts, target) for facts in journal.facts["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFile(
+            "the journal beside it tells of no set of files that is known here",
+            file=target,
+            hint=f"ckptool recover --discard {target}",
+        ) from error
+
+
+def _carry_out(target: str, moves: Sequence[Move]) -> None:
+    folder = os.path.dirname(target)
+    for move in moves:
+        move.carry_out(folder)
+    sync_folder(folder)
+
+
+def _end(target: str, moves: Sequence[Move]) -> None:
+    """After an interruption: all is taken back, or all is done where an old file is gone already.
+
+    Where the system refuses that too, the journal stays for who opens the index next.
+    """
+    folder = os.path.dirname(target)
+    with suppress(OSError):
+        if any(move.replaces is not None and move.is_done(folder) for move in moves):
+            _carry_out(target, moves)
+        else:
+            for move in moves:
+                move.take_back(folder)
+        remove_journal(target)
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
