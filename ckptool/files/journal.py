@@ -27,6 +27,7 @@ __all__ = [
     "Journal",
     "has_journal",
     "journal_path",
+    "journalled",
     "read_journal",
     "remove_journal",
     "remove_unfinished",
@@ -57,6 +58,13 @@ class Journal:
 def journal_path(target: str) -> str:
     """Where the journal of `target` lies: `.NAME.ckptool-journal` beside it, links resolved."""
     return beside(os.path.realpath(target), _ENDING)
+
+
+def journalled(name: str) -> str | None:
+    """The file whose journal is called `name` (if that was not cut); None for any other name."""
+    if not name.startswith(".") or not name.endswith(_ENDING):
+        return None
+    return name[1 : -len(_ENDING)]
 
 
 def has_journal(target: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import FileSource
+from ckptool.files.journal import has_journal, journalled
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import Finding, few, quoted, shell
 from ckptool.formats.safetensors_header import parse_json
@@ -86,18 +87,25 @@ def open_index(probe: Probe) -> ShardIndex | None:
         return _index_of(probe.source, probe.limits)
     with ExitStack() as opened:
         found = []
-        for name in sorted(filter(_NAME.fullmatch, probe.entries)):
-            path = os.path.join(probe.path, name)
-            if os.path.isfile(path):
-                inner = Probe(path, probe.limits)
-                opened.callback(inner.close)
-                found.append(inner.shard_index)
+        for path in _called_so(probe):
+            inner = Probe(path, probe.limits)
+            opened.callback(inner.close)
+            found.append(inner.shard_index)
         indexes = [index for index in found if index is not None]
         if len(indexes) > 1:
             raise _several(probe.path, indexes)
         if indexes:
             opened.pop_all()
         return indexes[0] if indexes else None
+
+
+def _called_so(probe: Probe) -> Iterator[str]:
+    """Files in a folder that are called like an index, or would be had a write not been killed."""
+    names = {journalled(name) or name for name in probe.entries}
+    for name in sorted(filter(_NAME.fullmatch, names)):
+        path = os.path.join(probe.path, name)
+        if os.path.isfile(path) or has_journal(path):
+            yield path
 
 
 def _several(folder: str, indexes: list[ShardIndex]) -> CheckpointError:
