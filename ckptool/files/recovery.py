@@ -27,6 +27,7 @@ __all__ = ["Recovery", "open_source", "recover", "settle"]
 _Got = TypeVar("_Got")
 
 _NOTHING = "no edit of it was cut short"
+_FINISHED = "it and its files are all the new ones: their write had been cut short"
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
 """Seconds between two attempts to get the lock: an edit takes less than they are together."""
 
@@ -71,14 +72,14 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     except FileMissing:
         if not _finish_set(path):
             raise
-        return FileSource(path)
+        return _opened_as_finished(path)
     if not has_journal(path):
         if source.changed() is None:
             return source  # of one state: no edit had begun when it was opened
         source.close()
         return open_source(path)
     source.close()
-    return FileSource(path) if _finish_set(path) else _opened_as_settled(path)
+    return _opened_as_finished(path) if _finish_set(path) else _opened_as_settled(path)
 
 
 def settle(path: str | os.PathLike[str]) -> None:
@@ -125,7 +126,7 @@ def recover(path: str | os.PathLike[str], *, discard: bool = False) -> Recovery:
         if discard:
             return _discarded(path)
         if _finish_set(path):
-            return Recovery(path, "completed", "the set of files that was being written is whole")
+            return Recovery(path, "completed", _FINISHED)
         if not os.path.exists(path):
             raise FileMissing("there is no such file", file=path)
         return _recovered(path)
@@ -151,6 +152,12 @@ def _recovered(path: str) -> Recovery:
         _set_right(edit, state, fd)
         remove_journal(path)
     return Recovery(path, *_outcome(edit, state))
+
+
+def _opened_as_finished(path: str) -> FileSource:
+    """The index of a set of which the files have just got their names."""
+    warn(f"{path}: {_FINISHED}")
+    return FileSource(path)
 
 
 def _opened_as_settled(path: str) -> FileSource:

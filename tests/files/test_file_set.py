@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from ckptool.errors import (
+    CheckpointWarning,
     CorruptFile,
     FileBusy,
     NoSpace,
@@ -22,6 +23,7 @@ from ckptool.errors import (
 from ckptool.files import file_set, renames, system
 from ckptool.files.file_set import atomic_set, settle_set
 from ckptool.files.journal import Journal, has_journal, journal_path, read_journal, write_journal
+from ckptool.files.recovery import open_source, recover
 
 INDEX = "model.safetensors.index.json"
 OLD = {"model-1.bin": b"old one", "model-2.bin": b"old two, longer", INDEX: b"old index"}
@@ -438,6 +440,42 @@ def test_a_killed_first_write_is_finished(tmp_path, renamed):
     journal = killed(tmp_path, NEW, renamed)
     settle_set(str(tmp_path / INDEX), journal)
     assert content(tmp_path) == NEW
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_whoever_opens_the_index_finishes_a_killed_write(tmp_path, renamed):
+    killed(tmp_path, NEW, renamed)
+    with pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"):
+        source = open_source(tmp_path / INDEX)
+    assert source.read(0, source.size) == NEW[INDEX]
+    source.close()
+    assert content(tmp_path) == NEW
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_recover_finishes_a_killed_write(old, renamed):
+    killed(old, NEW, renamed, overwrite=True)
+    assert recover(old / INDEX).action == "completed"
+    assert content(old) == OLD | NEW
+    assert recover(old / INDEX).action == "nothing"
+
+
+@needs_posix
+def test_a_journal_can_be_discarded(old):
+    killed(old, NEW, 1, overwrite=True)
+    (old / "model-2.bin").write_bytes(b"mine")
+    with pytest.raises(CorruptFile, match="has been changed"):
+        recover(old / INDEX)
+    assert recover(old / INDEX, discard=True).action == "discarded"
+    left = content(old)
+    assert {name: left[name] for name in OLD} == OLD | {
+        "model-1.bin": NEW["model-1.bin"],
+        "model-2.bin": b"mine",
+    }
+    write(old, FEWER, overwrite=True)
+    assert content(old) == OLD | {"model-2.bin": b"mine"} | FEWER
 
 
 @needs_posix
