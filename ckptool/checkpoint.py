@@ -60,6 +60,9 @@ class Details:
     """Sentences worth telling the user: compressed records, source text left behind, ..."""
     left_behind: tuple[str, ...] = ()
     """Sentences on what the file holds beside the tree, which no rewrite carries over."""
+    unreferenced: tuple[str, ...] = ()
+    """Sentences on records that nothing refers to: `dead_bytes` counts them, `compact` is meant to
+    drop them."""
     header: Mapping[str, str] = field(default_factory=dict)
     """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
 
@@ -156,6 +159,12 @@ class Checkpoint:
 
         return rename(self, rules, **options)
 
+    def extract(self, **options: Any) -> Checkpoint:
+        """A part of it; options as `transforms.extract`."""
+        from ckptool.transforms import extract
+
+        return extract(self, **options)
+
     def remap(self, rules: Mapping[str, str]) -> Checkpoint:
         """Every device tag rewritten by `rules` (`transforms.remap`)."""
         from ckptool.transforms import remap
@@ -167,6 +176,12 @@ class Checkpoint:
         from ckptool.transforms import compact
 
         return compact(self)
+
+    def cast(self, dtype: Any, **options: Any) -> Checkpoint:
+        """Floating tensors in another element type; options as `transforms.cast`."""
+        from ckptool.transforms import cast
+
+        return cast(self, dtype, **options)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Receipt:
         """Write it to `path`; options as `writing.save`."""

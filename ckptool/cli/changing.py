@@ -13,7 +13,7 @@ from ckptool.cli.targets import default_target
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.render.receipt import receipt_document, receipt_lines
-from ckptool.writing import save
+from ckptool.writing import Receipt, save
 from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = ["write_changed"]
@@ -26,7 +26,7 @@ def write_changed(
     *,
     word: str,
     strict: bool = False,
-) -> None:
+) -> Receipt:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
     `word` names the target where the user does not: `model.stripped.pth`.
@@ -56,6 +56,7 @@ def write_changed(
     say(receipt_lines(*facts), quiet=target.quiet)
     if target.as_json:
         print_document(receipt_document(*facts))
+    return receipt
 
 
 def _chosen(source: str, target: Target) -> str | None:

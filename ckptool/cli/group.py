@@ -20,6 +20,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
         "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
         "extract": ("extract_verb", "Take a part of a checkpoint: a section, tensors, the weights."),
+        "compact": ("compact_verb", "Leave out the bytes that no tensor sees, and dead ones."),
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
         "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),
     },

@@ -40,6 +40,9 @@ def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: Ordere
             *_entries("the index", [key for key in index.metadata if _stays(key, root)]),
             *_by_shard({file: shard.details.left_behind for file, shard in shards.items()}),
         ),
+        unreferenced=tuple(
+            _by_shard({file: shard.details.unreferenced for file, shard in shards.items()})
+        ),
         header=header,
     )
 

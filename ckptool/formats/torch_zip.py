@@ -218,7 +218,8 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
-        left_behind=tuple(_left_behind(archive, unused)),
+        left_behind=tuple(_left_behind(archive)),
+        unreferenced=tuple(_unreferenced(unused)),
     )
 
 
@@ -239,9 +240,12 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
         )
 
 
-def _left_behind(archive: Archive, unused: list[Record]) -> Iterator[str]:
+def _unreferenced(unused: list[Record]) -> Iterator[str]:
     if unused:
         yield f"{few([record.name for record in unused])} not referred to by the pickle"
+
+
+def _left_behind(archive: Archive) -> Iterator[str]:
     names = archive.records
     extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     if extra:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptool.paths import listed
 
-__all__ = ["CHOICE", "Needs", "choice_notes", "load_commands"]
+__all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]
 
 CHOICE = "NAME"
 
@@ -56,6 +56,18 @@ def choice_notes(needs: Needs) -> tuple[str, ...]:
     return (f"several state dicts; {CHOICE} is the one to go on with: {listed(needs.choices)}",)
 
 
+def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
+    """What `compact` would leave out: bytes that no tensor reaches, and dead ones."""
+    facts = [f"{unseen:,} bytes of the storages are seen by no tensor"] if unseen > 0 else []
+    facts += [f"{dead:,} bytes are dead"] if dead > 0 else []
+    command = shlex.join(["ckptool", "compact", _as_argument(file)])
+    return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
+
+
+def _as_argument(file: str) -> str:
+    return file if not file.startswith("-") else os.path.join(".", file)
+
+
 def _to_first_gpu(tags: Sequence[str]) -> list[str]:
     gpus = [tag for tag in tags if tag.startswith("cuda:")]
     others = [f"{tag}=cuda:0" for tag in tags if not tag.startswith("cuda:")]
@@ -65,7 +77,7 @@ def _to_first_gpu(tags: Sequence[str]) -> list[str]:
 
 def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
     """The one command that does all of it."""
-    file = needs.file if not needs.file.startswith("-") else os.path.join(".", needs.file)
+    file = _as_argument(needs.file)
     rules = list(rules)
     to_cpu = rules == ["*=cpu"]
     if needs.rewrite or needs.model_only or (needs.strip and rules):

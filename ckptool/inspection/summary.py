@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.dtypes import BY_NAME
+from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.files import MemorySource
-from ckptool.inspection.advice import Needs, choice_notes, load_commands
+from ckptool.inspection.advice import Needs, choice_notes, load_commands, waste_notes
 from ckptool.inspection.listing import tie_key
 from ckptool.inspection.values import json_path
-from ckptool.model import Path, Storage, StorageRef, TensorRef, children
-from ckptool.paths import name_of, walk
+from ckptool.model import Path, Storage, StorageRef, TensorRef
+from ckptool.paths import everything, name_of, walk
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
+from ckptool.transforms.places import place_of
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 
@@ -142,6 +143,7 @@ def info(checkpoint: Checkpoint) -> Info:
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
+    held, reached = _storage_use(checkpoint.root)
     layout, objects = tuple(_layout_blockers(checkpoint)), blockers(checkpoint.root)
     needs = _needs(
         checkpoint, sections, leaves, rewrite=bool(layout), objects_in_the_way=bool(objects)
@@ -160,10 +162,17 @@ def info(checkpoint: Checkpoint) -> Info:
         globals=details.globals,
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
-        reachable_bytes=_reachable_bytes(checkpoint.root),
+        reachable_bytes=reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(_ties(tensors)),
-        notes=(*details.notes, *details.left_behind, *choice_notes(needs), *_unread(sections)),
+        notes=(
+            *details.notes,
+            *details.left_behind,
+            *details.unreferenced,
+            *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
+            *choice_notes(needs),
+            *_unread(sections),
+        ),
         commands=load_commands(needs),
     )
 
@@ -270,50 +279,26 @@ def _restored_devices(leaves: Iterable[tuple[Path, Any]]) -> Iterator[str]:
             yield leaf.storage.device
 
 
-def _reachable_bytes(root: Any) -> int:
-    """Bytes of the file's storages between the first and last element of tensors over them.
+def _storage_use(root: Any) -> tuple[int, int]:
+    """Bytes of the storages that the tree has, and those of them that tensors reach.
 
-    What several tensors reach counts once; payloads that lie inside the pickle are left out.
+    A tensor reaches from its first to its last element; what several reach counts once. Payloads
+    that lie inside the pickle are left out.
     """
     extents: dict[Storage, list[tuple[int, int]]] = {}
-    seen: set[int] = set()
-    todo: list[Any] = [root]
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
-            continue
-        if isinstance(node, TensorRef):
-            seen.add(id(node))
-            todo.extend((node.parts or {}).values())
-            if node.storage is not None:
-                extents.setdefault(node.storage, []).append(_extent(node, node.storage))
-        elif isinstance(node, StorageRef):
+    for node in everything(root):
+        if isinstance(node, StorageRef):
             extents.setdefault(node.storage, []).append((0, node.storage.nbytes))
-        else:
-            held = tuple(children(node))
-            if held:
-                seen.add(id(node))
-                todo.extend(held)
-    return sum(
-        _union(spans)
+        elif isinstance(node, TensorRef) and node.storage is not None:
+            whole = node.dtype in PACKED
+            extent = (0, node.storage.nbytes) if whole else place_of(node).extent
+            extents.setdefault(node.storage, []).append(extent)
+    in_file = {
+        storage: spans
         for storage, spans in extents.items()
         if storage.data is not None and not isinstance(storage.data.source, MemorySource)
-    )
-
-
-def _extent(tensor: TensorRef, storage: Storage) -> tuple[int, int]:
-    """First byte and end of what a tensor reaches."""
-    shape = tuple(size or 0 for size in tensor.shape)
-    if tensor.kind not in _STRIDED or 0 in shape:
-        return (0, storage.nbytes if tensor.kind not in _STRIDED else 0)
-    steps = [(size - 1) * step for size, step in zip(shape, tensor.stride, strict=True)]
-    first = tensor.offset + sum(step for step in steps if step < 0)
-    last = tensor.offset + sum(step for step in steps if step > 0)
-    size = tensor.itemsize
-    return (first * size, min((last + 1) * size, storage.nbytes))
-
-
-_STRIDED = frozenset({"strided", "subclass", "numpy", "quantized"})
+    }
+    return sum(storage.nbytes for storage in in_file), sum(map(_union, in_file.values()))
 
 
 def _union(spans: list[tuple[int, int]]) -> int:

@@ -41,10 +41,11 @@ def compact(checkpoint: Checkpoint) -> Checkpoint:
     }
     if not trimmed and not checkpoint.details.dead_bytes:
         return checkpoint
-    root = rebuild(checkpoint.root, _Mover(trimmed).moved)
+    root = rebuild(checkpoint.root, _Mover(trimmed).moved) if trimmed else checkpoint.root
     saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
     changes = (*_told(checkpoint.root, trimmed), *_total(checkpoint, saved, len(trimmed)))
-    return checkpoint.with_root(root, *changes)
+    settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
+    return settled.with_root(root, *changes)
 
 
 def _places(root: Any) -> dict[Storage, set[Place]]:
@@ -243,6 +244,8 @@ def _sentence(names: list[str], old: list[Storage], new: list[_Trimmed]) -> str:
 
 def _total(checkpoint: Checkpoint, saved: int, storages: int) -> Iterator[Change]:
     details = checkpoint.details
+    for text in details.unreferenced:
+        yield Change("compact", text)
     if details.dead_bytes:
         yield Change("compact", f"{details.dead_bytes:,} dead bytes are left behind")
     of = f" of {details.size:,}" if details.size else ""

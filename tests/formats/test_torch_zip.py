@@ -165,9 +165,10 @@ def test_compressed_records_are_read_reported_and_stored_plainly(tmp_path, ones)
 def test_records_that_nothing_refers_to_are_reported_and_dropped(tmp_path, ones):
     path = save(tmp_path, repacked(ones, **{"data/7": bytes(100), "extra.txt": b"hello"}))
     with read(TORCH_ZIP, path) as checkpoint:
-        notes = " ".join(checkpoint.details.left_behind)
-        assert "'data/7' is not referred to" in notes
-        assert "'extra.txt' is not part of a checkpoint" in notes
+        (note,) = checkpoint.details.unreferenced
+        assert "'data/7' is not referred to" in note
+        (note,) = checkpoint.details.left_behind
+        assert "'extra.txt' is not part of a checkpoint" in note
         assert checkpoint.details.dead_bytes == 100
         assert checkpoint.details.storage_bytes == 100 + 16 + 24
         names = records_of(written(TORCH_ZIP.plan(checkpoint)))

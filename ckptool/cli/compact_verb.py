@@ -1,0 +1,45 @@
+"""`ckptool compact`."""
+
+from __future__ import annotations
+
+import os
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.console import say
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.render.text import clean, size
+from ckptool.transforms import compact
+
+__all__ = ["command"]
+
+_NOTHING = Change("compact", "nothing to compact: tensors see every byte, and none is dead")
+
+
+@verb(
+    "compact",
+    "ckptool compact model.pth",
+    "ckptool compact --in-place model.pth",
+    "ckptool compact --dry-run model.pth",
+)
+@file_argument
+@target_options()
+def command(file: str, target: Target) -> None:
+    """Leave out the bytes that no tensor sees, and dead ones.
+
+    torch.save writes the whole storage of a tensor, also where the tensor is a small view of it:
+    big[:10] takes what big takes. Storages are cut down to what is seen of them, and dead bytes go,
+    such as edits in place leave behind. Tensors that shared bytes still share them. The result goes
+    to FILE with .compact before its ending.
+    """
+    before = 0
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        nonlocal before
+        before = checkpoint.details.size
+        found = compact(checkpoint)
+        return checkpoint.with_root(found.root, _NOTHING) if found is checkpoint else found
+
+    receipt = write_changed(file, change, target, word="compact")
+    after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
+    say([f"{clean(os.path.basename(file))} {size(before)}, {after}"], quiet=target.quiet)
