@@ -2,6 +2,7 @@
 
 from ckptool.transforms.compacting import compact
 from ckptool.transforms.devices import remap, visible_devices
+from ckptool.transforms.extraction import extract
 from ckptool.transforms.memory import (
     add_module_dict,
     remap_dict,
@@ -25,6 +26,7 @@ __all__ = [
     "add_module",
     "add_module_dict",
     "compact",
+    "extract",
     "prefix_rule",
     "read_map_file",
     "regex_rule",

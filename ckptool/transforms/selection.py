@@ -12,7 +12,7 @@ from ckptool.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.paths import listed, name_of, printable
 from ckptool.statedict import Section, model_state_dict, sections
 
-__all__ = ["plain_state_dict", "single_state_dict"]
+__all__ = ["beside", "plain_state_dict", "single_state_dict", "state_dict_alone"]
 
 _PROGRAMS = ("torchscript", "pt2")
 """Formats whose tensors are those of a module, as a pickled module's are."""
@@ -29,7 +29,11 @@ def single_state_dict(checkpoint: Checkpoint, key: Any = None) -> Checkpoint:
         AmbiguousName: there are several state dicts and no `key`.
         NotFound: there is none, or nothing under that `key`.
     """
-    chosen = model_state_dict(checkpoint, key)
+    return state_dict_alone(checkpoint, model_state_dict(checkpoint, key))
+
+
+def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
+    """The checkpoint whose root is one section's state dict; what else there is, `left-out`."""
     root = plain_state_dict(checkpoint, chosen)
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
@@ -69,19 +73,27 @@ def _detached(tensor: TensorRef) -> TensorRef:
 
 
 def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
-    """What else there is: a change for each section, and for loose tensors, values and objects."""
+    """What is around and beside a state dict, and what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
         yield Change("left-out", text, 1)
     for text in chosen.unread:
         yield Change("left-out", text, 1)
+    yield from beside(root, chosen.path, chosen.holder)
+
+
+def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
+    """What there is beside the node `holder` under the path `chosen`.
+
+    A change for each section, and for loose tensors, values and objects.
+    """
     for part in sections(root):
         if part.kind == "values":
-            yield from _loose(part, chosen.path)
-        elif part.holder is not chosen.holder:
-            count = sum(1 for path, _ in part.tensors() if not _inside(path, chosen.path))
-            beside = "the rest of " if _inside(chosen.path, part.path) else ""
-            text = f"{beside}the {part.kind} {printable(part.name) or 'at the root'}"
+            yield from _loose(part, chosen)
+        elif part.holder is not holder and not _inside(part.path, chosen):
+            count = sum(1 for path, _ in part.tensors() if not _inside(path, chosen))
+            rest = "the rest of " if _inside(chosen, part.path) else ""
+            text = f"{rest}the {part.kind} {printable(part.name) or 'at the root'}"
             yield Change("left-out", f"{text} ({count} tensors)", count)
 
 

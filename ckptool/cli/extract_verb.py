@@ -1,0 +1,61 @@
+"""`ckptool extract`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.errors import UsageError
+from ckptool.transforms import extract
+
+__all__ = ["command"]
+
+
+@verb(
+    "extract",
+    "ckptool extract run.pth --model-only -o weights.pth",
+    "ckptool extract run.pth --key model_ema",
+    "ckptool extract weights.pth --include 'backbone.*' --exclude '*.num_batches_tracked'",
+    "ckptool extract run.pth --key state_dict/fc.weight -o fc.pth",
+)
+@file_argument
+@click.option("--key", metavar="NAME", help="A section, a container or a tensor, by its address.")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Only tensors of such a name; with a /, of such a whole address. Repeatable.",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of these. Repeatable.")
+@click.option(
+    "--model-only",
+    is_flag=True,
+    help="The one model state dict alone; a pickled module as one.",
+)
+@target_options()
+def command(
+    file: str,
+    key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    model_only: bool,
+    target: Target,
+) -> None:
+    """Take a part of a checkpoint: a section, tensors, the weights.
+
+    What is left out is named. An optimizer of which a tensor goes leaves as a whole; values and
+    objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
+    --in-place needs --force, as the rest is lost.
+    """
+    if key is None and not (include or exclude or model_only):
+        raise UsageError(
+            "extract takes at least one of --key, --include, --exclude and --model-only",
+            hint="ckptool extract FILE --model-only",
+        )
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return extract(checkpoint, key=key, include=include, exclude=exclude, model_only=model_only)
+
+    write_changed(file, change, target, word="extracted")

@@ -1,0 +1,340 @@
+"""A part of a checkpoint, and all else named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.model import Global, Opaque, OrderedMap, Storage
+from ckptool.transforms import extract
+from tests.trees import checkpoint, module, opened, scalar, state_dict, storage, tensor
+
+
+def part(root, **options):
+    return extract(checkpoint(root), **options)
+
+
+def told(made, kind):
+    return [change.text for change in made.changes if change.kind == kind]
+
+
+def optimizer(*keys):
+    state = {key: {"exp_avg": tensor(), "exp_avg_sq": tensor()} for key in keys}
+    return {"state": state, "param_groups": [{"params": list(keys)}]}
+
+
+@pytest.fixture
+def run():
+    """A training run: weights, averaged weights, an optimizer, values."""
+    return {
+        "epoch": 3,
+        "model": state_dict(["a.w", "a.v", "b.w"], metadata=["", "a", "b", "b.act"]),
+        "ema": state_dict(["a.w", "b.w"]),
+        "opt": optimizer(0, 1),
+        "args": Opaque(Global("m", "Args"), (), steps=[("build", {"lr": 0.1})]),
+        "best": {"score": 0.5},
+    }
+
+
+def test_a_section_becomes_the_root_and_the_rest_is_named(run):
+    made = part(run, key="model")
+    assert list(made.root) == ["a.w", "a.v", "b.w"]
+    assert made.root is run["model"]
+    assert told(made, "extract") == [
+        "model becomes the root",
+        "3 of 9 tensors kept, 24 of 72 bytes",
+    ]
+    assert told(made, "left-out") == [
+        "the state_dict ema (2 tensors)",
+        "the optimizer opt (4 tensors)",
+        "the values epoch, best",
+        "the objects args",
+    ]
+
+
+def test_a_container_and_a_suffix_and_a_path(run):
+    made = part({"run": run}, key="opt/state")
+    assert list(made.root) == [0, 1]
+    assert "the rest of the optimizer run/opt (0 tensors)" in told(made, "left-out")
+    assert part({"run": run}, key=("run", "opt")).root is run["opt"]
+    assert part({"run": run}, key="args").root is run["args"]
+    whole = part({"run": run}, key="run")
+    assert whole.root is run
+    assert told(whole, "left-out") == []
+
+
+def test_a_lone_tensor_becomes_a_dict_of_one(run):
+    made = part(run, key="a.v")
+    assert made.root == {"a.v": run["model"]["a.v"]}
+    assert told(made, "extract")[0] == "the tensor model/a.v alone, in a dict"
+    assert told(made, "left-out")[0] == "the rest of the state_dict model (2 tensors)"
+    assert list(part({"rng": [tensor(), tensor()]}, key="rng/1").root) == ["1"]
+
+
+def test_a_key_that_is_nothing_or_several_or_a_value(run):
+    with pytest.raises(NotFound, match="there is nothing named 'modle'"):
+        part(run, key="modle")
+    with pytest.raises(AmbiguousName, match=r"model/a\.w, ema/a\.w"):
+        part(run, key="a.w")
+    with pytest.raises(UsageError, match="'epoch' is a value") as caught:
+        part(run, key="epoch")
+    assert caught.value.hint == "ckptool show file.pth epoch"
+    with pytest.raises(UsageError, match="'best/score' is a value"):
+        part(run, key="score")
+    values = {"names": {"model": "resnet"}, "run": {"model": state_dict(["w"])}}
+    assert list(part(values, key="model").root) == ["w"]
+
+
+def test_nothing_asked_or_nothing_to_leave_out_gives_the_same_checkpoint(run):
+    read = checkpoint(run)
+    assert extract(read) is read
+    assert extract(read, include=["*"]) is read
+    alone = checkpoint(state_dict(["w"]))
+    assert extract(alone, model_only=True) is alone
+    assert extract(alone, include=["w"]) is alone
+
+
+def test_the_weights_alone(run):
+    del run["ema"]
+    made = part(run, model_only=True)
+    assert list(made.root) == ["a.w", "a.v", "b.w"]
+    assert told(made, "left-out") == [
+        "the optimizer opt (4 tensors)", "the values epoch, best", "the objects args",
+    ]  # fmt: skip
+    assert told(made, "extract") == ["3 of 7 tensors kept, 24 of 56 bytes"]
+
+
+def test_between_raw_and_averaged_weights_nobody_guesses(run):
+    with pytest.raises(AmbiguousName, match=r"model \(3 tensors\), ema \(2 tensors\)") as caught:
+        part(run, model_only=True)
+    assert caught.value.hint == "choose one: --key model"
+    assert list(part(run, key="ema", model_only=True).root) == ["a.w", "b.w"]
+    inner = {"run": {"net": state_dict(["w"]), "lr": 1}, "other": state_dict(["v"])}
+    assert list(part(inner, key="run", model_only=True).root) == ["w"]
+
+
+def test_globs_select_tensors_and_what_is_none_stays(run):
+    made = part(run, include=["a.*"])
+    assert list(made.root) == ["epoch", "model", "ema", "args", "best"]
+    assert list(made.root["model"]) == ["a.w", "a.v"]
+    assert made.root["model"]["a.w"] is run["model"]["a.w"]
+    assert type(made.root["model"]) is OrderedMap
+    assert list(made.root["ema"]) == ["a.w"]
+    assert told(made, "extract") == ["3 of 9 tensors kept, 24 of 72 bytes"]
+    assert told(made, "left-out") == [
+        "1 name of model: b.w",
+        "1 name of ema: b.w",
+        "the optimizer opt (4 tensors)",
+    ]
+    assert list(run["model"]) == ["a.w", "a.v", "b.w"]
+
+
+def test_a_glob_with_a_slash_is_held_against_the_whole_name_also_below_a_key(run):
+    made = part(run, include=["model/*"])
+    assert list(made.root) == ["epoch", "model", "args", "best"]
+    assert told(made, "left-out")[0] == "the state_dict ema (2 tensors)"
+    below = part({"run": run}, key="model", include=["run/model/a.*"], exclude=["run/*/*.v"])
+    assert list(below.root) == ["a.w"]
+    alone = part(run, key="ema", model_only=True, exclude=["ema/b.w"])
+    assert list(alone.root) == ["a.w"]
+    assert told(alone, "left-out")[-1] == "1 name of ema: b.w"
+    assert list(part(run, key="model/a.v", include=["model/*"]).root) == ["a.v"]
+
+
+def test_include_and_exclude_together(run):
+    made = part(run, include=["a.*", "b.*"], exclude=["*.w"])
+    assert list(made.root["model"]) == ["a.v"]
+    assert "ema" not in made.root
+
+
+def test_metadata_and_attributes_stay_but_for_modules_that_are_gone(run):
+    run["model"].attributes["note"] = 1
+    made = part(run, exclude=["b.*"]).root["model"]
+    assert list(made.metadata) == ["", "a"]
+    assert made.attributes["note"] == 1
+    assert list(run["model"].metadata) == ["", "a", "b", "b.act"]
+
+
+def test_extra_states_and_companions_of_a_module_go_by_their_names():
+    model = state_dict(["a.w", "b.w"], metadata=["", "a", "b"])
+    model["a._extra_state"] = {"scale": tensor()}
+    model["b._extra_state"] = Opaque(Global("io", "BytesIO"), (b"",))
+    model["b.dtype"] = None
+    model["epoch"] = 3
+    assert list(part(model, exclude=["b.*"]).root) == ["a.w", "a._extra_state", "epoch"]
+    made = part(model, include=["b.*"])
+    assert list(made.root) == ["b.w", "b._extra_state", "b.dtype", "epoch"]
+    assert told(made, "left-out") == ["2 names of the root: a.w, a._extra_state"]
+
+
+def test_an_optimizer_leaves_as_a_whole_with_the_first_of_its_tensors(run):
+    made = part(run, exclude=["exp_avg_sq"])
+    assert "opt" not in made.root
+    assert told(made, "left-out") == ["the optimizer opt (4 tensors), as not all of it is chosen"]
+    with pytest.raises(NotFound, match="no tensor would be left") as caught:
+        part(run, include=["opt/state/0/*"])
+    assert "the optimizer opt (4 tensors), as not all of it is chosen" in caught.value.hint
+
+
+def test_an_optimizer_that_stays_beside_fewer_weights_is_told(run):
+    made = part(run, exclude=["b.w"])
+    assert made.root["opt"] == run["opt"]
+    assert told(made, "warning") == [
+        "the optimizer opt still has the state of parameters that are left out"
+    ]
+
+
+def test_containers_that_have_become_empty_go_and_those_that_were_stay():
+    root = {"deep": {"er": {"w": tensor()}}, "empty": {}, "model": state_dict(["a.b", "c.d"])}
+    made = part(root, exclude=["w", "a.b"])
+    assert list(made.root) == ["empty", "model"]
+    assert told(made, "left-out") == [
+        "deep (1 tensor: the state_dict deep/er)",
+        "1 name of model: a.b",
+    ]
+
+
+def test_a_list_goes_as_a_whole_or_not_at_all():
+    root = {"rng": [1, (tensor(), None)], "model": state_dict(["a.b"])}
+    made = part(root, include=["a.*"])
+    assert list(made.root) == ["model"]
+    assert told(made, "left-out") == ["rng (1 tensor)"]
+    two = {"rng": [tensor(), tensor()], "model": state_dict(["a.b"])}
+    assert part(two, include=["a.*", "rng/*"]).root == two
+    with pytest.raises(UsageError, match=r"rng is a list: .* would be renumbered") as caught:
+        part(two, exclude=["rng/0"])
+    assert caught.value.file == "file.pth"
+    models = {"models": [state_dict(["a.b"]), state_dict(["a.b", "c.d"])]}
+    assert [list(one) for one in part(models, exclude=["c.*"]).root["models"]] == [["a.b"], ["a.b"]]
+    with pytest.raises(UsageError, match="renumbered"):
+        part(models, include=["models/1/*"])
+    steps = {"optimizers": [optimizer(0), {"lr": 1}], "model": state_dict(["a.b"])}
+    assert told(part(steps, include=["a.b"]), "left-out") == [
+        "optimizers (2 tensors: the optimizer optimizers/0)"
+    ]
+
+
+def test_an_object_goes_as_a_whole_or_not_at_all():
+    net = module(parameters={"w": tensor(), "v": tensor()})
+    thing = Opaque(Global("m", "T"), (tensor(),), steps=[("build", {"x": tensor(), "y": 1})])
+    root = {"net": net, "thing": thing, "model": state_dict(["a.b"])}
+    made = part(root, include=["a.b"])
+    assert list(made.root) == ["model"]
+    assert told(made, "left-out") == ["the module net (2 tensors)", "the object thing (2 tensors)"]
+    with pytest.raises(UsageError, match=r"net is an object of class net\.Net") as caught:
+        part(root, exclude=["w"])
+    assert caught.value.hint == "--model-only makes a plain state dict of it"
+    with pytest.raises(UsageError, match=r"thing is an object of class m\.T"):
+        part(root, exclude=["x"])
+    alone = part(root, key="net", model_only=True, exclude=["w"])
+    assert list(alone.root) == ["v"]
+    assert "the object of class net.Net around the state dict" in told(alone, "left-out")
+
+
+def test_an_object_that_is_a_dict_loses_entries_as_one():
+    holder = Opaque(Global("m", "State"), (), steps=[
+        ("set", [("a.w", tensor()), ("b.w", tensor())]), ("build", {"note": 1}),
+    ])  # fmt: skip
+    made = part({"model": holder}, exclude=["a.*"]).root["model"]
+    assert [name for name, _ in made.steps[0][1]] == ["b.w"]
+    assert made.steps[1] == ("build", {"note": 1})
+    assert len(holder.steps[0][1]) == 2
+
+
+def test_one_dict_under_two_names():
+    shared = state_dict(["a.w", "b.w"])
+    root = {"x": shared, "y": shared}
+    both = part(root, include=["a.*"]).root
+    assert both["x"] is both["y"]
+    assert list(part(root, include=["x/*"]).root) == ["x"]
+    with pytest.raises(UsageError, match="x and y are one in this file"):
+        part(root, exclude=["x/a.w"])
+
+
+def test_a_dict_that_holds_itself():
+    root = {"w": tensor(), "v": tensor()}
+    root["self"] = root
+    made = part(root, include=["w"]).root
+    assert list(made) == ["w", "self"]
+    assert made["self"] is made
+
+
+def test_a_lone_tensor_at_the_root():
+    read = checkpoint(tensor())
+    assert extract(read, include=["*"]) is read
+    with pytest.raises(NotFound, match="no tensor would be left"):
+        part(tensor(), exclude=["*"])
+
+
+def test_globs_that_match_nothing(run):
+    with pytest.raises(NotFound, match=r"no tensor matches 'bb\.w'; there is b\.w") as caught:
+        part(run, include=["a.*", "bb.w"])
+    assert caught.value.hint == "ckptool list file.pth"
+    made = part(run, exclude=["c.*"])
+    assert made.root is run
+    assert [change.kind for change in made.changes] == ["warning"]
+    assert made.changes[0].text.startswith("no tensor matches c.*; there is a.w, a.v")
+    with pytest.raises(NotFound, match="no tensor matches 'ema/"):
+        part(run, key="model", include=["ema/*"])
+    with pytest.raises(NotFound, match="no tensor would be left"):
+        part(run, key="model", exclude=["*"])
+    with pytest.raises(UsageError, match="a list of globs is wanted"):
+        part(run, include="a.*")
+
+
+def test_many_places_are_folded():
+    root = {f"m{at}": state_dict(["a.w", "b.w"]) for at in range(30)}
+    left_out = [
+        change for change in part(root, include=["a.w"]).changes if change.kind == "left-out"
+    ]
+    assert len(left_out) == 21
+    assert (left_out[-1].text, left_out[-1].count) == ("10 names in 10 more places", 10)
+
+
+def test_kept_views_of_large_storages_are_told():
+    large = storage(1 << 20)
+    root = {"a": tensor(2, over=large), "b": tensor(4, over=large), "c": scalar()}
+    made = part(root, include=["a", "b"])
+    assert told(made, "note") == [
+        "the tensors kept use 24 of the 1,048,576 bytes of their storages, which a torch file "
+        "holds whole: ckptool compact trims them"
+    ]
+    whole = Storage("0", large.data, large.nbytes)
+    assert (
+        told(part({"a": tensor(1 << 18, over=whole), "c": scalar()}, include=["a"]), "note") == []
+    )
+
+
+NAMES = st.lists(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join), unique=True, min_size=1
+)
+GLOBS = st.sampled_from(["a*", "*b", "*.c", "[ab].?", "x/*", "y/a*", "*"])
+
+
+def paths(made):
+    return {path for path, _ in made.tensors()}
+
+
+@given(NAMES, NAMES, GLOBS)
+def test_include_and_exclude_part_the_tensors(left, right, glob):
+    read = checkpoint({"x": state_dict(left), "y": {"z": state_dict(right)}})
+    try:
+        kept, rest = extract(read, include=[glob]), extract(read, exclude=[glob])
+    except NotFound:
+        assume(False)
+    assert paths(kept) | paths(rest) == paths(read)
+    assert paths(kept).isdisjoint(paths(rest))
+    order = [path for path, _ in read.tensors()]
+    assert [path for path, _ in kept.tensors()] == [path for path in order if path in paths(kept)]
+    tensors = dict(read.tensors())
+    assert all(tensors[path] is leaf for made in (kept, rest) for path, leaf in made.tensors())
+
+
+@pytest.mark.parametrize("name", ["torch-2.13.0/scripted.pt", "torch-2.10.0/exported.pt2"])
+def test_a_program_gives_its_tensors(fixtures, name):
+    with opened(fixtures / name) as read:
+        names = [path[-1] for path, _ in read.tensors()]
+        made = extract(read, include=[names[0]])
+        assert [path[-1] for path, _ in made.tensors()] == names[:1]
