@@ -83,11 +83,11 @@ class _Directory:
         """The entry of a record, named without the folder."""
         return self.by_name.get(f"{self.folder}/{name}".lower())
 
-    def fact(self, name: str) -> str:
-        """The text of a record that states a fact; empty if there is none."""
+    def fact(self, name: str) -> str | None:
+        """The text of a record that states a fact, if there is one."""
         entry = self.find(name)
         if entry is None:
-            return ""
+            return None
         offsets, _ = payload_offsets(self.data, [entry], self.end)
         data = record_of(self.data, entry, offsets[entry.header], name, DEFAULT_LIMITS).data
         return data.read(0, min(data.length, SHORT)).decode("latin-1").strip()
@@ -99,7 +99,8 @@ class _Directory:
             pickle is not None
             and pickle.name.encode() == pickle.raw_name
             and all(entry.name.startswith(f"{self.folder}/") for entry in self.entries)
-            and is_known_version(self.fact(".data/version") or self.fact("version"))
+            and is_known_version(self.fact("version") or "")
+            and self.find(".data/version") is None  # torch would take that one, if it knows it
         )
 
     def records_of(self, storages: Sequence[Storage]) -> list[tuple[Entry, ByteRange]] | None:
@@ -125,7 +126,8 @@ class _Directory:
         It looks up the first alone, which must have the key 0, and adds up sizes from there
         (torch/serialization.py `_get_offset`).
         """
-        alignment = self.fact(".storage_alignment") or str(ALIGNMENT)
+        stated = self.fact(".storage_alignment")
+        alignment = str(ALIGNMENT) if stated is None else stated
         if not alignment.isdecimal() or int(alignment) == 0:
             return False
         if used and not used[0][0].raw_name.endswith(b"/data/0"):

@@ -1,9 +1,10 @@
 """Whether old torch reads what ckptool writes: `make compat`, or `python tests/compat/run.py`.
 
 Makes an environment for each old torch under `build/compat` (some gigabytes, once), writes every
-fixture as torch-zip and as torch-legacy with wrappers stripped and devices moved to the CPU, loads
-the result there and holds it against the fixture's oracle. Prints a table; exit code 1 where
-anything differs. An interpreter is looked for as `python3.8` on the PATH and among pyenv's.
+fixture as torch-zip and as torch-legacy with wrappers stripped and devices moved to the CPU, edits
+a copy of it in place in the same way, loads the result there and holds it against the fixture's
+oracle. Prints a table; exit code 1 where anything differs. An interpreter is looked for as
+`python3.8` on the PATH and among pyenv's.
 
     python tests/compat/run.py [-v] [--torch 1.6.0 ...] [--only GLOB]
 """
@@ -31,14 +32,18 @@ sys.path.insert(0, str(ROOT))
 
 import ckptool  # noqa: E402
 from ckptool.checkpoint import Checkpoint  # noqa: E402
+from ckptool.files.editing import apply_patch  # noqa: E402
+from ckptool.formats import editor  # noqa: E402
 from ckptool.inspection import list_tensors  # noqa: E402
 from ckptool.model import TensorRef  # noqa: E402
 
 FIXTURES = ROOT / "fixtures"
-FORMATS = ("torch-zip", "torch-legacy")
+EDITED = "edited in place"
+FORMATS = ("torch-zip", "torch-legacy", EDITED)
 PYTHONS = {"1.6.0": "3.8", "1.13.1": "3.9"}
 FIRST = {
     "lazy conjugation": (2, 0),
+    "bytes in the other order": (2, 1),
     "compressed sparse layouts": (2, 0),
     "whether a sparse tensor is coalesced": (2, 1),
     "sparse tensors in a stream": (1, 7),  # 1.6 checks them before it has read their bytes
@@ -71,15 +76,18 @@ class Outcome:
 
 
 def write(fixture: str, format: str, folder: Path) -> Written | str:
-    """The fixture rewritten in `format`, or why ckptool refuses to."""
+    """The fixture rewritten in `format` (or edited), or why ckptool refuses to."""
     source = FIXTURES / fixture
     oracle = json.loads(Path(f"{source}.oracle.json").read_text())
     target = folder / f"{fixture.replace('/', '-')}.{format}"
     whole_module = oracle["modules"] == [[]]
     try:
-        ckptool.convert(
-            source, target, wrappers="strip", to="cpu", format=format, model_only=whole_module
-        )
+        if format == EDITED:
+            edit(source, target)
+        else:
+            ckptool.convert(
+                source, target, wrappers="strip", to="cpu", format=format, model_only=whole_module
+            )
     except (ckptool.CheckpointError, ckptool.UsageError) as error:
         return f"not written: {type(error).__name__}"
     with ckptool.open(source) as before, ckptool.open(target) as after:
@@ -95,10 +103,30 @@ def write(fixture: str, format: str, folder: Path) -> Written | str:
     return Written(fixture, str(target), names, expected, features)
 
 
+def edit(source: Path, target: Path) -> None:
+    """Edit a copy of the fixture in place.
+
+    Raises:
+        CheckpointError: that takes a new file, or is no change that can be made.
+    """
+    if source.is_dir():
+        raise ckptool.NotRepresentable("a folder is no file to edit")
+    shutil.copyfile(source, target)
+    with ckptool.open(target) as checkpoint:
+        changed = checkpoint.strip_module().remap({"*": "cpu"})
+        known = editor(checkpoint.format)
+        plan = known and known.plan_edit(changed)
+        if checkpoint.format != "torch-zip" or not plan:
+            raise ckptool.NotRepresentable("no torch zip that can be edited")
+        apply_patch(changed.sources[0], plan.patch)
+
+
 def demands(tensor: TensorRef, format: str) -> Iterator[str]:
     """What in `FIRST` a tensor needs."""
     if tensor.flags:
         yield "lazy conjugation"
+    if tensor.storage is not None and tensor.storage.byteorder == "big":
+        yield "bytes in the other order"
     if tensor.kind.startswith("sparse_") and tensor.kind != "sparse_coo":
         yield "compressed sparse layouts"
     if tensor.kind == "sparse_coo" and "is_coalesced" in (tensor.parts or {}):
