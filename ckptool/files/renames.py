@@ -93,11 +93,11 @@ def rename_all(target: str, moves: Sequence[Move]) -> None:
         try:
             write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
             _carry_out(target, moves)
+            with suppress(OSError):  # all files are there: whoever opens the index removes it
+                remove_journal(target)
         except BaseException:
             _end(target, moves)
             raise
-        with suppress(OSError):  # all files are there: whoever opens the index removes it
-            remove_journal(target)
 
 
 def finish_renames(target: str, journal: Journal) -> None:

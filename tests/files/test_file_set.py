@@ -11,8 +11,6 @@ import textwrap
 import pytest
 
 from ckptool.errors import (
-    CheckpointWarning,
-    CorruptFile,
     FileBusy,
     NoSpace,
     TargetExists,
@@ -22,50 +20,24 @@ from ckptool.errors import (
 )
 from ckptool.files import file_set, renames, system
 from ckptool.files.file_set import atomic_set, settle_set
-from ckptool.files.journal import Journal, has_journal, journal_path, read_journal, write_journal
-from ckptool.files.recovery import open_source, recover
+from ckptool.files.journal import has_journal, journal_path, read_journal
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, lay, needs_posix, write
 
-INDEX = "model.safetensors.index.json"
-OLD = {"model-1.bin": b"old one", "model-2.bin": b"old two, longer", INDEX: b"old index"}
-NEW = {"model-1.bin": b"new 1", "model-2.bin": b"new 2", "model-3.bin": b"", INDEX: b"{new}"}
-FEWER = {"model-1.bin": b"the only one", INDEX: b"{fewer}"}
-needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions, locks, signals")
 needs_refusals = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root is refused nothing"
 )
 
 
-def write(folder, contents, sizes=None, **options):
-    """Write a set into `folder`; the index is the last."""
-    sizes = sizes or {os.path.join(folder, name): len(data) for name, data in contents.items()}
-    with atomic_set(list(sizes)[-1], sizes, **options) as files:
-        for name, data in contents.items():
-            with files.file(os.path.join(folder, name)) as output:
-                output.write(data)
-
-
-def content(folder):
-    """Every file of the folder by name."""
-    found = {}
-    for name in os.listdir(folder):
-        with open(os.path.join(folder, name), "rb") as file:
-            found[name] = file.read()
-    return found
-
-
 def run_child(code, *arguments):
     """A process that runs `code` with the helpers of this module."""
-    head = "import os, sys\nfrom tests.files.test_file_set import *\n"
+    head = "import os, sys\nfrom ckptool.errors import *\nfrom tests.files.sets import *\n"
     command = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
 def old(tmp_path):
-    """A folder with an older set."""
-    for name, data in OLD.items():
-        (tmp_path / name).write_bytes(data)
-    return tmp_path
+    return lay(tmp_path, OLD)
 
 
 def test_a_set_appears_whole(tmp_path):
@@ -403,209 +375,7 @@ def test_a_journal_that_cannot_be_removed_is_removed_by_the_next(old, monkeypatc
     assert content(old) == OLD | NEW
 
 
-# What a kill leaves, and who sets it right.
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def killed(folder, new, renamed, **options):
-    """The set as a kill leaves it after so many renames; what its journal says."""
-
-    def carry_out(target, moves):
-        for move in moves[:renamed]:
-            move.carry_out(os.path.dirname(target))
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(renames, "_carry_out", carry_out)
-        patch.setattr(renames, "_end", lambda *_: None)
-        with pytest.raises(Killed):
-            write(folder, new, **options)
-    return read_journal(os.path.join(folder, INDEX))
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_killed_write_is_finished(old, renamed):
-    journal = killed(old, NEW, renamed, overwrite=True)
-    settle_set(old / INDEX, journal)
-    assert content(old) == OLD | NEW
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_killed_first_write_is_finished(tmp_path, renamed):
-    journal = killed(tmp_path, NEW, renamed)
-    settle_set(str(tmp_path / INDEX), journal)
-    assert content(tmp_path) == NEW
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_whoever_opens_the_index_finishes_a_killed_write(tmp_path, renamed):
-    killed(tmp_path, NEW, renamed)
-    with pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"):
-        source = open_source(tmp_path / INDEX)
-    assert source.read(0, source.size) == NEW[INDEX]
-    source.close()
-    assert content(tmp_path) == NEW
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_recover_finishes_a_killed_write(old, renamed):
-    killed(old, NEW, renamed, overwrite=True)
-    assert recover(old / INDEX).action == "completed"
-    assert content(old) == OLD | NEW
-    assert recover(old / INDEX).action == "nothing"
-
-
-@needs_posix
-def test_a_journal_can_be_discarded(old):
-    killed(old, NEW, 1, overwrite=True)
-    (old / "model-2.bin").write_bytes(b"mine")
-    with pytest.raises(CorruptFile, match="has been changed"):
-        recover(old / INDEX)
-    assert recover(old / INDEX, discard=True).action == "discarded"
-    left = content(old)
-    assert {name: left[name] for name in OLD} == OLD | {
-        "model-1.bin": NEW["model-1.bin"],
-        "model-2.bin": b"mine",
-    }
-    write(old, FEWER, overwrite=True)
-    assert content(old) == OLD | {"model-2.bin": b"mine"} | FEWER
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_the_next_write_finishes_a_killed_one_first(tmp_path, renamed):
-    killed(tmp_path, NEW, renamed)
-    with pytest.raises(TargetExists):
-        write(tmp_path, FEWER)
-    assert content(tmp_path) == NEW
-    write(tmp_path, FEWER, overwrite=True)
-    assert content(tmp_path) == NEW | FEWER
-
-
-@needs_posix
-def test_a_killed_write_is_finished_by_a_link_to_the_index(old, tmp_path_factory):
-    journal = killed(old, NEW, 2, overwrite=True)
-    link = tmp_path_factory.mktemp("links") / "latest.json"
-    link.symlink_to(old / INDEX)
-    settle_set(link, journal)
-    assert content(old) == OLD | NEW
-
-
-@needs_posix
-def test_what_was_settled_meanwhile_is_left_alone(old):
-    journal = killed(old, NEW, 2, overwrite=True)
-    settle_set(old / INDEX, journal)
-    write(old, FEWER, overwrite=True)
-    settle_set(old / INDEX, journal)
-    assert content(old) == OLD | NEW | FEWER
-
-
-def rewrite(path):
-    """Other content under the same name, as a copy over it leaves."""
-    path.write_bytes(b"something else")
-
-
-def replace_by_another(path):
-    rewrite(path.with_name("other"))
-    path.with_name("other").replace(path)
-
-
-def remove(path):
-    path.unlink()
-
-
-@needs_posix
-@pytest.mark.parametrize("change", [rewrite, replace_by_another])
-@pytest.mark.parametrize("name", [*NEW])
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_file_of_somebody_else_is_never_touched(old, change, name, renamed):
-    journal = killed(old, NEW, renamed, overwrite=True)
-    change(old / name)
-    before = content(old)
-    with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
-        settle_set(old / INDEX, journal)
-    assert caught.value.file == str(old / INDEX)
-    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
-    assert content(old) == before
-
-
-@needs_posix
-@pytest.mark.parametrize("number", range(len(NEW)))
-def test_a_finished_file_that_is_gone(old, number):
-    journal = killed(old, NEW, 0, overwrite=True)
-    (temporary,) = [name for name in os.listdir(old) if name.endswith(f"-{number + 1:05}.part")]
-    (old / temporary).unlink()
-    with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
-        settle_set(old / INDEX, journal)
-    assert {name: (old / name).read_bytes() for name in OLD} == OLD
-
-
-@needs_posix
-def test_an_old_file_that_was_removed_is_no_obstacle(old):
-    journal = killed(old, NEW, 1, overwrite=True)
-    (old / "model-2.bin").unlink()
-    settle_set(old / INDEX, journal)
-    assert content(old) == OLD | NEW
-
-
-def facts(**changes):
-    """What a journal says of one file, spoilt."""
-    name = f".{INDEX}.ckptool-0123456789ab-00001.part"
-    return {"temporary": name, "name": "a", "inode": 1, "size": 1, "replaces": None} | changes
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("edit", {"files": []}),
-        ("set", {}),
-        ("set", {"files": 3}),
-        ("set", {"files": ["a"]}),
-        ("set", {"files": [{}]}),
-        ("set", {"files": [facts(inode="x")]}),
-        ("set", {"files": [facts(size=None)]}),
-        ("set", {"files": [facts(replaces=3)]}),
-        ("set", {"files": [facts(name="../a")]}),
-        ("set", {"files": [facts(name="/etc/passwd")]}),
-        ("set", {"files": [facts(name="..")]}),
-        ("set", {"files": [facts(name="")]}),
-        ("set", {"files": [facts(name="a\0")]}),
-        ("set", {"files": [facts(temporary="model-1.bin")]}),
-        ("set", {"files": [facts(temporary=f"../{facts()['temporary']}")]}),
-    ],
-)
-def test_a_journal_of_nobody_we_know(old, kind, said):
-    journal = Journal(kind, said)
-    write_journal(str(old / INDEX), journal)
-    before = content(old)
-    with pytest.raises(CorruptFile, match="tells of no set") as caught:
-        settle_set(old / INDEX, journal)
-    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
-    with pytest.raises(CorruptFile):
-        write(old, NEW, overwrite=True)
-    assert content(old) == before
-
-
-@needs_posix
-def test_a_folder_in_which_nothing_can_be_renamed(old, monkeypatch):
-    journal = killed(old, NEW, 2, overwrite=True)
-    before = content(old)
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(WriteDenied, match="does not let us finish it") as caught:
-        settle_set(old / INDEX, journal)
-    assert "recover" in caught.value.hint
-    assert content(old) == before
+# What a kill leaves.
 
 
 @needs_posix
@@ -687,7 +457,7 @@ def test_many_writers_leave_one_set(tmp_path):
             except FileBusy:
                 pass
         """
-    head = "import os, sys\nfrom tests.files.test_file_set import *\n"
+    head = "import os, sys\nfrom ckptool.errors import *\nfrom tests.files.sets import *\n"
     command = [sys.executable, "-c", head + textwrap.dedent(code), str(tmp_path)]
     running = [subprocess.Popen([*command, which]) for which in "ab"]
     assert [process.wait() for process in running] == [0, 0]

@@ -1,0 +1,60 @@
+"""Sets of files for tests: written, half written, read back."""
+
+import os
+
+import pytest
+
+from ckptool.files import renames
+from ckptool.files.file_set import atomic_set
+from ckptool.files.journal import read_journal
+
+INDEX = "model.safetensors.index.json"
+OLD = {"model-1.bin": b"old one", "model-2.bin": b"old two, longer", INDEX: b"old index"}
+NEW = {"model-1.bin": b"new 1", "model-2.bin": b"new 2", "model-3.bin": b"", INDEX: b"{new}"}
+FEWER = {"model-1.bin": b"the only one", INDEX: b"{fewer}"}
+needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions, locks, signals")
+
+
+def lay(folder, contents):
+    """Put files into an empty folder."""
+    for name, data in contents.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def write(folder, contents, sizes=None, **options):
+    """Write a set into `folder`; the index is the last."""
+    sizes = sizes or {os.path.join(folder, name): len(data) for name, data in contents.items()}
+    with atomic_set(list(sizes)[-1], sizes, **options) as files:
+        for name, data in contents.items():
+            with files.file(os.path.join(folder, name)) as output:
+                output.write(data)
+
+
+def content(folder):
+    """Every file of the folder by name."""
+    found = {}
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as file:
+            found[name] = file.read()
+    return found
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def killed(folder, new, renamed, **options):
+    """The set as a kill leaves it after so many renames; what its journal says."""
+
+    def carry_out(target, moves):
+        for move in moves[:renamed]:
+            move.carry_out(os.path.dirname(target))
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renames, "_carry_out", carry_out)
+        patch.setattr(renames, "_end", lambda *_: None)
+        with pytest.raises(Killed):
+            write(folder, new, **options)
+    return read_journal(os.path.join(folder, INDEX))

@@ -1,0 +1,199 @@
+"""A set whose write was cut short is finished by the next that opens it, or left as it is found."""
+
+import errno
+import os
+
+import pytest
+
+from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDenied
+from ckptool.files.file_set import settle_set
+from ckptool.files.journal import Journal, write_journal
+from ckptool.files.recovery import open_source, recover
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, lay, needs_posix, write
+
+
+@pytest.fixture
+def old(tmp_path):
+    return lay(tmp_path, OLD)
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_a_killed_write_is_finished(old, renamed):
+    journal = killed(old, NEW, renamed, overwrite=True)
+    settle_set(old / INDEX, journal)
+    assert content(old) == OLD | NEW
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_a_killed_first_write_is_finished(tmp_path, renamed):
+    journal = killed(tmp_path, NEW, renamed)
+    settle_set(str(tmp_path / INDEX), journal)
+    assert content(tmp_path) == NEW
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_whoever_opens_the_index_finishes_a_killed_write(tmp_path, renamed):
+    killed(tmp_path, NEW, renamed)
+    with pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"):
+        source = open_source(tmp_path / INDEX)
+    assert source.read(0, source.size) == NEW[INDEX]
+    source.close()
+    assert content(tmp_path) == NEW
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_recover_finishes_a_killed_write(old, renamed):
+    killed(old, NEW, renamed, overwrite=True)
+    assert recover(old / INDEX).action == "completed"
+    assert content(old) == OLD | NEW
+    assert recover(old / INDEX).action == "nothing"
+
+
+@needs_posix
+def test_a_journal_can_be_discarded(old):
+    killed(old, NEW, 1, overwrite=True)
+    (old / "model-2.bin").write_bytes(b"mine")
+    with pytest.raises(CorruptFile, match="has been changed"):
+        recover(old / INDEX)
+    assert recover(old / INDEX, discard=True).action == "discarded"
+    left = content(old)
+    assert {name: left[name] for name in OLD} == OLD | {
+        "model-1.bin": NEW["model-1.bin"],
+        "model-2.bin": b"mine",
+    }
+    write(old, FEWER, overwrite=True)
+    assert content(old) == OLD | {"model-2.bin": b"mine"} | FEWER
+
+
+@needs_posix
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_the_next_write_finishes_a_killed_one_first(tmp_path, renamed):
+    killed(tmp_path, NEW, renamed)
+    with pytest.raises(TargetExists):
+        write(tmp_path, FEWER)
+    assert content(tmp_path) == NEW
+    write(tmp_path, FEWER, overwrite=True)
+    assert content(tmp_path) == NEW | FEWER
+
+
+@needs_posix
+def test_a_killed_write_is_finished_by_a_link_to_the_index(old, tmp_path_factory):
+    journal = killed(old, NEW, 2, overwrite=True)
+    link = tmp_path_factory.mktemp("links") / "latest.json"
+    link.symlink_to(old / INDEX)
+    settle_set(link, journal)
+    assert content(old) == OLD | NEW
+
+
+@needs_posix
+def test_what_was_settled_meanwhile_is_left_alone(old):
+    journal = killed(old, NEW, 2, overwrite=True)
+    settle_set(old / INDEX, journal)
+    write(old, FEWER, overwrite=True)
+    settle_set(old / INDEX, journal)
+    assert content(old) == OLD | NEW | FEWER
+
+
+def rewrite(path):
+    """Other content under the same name, as a copy over it leaves."""
+    path.write_bytes(b"something else")
+
+
+def replace_by_another(path):
+    rewrite(path.with_name("other"))
+    path.with_name("other").replace(path)
+
+
+def remove(path):
+    path.unlink()
+
+
+@needs_posix
+@pytest.mark.parametrize("change", [rewrite, replace_by_another])
+@pytest.mark.parametrize("name", [*NEW])
+@pytest.mark.parametrize("renamed", range(len(NEW)))
+def test_a_file_of_somebody_else_is_never_touched(old, change, name, renamed):
+    journal = killed(old, NEW, renamed, overwrite=True)
+    change(old / name)
+    before = content(old)
+    with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
+        settle_set(old / INDEX, journal)
+    assert caught.value.file == str(old / INDEX)
+    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
+    assert content(old) == before
+
+
+@needs_posix
+@pytest.mark.parametrize("number", range(len(NEW)))
+def test_a_finished_file_that_is_gone(old, number):
+    journal = killed(old, NEW, 0, overwrite=True)
+    (temporary,) = [name for name in os.listdir(old) if name.endswith(f"-{number + 1:05}.part")]
+    (old / temporary).unlink()
+    with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
+        settle_set(old / INDEX, journal)
+    assert {name: (old / name).read_bytes() for name in OLD} == OLD
+
+
+@needs_posix
+def test_an_old_file_that_was_removed_is_no_obstacle(old):
+    journal = killed(old, NEW, 1, overwrite=True)
+    (old / "model-2.bin").unlink()
+    settle_set(old / INDEX, journal)
+    assert content(old) == OLD | NEW
+
+
+def facts(**changes):
+    """What a journal says of one file, spoilt."""
+    name = f".{INDEX}.ckptool-0123456789ab-00001.part"
+    return {"temporary": name, "name": "a", "inode": 1, "size": 1, "replaces": None} | changes
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("edit", {"files": []}),
+        ("set", {}),
+        ("set", {"files": 3}),
+        ("set", {"files": ["a"]}),
+        ("set", {"files": [{}]}),
+        ("set", {"files": [facts(inode="x")]}),
+        ("set", {"files": [facts(size=None)]}),
+        ("set", {"files": [facts(replaces=3)]}),
+        ("set", {"files": [facts(name="../a")]}),
+        ("set", {"files": [facts(name="/etc/passwd")]}),
+        ("set", {"files": [facts(name="..")]}),
+        ("set", {"files": [facts(name="")]}),
+        ("set", {"files": [facts(name="a\0")]}),
+        ("set", {"files": [facts(temporary="model-1.bin")]}),
+        ("set", {"files": [facts(temporary=f"../{facts()['temporary']}")]}),
+    ],
+)
+def test_a_journal_of_nobody_we_know(old, kind, said):
+    journal = Journal(kind, said)
+    write_journal(str(old / INDEX), journal)
+    before = content(old)
+    with pytest.raises(CorruptFile, match="tells of no set") as caught:
+        settle_set(old / INDEX, journal)
+    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
+    with pytest.raises(CorruptFile):
+        write(old, NEW, overwrite=True)
+    assert content(old) == before
+
+
+@needs_posix
+def test_a_folder_in_which_nothing_can_be_renamed(old, monkeypatch):
+    journal = killed(old, NEW, 2, overwrite=True)
+    before = content(old)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(WriteDenied, match="does not let us finish it") as caught:
+        settle_set(old / INDEX, journal)
+    assert "recover" in caught.value.hint
+    assert content(old) == before
