@@ -6,6 +6,7 @@ huggingface_hub/serialization writes it.
 
 from __future__ import annotations
 
+import ntpath
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -167,7 +168,7 @@ def _parsed(raw: bytes, source: FileSource) -> ShardIndex | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it can only be a file in the folder of the index."""
+    """Whether it can only be a file in the folder of the index, on whatever system."""
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
         return False
-    return not os.path.splitdrive(name)[0]
+    return not ntpath.splitdrive(name)[0]

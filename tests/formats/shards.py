@@ -1,0 +1,46 @@
+"""Checkpoints in shards as Hugging Face's loaders and writers have them."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptool.files.atomic import atomic_output
+
+
+def write_set(folder, shards, *, index="model.safetensors.index.json", **changes):
+    """Shards by file name, as their own libraries write them, and an index; `changes` are to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, tensors in shards.items():
+        (save_file if file.endswith(".safetensors") else torch.save)(tensors, folder / file)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    size = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+    document = {"metadata": {"total_size": size}, "weight_map": weight_map, **changes}
+    (folder / index).write_text(json.dumps(document, indent=2) + "\n")
+    return folder / index
+
+
+def write_plan(plan):
+    """Put the files of a plan on the disk, one by one."""
+    for shard in plan.shards:
+        with atomic_output(shard.path, shard.plan.size, overwrite=True) as output:
+            shard.plan.write(output)
+    if plan.index_path is not None:
+        with open(plan.index_path, "wb") as file:
+            file.write(plan.index)
+
+
+def loaded(index):
+    """What a loader of Hugging Face's gets: every shard, by the library of its own, in one dict."""
+    weight_map = json.loads(index.read_text())["weight_map"]
+    found = {}
+    for file in dict.fromkeys(weight_map.values()):
+        path = index.parent / file
+        if file.endswith(".safetensors"):
+            part = load_file(path)
+        else:
+            part = torch.load(path, weights_only=True)
+        assert not part.keys() & found.keys()
+        found.update(part)
+    assert found.keys() == weight_map.keys()
+    return found
