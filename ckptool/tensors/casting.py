@@ -1,0 +1,324 @@
+"""Storages in another floating type, computed in blocks, and what that does to their elements.
+
+The elements become exactly what `tensor.to(dtype)` of torch gives. What is lost is judged on the
+source: some of torch's casts saturate (1e6 is 448 in float8_e4m3fn), others drop a sign.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from shlex import quote
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotRepresentable
+from ckptool.files import ByteRange
+from ckptool.files.computed import ComputedSource
+from ckptool.model import Storage, TensorRef
+from ckptool.paths import printable
+from ckptool.tensors.coverage import Grid, Owners, Piece, Spans
+from ckptool.tensors.runtime import require_torch, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FLOATS", "Caster", "Losses", "is_exact"]
+
+CHUNK = 1 << 15
+"""Elements handled at a time: they stay in the processor's cache, and below what torch divides
+among threads, whose waiting for each other costs more than it gains where the machine is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloatType:
+    """What a floating type can express.
+
+    Sources: IEEE 754, the OCP specification of 8-bit and microscaling formats, and the notes on the
+    `fnuz` types in c10/util/Float8_*.h.
+    """
+
+    digits: int
+    """Significant bits, the implicit one too."""
+    lowest: int
+    """Exponent of two of the smallest positive value."""
+    largest: float
+    infinite: bool = True
+    """Whether it has infinities."""
+    signed: bool = True
+    """Whether it has signs, and a zero."""
+
+
+FLOATS = {
+    "float64": FloatType(53, -1074, sys.float_info.max),
+    "float32": FloatType(24, -149, (2 - 2.0**-23) * 2.0**127),
+    "float16": FloatType(11, -24, 65504.0),
+    "bfloat16": FloatType(8, -133, (2 - 2.0**-7) * 2.0**127),
+    "float8_e4m3fn": FloatType(4, -9, 448.0, infinite=False),
+    "float8_e5m2": FloatType(3, -16, 57344.0),
+    "float8_e4m3fnuz": FloatType(4, -10, 240.0, infinite=False),
+    "float8_e5m2fnuz": FloatType(3, -17, 57344.0, infinite=False),
+    "float8_e8m0fnu": FloatType(1, -127, 2.0**127, infinite=False, signed=False),
+}
+"""The types that are cast from and to."""
+
+_SATURATES = {"float8_e4m3fn": 464.0}
+"""Types of which torch makes what is too large the largest: beyond this nothing rounds to it."""
+
+
+def is_exact(source: str, target: str) -> bool:
+    """Whether every value of the one type is one of the other."""
+    old, new = FLOATS[source], FLOATS[target]
+    return old == new or (
+        new.digits >= old.digits
+        and new.lowest <= old.lowest
+        and new.largest >= old.largest
+        and (new.infinite or not old.infinite)
+        and new.signed
+    )
+
+
+@dataclass(slots=True)
+class Losses:
+    """How many elements were cast, and of those how many are not what they were."""
+
+    elements: int = 0
+    overflow: int = 0
+    """Finite and beyond the largest finite value, or infinite or negative where there is no such.
+
+    After rounding: 65519 is 65504 in float16.
+    """
+    underflow: int = 0
+    """Not zero, and zero now."""
+    precision: int = 0
+    """Another value now, neither of the above."""
+    largest: float = 0.0
+    """The largest magnitude of those that overflow."""
+
+    def add(self, other: Losses) -> None:
+        """Count those too."""
+        self.elements += other.elements
+        self.overflow += other.overflow
+        self.underflow += other.underflow
+        self.precision += other.precision
+        self.largest = max(self.largest, other.largest)
+
+
+class Caster:
+    """Casts storages from one floating type to another, with one set of buffers for all."""
+
+    def __init__(self, source: str, target: str, *, allow_overflow: bool, file: str = "") -> None:
+        """Cast `source` to `target`; `file` is for messages.
+
+        Torch is imported when the first element is wanted. Unless overflow is allowed, reading the
+        first element that does is an error (`NotRepresentable`).
+        """
+        self.source = source
+        self.target = target
+        self.losses: dict[str, Losses] = {}
+        """Of each tensor by its name, as far as its elements have been computed."""
+        self.allow_overflow = allow_overflow
+        self.lock = Lock()
+        """To be held while the kernel's buffers are in use."""
+        self._file = file or None
+        self._kernel: _Kernel | None = None
+
+    def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
+        """The storage in the other type, element by element, to be computed when it is read.
+
+        Elements count for the first of `views` (names and tensors of the source type) that has
+        them, once; those of no view are cast and not counted.
+        """
+        count = storage.nbytes // BY_NAME[self.source].itemsize
+        size = count * BY_NAME[self.target].itemsize
+        data = None
+        if storage.data is not None:
+            run = _Run(self, storage.data, storage.byteorder != sys.byteorder, Owners(views))
+            source = ComputedSource(storage.data.source.name, size, run.fill)
+            data = ByteRange(source, 0, size)
+        return Storage(storage.key, data, size, storage.device, sys.byteorder)
+
+    @property
+    def kernel(self) -> _Kernel:
+        """The buffers and the arithmetic, made once."""
+        if self._kernel is None:
+            self._kernel = _Kernel(self.source, self.target)
+        return self._kernel
+
+    def refused(self, name: str, losses: Losses) -> NotRepresentable:
+        """The error for a tensor that overflows where that is not allowed."""
+        kind = FLOATS[self.target]
+        reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
+        own = name.rpartition("/")[2]
+        return NotRepresentable(
+            f"{printable(name)!r} cannot be cast: {losses.overflow:,} of its "
+            f"{losses.elements:,} elements do not fit {self.target}, {reach} "
+            f"(the largest magnitude is {losses.largest:.5g})",
+            file=self._file,
+            hint="--allow-overflow casts it all the same; "
+            f"--keep {quote(f'{own}={self.source}')} keeps this one",
+        )
+
+
+class _Run:
+    """One storage on its way."""
+
+    def __init__(self, caster: Caster, data: ByteRange, swap: bool, owners: Owners) -> None:
+        self._caster = caster
+        self._data = data
+        self._swap = swap
+        self._owners = owners
+        self._counted = Spans()
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Put the bytes of the cast storage from `offset` into `buffer`."""
+        size = BY_NAME[self._caster.target].itemsize
+        first, last = offset // size, -(-(offset + len(buffer)) // size)
+        with self._caster.lock:
+            for start in range(first, last, CHUNK):
+                made = self._cast(start, min(start + CHUNK, last))
+                at = start * size - offset
+                skipped = max(-at, 0)
+                made = made[skipped : len(buffer) - at]
+                buffer[at + skipped : at + skipped + len(made)] = made
+
+    def _cast(self, start: int, stop: int) -> memoryview:
+        made = self._caster.kernel.cast(self._data, start, stop, swap=self._swap)
+        for run in self._counted.add(start, stop):
+            for piece in self._owners.pieces(*run):
+                losses = self._caster.kernel.losses(start, piece)
+                self._caster.losses.setdefault(piece.name, Losses()).add(losses)
+                if losses.overflow and not self._caster.allow_overflow:
+                    raise self._caster.refused(piece.name, self._whole(piece.name))
+        return made
+
+    def _whole(self, name: str) -> Losses:
+        """The losses of a whole tensor, wherever its elements lie."""
+        whole = Losses()
+        first, last = self._owners.extent(name)
+        for start in range(first, last, CHUNK):
+            stop = min(start + CHUNK, last)
+            self._caster.kernel.cast(self._data, start, stop, swap=self._swap)
+            for piece in self._owners.pieces(start, stop):
+                if piece.name == name:
+                    whole.add(self._caster.kernel.losses(start, piece))
+        return whole
+
+
+class _Kernel:
+    """The arithmetic on one chunk, over buffers that are used again and again."""
+
+    def __init__(self, source: str, target: str) -> None:
+        """Take memory for chunks of these types.
+
+        Raises:
+            TorchMissing: torch is not installed.
+            UnsupportedFormat: this torch has not one of the types.
+        """
+        require_torch()
+        import torch
+
+        self._exact = is_exact(source, target)
+        self._kind = FLOATS[target]
+        self._limit = _SATURATES.get(target, float("inf"))
+        self._itemsize = BY_NAME[source].itemsize
+        wide = torch.float64 if source == "float64" else torch.float32
+        self._bits = torch.int64 if source == "float64" else torch.int32
+        self._raw = bytearray(CHUNK * self._itemsize)
+        self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
+        self._source = torch.frombuffer(self._raw, dtype=torch_dtype(source))
+        self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
+        # Both types in one that has all their values, where they can be compared.
+        self._back = torch.empty(CHUNK, dtype=wide)
+        self._old = self._source
+        if self._source.dtype != wide and not self._exact:
+            self._old = torch.empty(CHUNK, dtype=wide)
+        self._widened = False
+
+    def cast(self, data: ByteRange, start: int, stop: int, *, swap: bool) -> memoryview:
+        """The elements from `start` up to `stop` in the target's type, until the next call."""
+        import torch
+
+        count, size = stop - start, self._itemsize
+        data.read_into(memoryview(self._raw)[: count * size], start * size)
+        source = self._source[:count]
+        if swap and size > 1:
+            rows = source.view(torch.uint8).view(-1, size)
+            rows.copy_(rows.flip(1))
+        self._target[:count].copy_(source)
+        self._widened = False
+        return memoryview(self._made)[: count * self._target.element_size()]
+
+    def losses(self, start: int, piece: Piece) -> Losses:
+        """What became of a piece of the chunk that was just cast, which began at `start`."""
+        chosen = slice(piece.start - start, piece.stop - start)
+        if self._exact:
+            mask = None if piece.grid is None else _own(piece)
+            count = chosen.stop - chosen.start if mask is None else int(mask.sum())
+            return Losses(count)
+        if not self._widened:
+            self._back.copy_(self._target)
+            if self._old is not self._source:
+                self._old.copy_(self._source)
+            self._widened = True
+        old, back = self._old[chosen], self._back[chosen]
+        if piece.grid is not None:
+            mask = _own(piece)
+            old, back = old[mask], back[mask]
+        return self._compared(old, back) if old.numel() else Losses()
+
+    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
+        """Few passes where nothing overflows and there is no NaN, which is nearly everywhere."""
+        import torch
+
+        low, high = (float(end) for end in torch.aminmax(old))
+        largest = self._kind.largest
+        if not (-largest <= low and high <= largest) or (low < 0 and not self._kind.signed):
+            return self._sorted_out(old, back)
+        alive = int(torch.count_nonzero(back))
+        gone = 0
+        if alive < old.numel() and self._kind.signed:
+            gone = int(torch.count_nonzero(old)) - alive
+        changed = int(torch.count_nonzero((back - old).view(self._bits)))
+        return Losses(old.numel(), 0, gone, changed - gone)
+
+    def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
+        """The same with NaN, infinities and what overflows told apart."""
+        import torch
+
+        size, finite = old.abs(), torch.isfinite(old)
+        over = finite & (~torch.isfinite(back) | (size > self._limit))
+        if not self._kind.infinite:
+            over |= torch.isinf(old)
+        if not self._kind.signed:
+            over |= old < 0
+        rest = finite & ~over
+        gone = rest & (old != 0) & (back == 0)
+        changed = rest & (old != back)
+        overflow, underflow = int(over.sum()), int(gone.sum())
+        largest = float(size[over].max()) if overflow else 0.0
+        return Losses(old.numel(), overflow, underflow, int(changed.sum()) - underflow, largest)
+
+
+def _own(piece: Piece) -> torch.Tensor:
+    """Which elements of a piece of a view with holes are its own."""
+    import torch
+
+    index = torch.arange(piece.start, piece.stop)
+    own = torch.ones(index.numel(), dtype=torch.bool)
+    for grid in piece.before:
+        own &= ~_on_grid(index, grid)
+    return own if piece.grid is None else own & _on_grid(index, piece.grid)
+
+
+def _on_grid(index: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Which elements of the storage a view looks at."""
+    rest = index - grid.first
+    inside = rest >= 0
+    for step, size in grid.axes:
+        at = rest // step
+        inside &= at < size
+        rest = rest - at * step
+    return inside & (rest == 0)
