@@ -1,0 +1,172 @@
+"""One at a time: locks that are held, released by a death, missing on a file system, in the way."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ckptool.errors import FileBusy, FileMissing, UnreadableFile
+from ckptool.files import locking, system
+from ckptool.files.journal import Journal, journal_path, write_journal
+from ckptool.files.locking import exclusive, leads_to
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such locks")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "model.pth"
+    path.write_bytes(b"content")
+    return str(path)
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(system.fcntl, "flock", refuse)
+
+
+def test_the_file_itself_is_open_to_write(path):
+    with exclusive(path) as fd:
+        os.pwrite(fd, b"C", 0)
+        assert leads_to(path, fd)
+    with open(path, "rb") as file:
+        assert file.read() == b"Content"
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+
+
+def test_one_at_a_time(path):
+    with exclusive(path):
+        with pytest.raises(FileBusy, match="is being edited by ") as caught, exclusive(path):
+            pass
+        assert caught.value.file == path
+    with exclusive(path):
+        pass
+
+
+def test_a_link_leads_to_the_same_lock(path, tmp_path):
+    (tmp_path / "link.pth").symlink_to(path)
+    with exclusive(path), pytest.raises(FileBusy), exclusive(tmp_path / "link.pth"):
+        pass
+
+
+def test_a_killed_process_holds_nothing(path):
+    code = (
+        "import sys\n"
+        "from ckptool.files.locking import exclusive\n"
+        "with exclusive(sys.argv[1]):\n"
+        "    print('locked', flush=True)\n"
+        "    input()\n"
+    )
+    command = [sys.executable, "-c", code, path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(FileBusy, match=f"by process {holder.pid}$"), exclusive(path):
+            pass
+        holder.kill()
+        holder.wait()
+        with exclusive(path):
+            pass
+
+
+def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
+    monkeypatch.setattr(locking, "lock_holder", lambda fd: None)
+    with exclusive(path):
+        with pytest.raises(FileBusy, match=r"by another process$"), exclusive(path):
+            pass
+        write_journal(path, Journal("edit", {}, pid=4711))
+        with pytest.raises(FileBusy, match=r"by process 4711$"), exclusive(path):
+            pass
+
+
+def test_a_file_that_is_replaced_before_it_is_locked(path, monkeypatch):
+    taken = []
+
+    def replaces(fd):
+        if not taken:
+            os.rename(path, path + ".old")
+            with open(path, "wb") as file:
+                file.write(b"another")
+        taken.append(fd)
+        return system.try_lock(fd)
+
+    monkeypatch.setattr(locking, "try_lock", replaces)
+    with exclusive(path) as fd:
+        assert os.pread(fd, 100, 0) == b"another"
+    assert len(taken) == 2
+
+
+def test_a_file_that_may_only_be_read(path, monkeypatch):
+    real = os.open
+
+    def refuse(name, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return real(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with exclusive(path) as fd:
+        assert os.pread(fd, 100, 0) == b"content"
+        with pytest.raises(OSError, match="descriptor"):
+            os.pwrite(fd, b"C", 0)
+
+
+def test_no_file_and_no_way_to_one(path):
+    with pytest.raises(FileMissing), exclusive(path + ".missing"):
+        pass
+    with pytest.raises(UnreadableFile), exclusive(path + "/model.pth"):
+        pass
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_file_system_without_locks(path):
+    with exclusive(path), exclusive(path):
+        pass
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_the_journal_of_a_living_process_counts(path):
+    write_journal(path, Journal("edit", {}, pid=os.getppid()))
+    with pytest.raises(FileBusy, match=f"by process {os.getppid()}$"), exclusive(path):
+        pass
+
+
+@pytest.mark.usefixtures("without_locks")
+@pytest.mark.parametrize("journal", ["own", "dead", "restarted", "damaged"])
+def test_without_locks_no_other_journal_counts(path, journal):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    journals = {
+        "own": Journal("edit", {}),
+        "dead": Journal("edit", {}, pid=ended.pid),
+        "restarted": Journal("edit", {}, pid=os.getppid(), boot="another"),
+        "damaged": Journal("edit", {}, pid=os.getppid()),
+    }
+    write_journal(path, journals[journal])
+    if journal == "damaged":
+        with open(journal_path(path), "r+b") as file:
+            file.truncate(40)
+    with exclusive(path):
+        pass
+
+
+@pytest.mark.parametrize("pid", [1 << 80, 1 << 22])
+def test_a_process_that_cannot_be(pid):
+    assert not system.is_running(pid)
+
+
+def test_processes_that_are():
+    assert system.is_running(os.getpid())
+    assert system.is_running(1)
+
+
+def test_a_run_of_the_system_has_one_name():
+    assert system.boot_id() == system.boot_id()
+    if sys.platform == "linux":
+        assert len(system.boot_id()) == 36
