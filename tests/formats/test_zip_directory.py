@@ -7,7 +7,7 @@ import pytest
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.zip_directory import find_end, read_directory
+from ckptool.formats.zip_directory import find_end, raw_entries, read_directory
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.zips import FAR, End, Entry, archive, build
 
@@ -167,3 +167,16 @@ def test_every_flipped_byte_gives_records_or_our_own_error():
         broken[position] ^= 0xFF
         with suppress(CheckpointError):
             assert archive(bytes(broken)).size == len(data)
+
+
+def test_raw_entries_are_the_directory_byte_for_byte(fixtures):
+    entries = [Entry("a/one", b"1", extra=b"\x99\x99\x02\0hi"), Entry("a/two", b"22")]
+    wide = (fixtures / "archives" / "zip64.pth").read_bytes()
+    for data in (build(entries, End(comment=b"bye")), wide, build([])):
+        source = whole(data)
+        end = find_end(source)
+        raw = raw_entries(source, end)
+        assert b"".join(raw) == source.read(end.offset, end.length)
+        for part, entry in zip(raw, read_directory(source, end, DEFAULT_LIMITS), strict=True):
+            assert part.startswith(b"PK\1\2")
+            assert entry.raw_name in part

@@ -5,6 +5,7 @@ import collections
 import datetime
 import enum
 import functools
+import io
 import pathlib
 import pickle
 import pickletools
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 
 from ckptool.errors import NotRepresentable
+from ckptool.formats import open_checkpoint
 from ckptool.model import Opaque
 from ckptool.symbolic.encoder import blockers, encode
 from tests.symbolic.pickles import read
@@ -189,3 +191,29 @@ def test_a_name_with_a_line_break_cannot_be_written():
 def test_blockers_are_the_classes_that_weights_only_refuses():
     tree = read(pickle.dumps({"a": argparse.Namespace(), "b": {1}, "c": b"x"}, 2)).root
     assert blockers(tree) == ("argparse.Namespace",)
+
+
+def test_storages_are_named_by_position_or_by_a_key_of_the_callers(fixtures):
+    with open_checkpoint(fixtures / "torch-1.6.0" / "odd.pth") as checkpoint:
+        own = encode(checkpoint.root, key_of=lambda storage: storage.key)
+        numbered = encode(checkpoint.root)
+    assert own.storages == numbered.storages
+    keys = [storage.key for storage in own.storages]
+    assert keys_in(own.data) == keys
+    assert keys_in(numbered.data) == [str(position) for position in range(len(keys))]
+    assert keys != keys_in(numbered.data)
+
+
+def keys_in(data):
+    """The storage keys that a pickle mentions, each once, in order."""
+    keys = {}
+
+    class Reader(pickle.Unpickler):
+        def persistent_load(self, pid):
+            return keys.setdefault(pid[2])
+
+        def find_class(self, module, name):
+            return lambda *args: dict(*args) if name == "OrderedDict" else None
+
+    Reader(io.BytesIO(data)).load()
+    return list(keys)
