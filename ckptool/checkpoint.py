@@ -81,6 +81,8 @@ class Checkpoint:
     changes: tuple[Change, ...] = ()
     sources: tuple[FileSource, ...] = ()
     reports: tuple[Report, ...] = ()
+    original: Any = None
+    """The tree as it was read."""
 
     def __enter__(self) -> Checkpoint:
         """Itself."""

@@ -26,6 +26,8 @@ def write_changed(
     *,
     word: str,
     strict: bool = False,
+    rewrite: bool = False,
+    max_shard_size: str | None = None,
 ) -> Receipt:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
@@ -47,7 +49,9 @@ def write_changed(
             format=target.format,
             overwrite=target.force,
             in_place=target.in_place,
+            rewrite=rewrite,
             strict=strict,
+            max_shard_size=max_shard_size,
             dry_run=target.dry_run,
             verify=target.verify,
             progress=progress,

@@ -40,6 +40,6 @@ def command(file: str, target: Target) -> None:
         found = compact(checkpoint)
         return checkpoint.with_root(found.root, _NOTHING) if found is checkpoint else found
 
-    receipt = write_changed(file, change, target, word="compact")
+    receipt = write_changed(file, change, target, word="compact", rewrite=True)
     after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
     say([f"{clean(os.path.basename(file))} {size(before)}, {after}"], quiet=target.quiet)

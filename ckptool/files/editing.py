@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -181,7 +182,13 @@ def _broke_off(piece: bytes, old: bytes, new: bytes) -> bool:
     return piece[begun:] == old[begun:]
 
 
-def apply_patch(source: FileSource, patch: Patch, *, path: str | None = None) -> None:
+def apply_patch(
+    source: FileSource,
+    patch: Patch,
+    *,
+    path: str | None = None,
+    check: Callable[[], None] | None = None,
+) -> None:
     """Edit the file that `source` has read; whatever goes wrong leaves it as it was.
 
     After a kill, the next one who opens the file (`recovery.open_source`) sets it right.
@@ -190,6 +197,7 @@ def apply_patch(source: FileSource, patch: Patch, *, path: str | None = None) ->
         source: Still open, and not to be read any more afterwards.
         patch: What to put in, and where.
         path: Where the file is, if not at `source.path`; links are resolved.
+        check: Called when the edit is on the disk; what it raises takes the edit back.
 
     Raises:
         FileBusy: another process is editing it; the message names that one.
@@ -208,6 +216,8 @@ def apply_patch(source: FileSource, patch: Patch, *, path: str | None = None) ->
         try:
             write_journal(path, edit.to_journal())
             edit.apply(fd)
+            if check is not None:
+                check()
         except BaseException:
             _take_back(edit, path, fd)
             raise

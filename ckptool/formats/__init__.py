@@ -7,10 +7,11 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UsageError
+from ckptool.files import FileSource
 from ckptool.formats import identify
 from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -67,16 +68,24 @@ JSON_SPACE = b" \t\r\n"
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    source: FileSource | None = None,
+) -> Checkpoint:
     """The checkpoint in a file or folder, told apart by content; only the header is read.
+
+    `source` is the file, already open, as it stands: no journal beside it is looked for.
 
     Raises:
         UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged.
     """
-    probe = Probe(path, limits)
+    probe = Probe(path, limits, source)
     try:
         with _collector_paused():
-            return _read(probe)
+            checkpoint = _read(probe)
+            return replace(checkpoint, original=checkpoint.root)
     except CheckpointError as error:
         probe.close()
         if error.file is None:

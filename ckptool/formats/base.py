@@ -61,8 +61,10 @@ class Archive:
 class Probe:
     """A file or folder that is being recognised; what is asked twice is read once."""
 
-    def __init__(self, path: str | os.PathLike[str], limits: Limits) -> None:
-        """Look at `path`, and open it if it is a file.
+    def __init__(
+        self, path: str | os.PathLike[str], limits: Limits, source: FileSource | None = None
+    ) -> None:
+        """Look at `path`, and open it if it is a file that is not open yet (`source`).
 
         Raises:
             FileMissing: there is no such file or folder.
@@ -73,7 +75,7 @@ class Probe:
         self.path = os.fsdecode(path)
         self.limits = limits
         self.is_folder = os.path.isdir(self.path)
-        self.source = None if self.is_folder else open_source(self.path)
+        self.source = source or (None if self.is_folder else open_source(self.path))
 
     @cached_property
     def head(self) -> bytes:

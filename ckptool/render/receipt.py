@@ -35,14 +35,17 @@ def _written(receipt: Receipt) -> Iterator[str]:
     """The files, what was done to them, and how large they are."""
     for path, length in receipt.files:
         yield f"{clean(path)}  {size(length)}"
-    verbs = ("edit", "edited") if receipt.edited else ("write", "wrote")
-    done = f"would {verbs[0]}" if receipt.dry_run else verbs[1]
+    present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
+    if not receipt.written:
+        present, past = "leave", "left"
+    done = f"would {present}" if receipt.dry_run else past
     facts = [receipt.format, plural(receipt.tensors, "tensor"), size(receipt.size)]
     if receipt.edited:
         facts.append(f"{size(receipt.written)} of it new")
     if receipt.verified:
         facts.append("verified")
-    yield f"{done} {clean(receipt.path)} ({', '.join(facts)})"
+    as_it_is = "" if receipt.written else " as it is"
+    yield f"{done} {clean(receipt.path)}{as_it_is} ({', '.join(facts)})"
 
 
 def receipt_document(source: str, changes: Sequence[Change], receipt: Receipt) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.save import save
-from ckptool.writing.target import target_format
+from ckptool.writing.target import FLAT, target_format
 
-__all__ = ["Receipt", "save", "target_format"]
+__all__ = ["FLAT", "Receipt", "save", "target_format"]

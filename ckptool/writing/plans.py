@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,13 +13,18 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
-from ckptool.files.output import Progress
+from ckptool.files.editing import apply_patch
+from ckptool.files.file_set import atomic_set
+from ckptool.files.locking import exclusive
+from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
-from ckptool.formats.base import WritePlan
+from ckptool.formats.base import EditPlan, WritePlan
+from ckptool.symbolic.encoder import blockers
+from ckptool.writing.sharding import ShardPlan
 from ckptool.writing.target import is_a_source
 from ckptool.writing.verification import verify
 
-__all__ = ["Job", "NewFile", "Plan"]
+__all__ = ["Edited", "Job", "NewFile", "NewSet", "Plan", "Untouched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +129,110 @@ class NewFile:
                 verify(job.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
-        with atomic_output(
-            job.path,
-            self.size,
+        with (
+            self._alone(job),
+            atomic_output(
+                job.path,
+                self.size,
+                overwrite=job.overwrite or job.in_place,
+                mode=permissions(sources),
+                check=check,
+                progress=job.progress,
+            ) as output,
+        ):
+            self._plan.write(output)
+
+    def _alone(self, job: Job) -> ExitStack:
+        """The lock on the file that is replaced in place, for as long as that takes."""
+        stack = ExitStack()
+        if job.in_place and os.path.lexists(job.path):
+            stack.enter_context(exclusive(job.path))
+        return stack
+
+
+class Edited:
+    """The source itself, changed where it lies: the tensors' bytes are not touched."""
+
+    files: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, plan: EditPlan, format: str, left_out: tuple[str, ...]) -> None:
+        """Carry out `plan`; `left_out` is what the changes did not take along."""
+        self._plan = plan
+        self.format, self.size, self.written = format, plan.size, len(plan.patch.data)
+        self.tensors, self.notes, self.blockers = plan.tensors, plan.notes, plan.blockers
+        self.left_out = left_out
+
+    def carry_out(self, job: Job) -> None:
+        """Edit the file; whatever goes wrong leaves it as it was."""
+
+        def check() -> None:
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
+
+        apply_patch(job.checkpoint.sources[0], self._plan.patch, path=job.path, check=check)
+
+
+class Untouched:
+    """The source itself, which holds already what it is to hold."""
+
+    written = 0
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: tuple[tuple[str, int], ...] = ()
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Leave the file of `checkpoint` as it is."""
+        self.format, self.size = checkpoint.format, checkpoint.details.size
+        self.tensors = sum(1 for _ in checkpoint.tensors())
+        self.blockers = blockers(checkpoint.root)
+
+    def carry_out(self, job: Job) -> None:
+        """Make sure that it is still the file that was read."""
+        job.check_sources()
+
+
+class NewSet:
+    """Shards and their index, which appear together."""
+
+    def __init__(self, plan: ShardPlan, index: str, left_behind: tuple[str, ...]) -> None:
+        """Carry out `plan`, which has an index, at `index`."""
+        self._plan = plan
+        self._index = index
+        self.format, self.size, self.written = plan.format, plan.size, plan.size
+        self.tensors, self.blockers = plan.tensors, plan.blockers
+        self.notes = plan.notes
+        self.left_out = (*left_behind, *plan.left_out)
+        self.files = (
+            *((shard.path, shard.plan.size) for shard in plan.shards),
+            (index, len(plan.index)),
+        )
+
+    def carry_out(self, job: Job) -> None:
+        """Write all of them, or none."""
+        sources = job.checkpoint.sources
+        announce(sources)
+        written: list[FileOutput] = []
+
+        def check() -> None:
+            if job.verify:
+                for shard, output in zip(self._plan.shards, written, strict=True):
+                    verify(shard.checkpoint, output.name, output.streamed, job.progress)
+            job.check_sources()
+
+        with atomic_set(
+            self._index,
+            dict(self.files),
             overwrite=job.overwrite or job.in_place,
             mode=permissions(sources),
             check=check,
             progress=job.progress,
-        ) as output:
-            self._plan.write(output)
+        ) as new:
+            for shard in self._plan.shards:
+                with new.file(shard.path) as output:
+                    shard.plan.write(output)
+                written.append(output)
+            with new.file(self._index) as output:
+                output.write(self._plan.index)
 
 
 def announce(sources: Sequence[FileSource]) -> None:

@@ -10,12 +10,14 @@ from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files import FileSource
 from ckptool.files.computed import ComputedSource
 from ckptool.files.output import Progress
-from ckptool.formats import writer
+from ckptool.formats import WRITABLE, writer
+from ckptool.formats.base import EditableFormat
 from ckptool.paths import listed
 from ckptool.transforms import single_state_dict
-from ckptool.writing.plans import Job, NewFile, Plan
+from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
 from ckptool.writing.receipt import Receipt
-from ckptool.writing.target import check_target, is_a_source, target_format
+from ckptool.writing.sharding import SHARD_FORMATS, parse_size, plan_shards
+from ckptool.writing.target import FLAT, check_target, is_a_source, target_format
 
 __all__ = ["LEFT_OUT", "save"]
 
@@ -30,8 +32,10 @@ def save(
     format: str | None = None,
     overwrite: bool = False,
     in_place: bool = False,
+    rewrite: bool = False,
     strict: bool = False,
     dry_run: bool = False,
+    max_shard_size: int | str | None = None,
     verify: bool | None = None,
     progress: Progress | None = None,
 ) -> Receipt:
@@ -40,11 +44,15 @@ def save(
     Args:
         checkpoint: Open; its tensors are copied from the files that it was read from.
         path: Missing folders are made; a link's target is replaced and the link stays.
-        format: `torch-zip`, `torch-legacy`, `safetensors`; see `target_format` for the default.
+        format: `torch-zip`, `torch-legacy`, `safetensors`, `safetensors-sharded`,
+            `torch-sharded`; see `target_format` for the default.
         overwrite: Replace another file that is there.
-        in_place: Allow the target to be the source: a new file takes its place.
+        in_place: Allow the target to be the source. It is edited where it lies, if its format and
+            the changes allow it; else a new file takes its place.
+        rewrite: In place, a new file even where an edit would do: dead bytes go.
         strict: Refuse to leave anything out.
         dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
+        max_shard_size: Bytes of tensors in one file, or words such as `5GB`; more go into shards.
         verify: Read the result back and compare every tensor before it takes its name. None: where
             tensors are computed (`cast`, `average`).
         progress: Told bytes done and bytes in all.
@@ -60,10 +68,18 @@ def save(
             place of the source meanwhile.
     """
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
-    name = target_format(checkpoint, path, format)
-    if name == "safetensors":
+    name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
+    if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
-    plan = NewFile(writer(name).plan(checkpoint), tuple(_left_behind(checkpoint, name)))
+    own = in_place and _names_a_source(path, checkpoint.sources)
+    plan: Plan | None = None if not own or rewrite else _in_place(checkpoint, path, name)
+    if plan is None:
+        left_behind = tuple(_left_behind(checkpoint, name))
+        if name in SHARD_FORMATS:
+            plan = _sharded(checkpoint, path, name, max_shard_size, left_behind)
+        else:
+            plan = NewFile(writer(name).plan(checkpoint), left_behind)
+    _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -71,13 +87,50 @@ def save(
         checkpoint,
         os.fspath(path),
         overwrite,
-        in_place and _names_a_source(path, checkpoint.sources),
+        own,
         _computes(checkpoint) if verify is None else verify,
         progress,
     )
     if not dry_run:
         plan.carry_out(job)
     return _receipt(plan, job, dry_run=dry_run)
+
+
+def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
+    """The edit that makes the source hold the checkpoint; None where that takes a new file.
+
+    A file with several names gets a new one: the journal of an edit lies beside one name only.
+    """
+    if checkpoint.root is checkpoint.original and format == checkpoint.format:
+        return Untouched(checkpoint)
+    known = writer(format) if format == checkpoint.format and format in WRITABLE else None
+    if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
+        return None
+    if os.stat(path).st_nlink > 1:
+        return None
+    plan = known.plan_edit(checkpoint)
+    return None if plan is None else Edited(plan, format, tuple(_not_carried(checkpoint)))
+
+
+def _sharded(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str,
+    max_shard_size: int | str | None,
+    left_behind: tuple[str, ...],
+) -> Plan:
+    """Shards and an index, or the one file that all of it fits in."""
+    most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    plan = plan_shards(checkpoint, path, format=format, max_shard_size=most)
+    if plan.index_path is None:
+        return NewFile(plan.shards[0].plan, left_behind)
+    return NewSet(plan, plan.index_path, left_behind)
+
+
+def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
+    """Refuse a set of which a file is in the way; those of the source itself are not in place."""
+    for file, _ in plan.files:
+        check_target(checkpoint, file, overwrite=overwrite, in_place=in_place)
 
 
 def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
@@ -150,9 +203,15 @@ def _names_a_source(path: str | os.PathLike[str], sources: Sequence[FileSource])
 def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     """What the reader and the transforms did not take along, and what only one format has."""
     yield from checkpoint.details.left_behind
+    yield from checkpoint.details.unreferenced
     for change in checkpoint.changes:
         if change.kind == LEFT_OUT:
             yield change.text
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format:
         yield f"entries of the header: {listed(entries)}"
+
+
+def _not_carried(checkpoint: Checkpoint) -> Iterator[str]:
+    """What the transforms did not take along."""
+    return (change.text for change in checkpoint.changes if change.kind == LEFT_OUT)

@@ -26,7 +26,7 @@ from ckptool.formats.safetensors_writer import content_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef
 from ckptool.rebuilding import everything
 
-__all__ = ["DEFAULT_SIZE", "SHARD_FORMATS", "ShardPlan", "parse_size", "plan_shards"]
+__all__ = ["DEFAULT_SIZE", "SHARD_FORMATS", "Shard", "ShardPlan", "parse_size", "plan_shards"]
 
 DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
@@ -43,6 +43,15 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the files, not written yet: where, what, and the part of the checkpoint it holds."""
+
+    path: str
+    plan: WritePlan
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class ShardPlan:
     """Files that are not written yet: shards and an index, or the one file that all fits in."""
 
@@ -50,8 +59,8 @@ class ShardPlan:
     index_path: str | None
     """None where there is one file and no index."""
     index: bytes
-    shards: tuple[tuple[str, WritePlan], ...]
-    """Path and content of each, in the order of the state dict."""
+    shards: tuple[Shard, ...]
+    """In the order of the state dict."""
     total_size: int
     """Bytes of the tensors, as the index states it."""
     tensors: int
@@ -64,7 +73,7 @@ class ShardPlan:
     @property
     def size(self) -> int:
         """Bytes of all files together."""
-        return len(self.index) + sum(plan.size for _, plan in self.shards)
+        return len(self.index) + sum(shard.plan.size for shard in self.shards)
 
 
 def parse_size(text: str) -> int:
@@ -119,18 +128,21 @@ def plan_shards(
         return _one_file(checkpoint, names.path, parts, SHARD_FORMATS[format])
     plan = writer(SHARD_FORMATS[format]).plan
     files = [names.shard(number, len(runs)) for number in range(1, len(runs) + 1)]
-    plans = [plan(shard) for shard in _shards(checkpoint, runs)]
+    shards = tuple(
+        Shard(file, plan(part), part)
+        for file, part in zip(files, _shards(checkpoint, runs), strict=True)
+    )
     places = {name: file for file, run in zip(files, runs, strict=True) for name in run}
     return ShardPlan(
         format,
         names.index,
         _index(parts, {name: os.path.basename(places[name]) for name in parts.held}),
-        tuple(zip(files, plans, strict=True)),
+        shards,
         parts.total_size,
-        sum(shard.tensors for shard in plans),
+        sum(shard.plan.tensors for shard in shards),
         parts.left_out,
         parts.notes,
-        tuple(dict.fromkeys(name for shard in plans for name in shard.blockers)),
+        tuple(dict.fromkeys(name for shard in shards for name in shard.plan.blockers)),
     )
 
 
@@ -140,7 +152,7 @@ def _one_file(checkpoint: Checkpoint, path: str, parts: _Parts, format: str) -> 
         format,
         None,
         b"",
-        ((path, plan),),
+        (Shard(path, plan, checkpoint),),
         parts.total_size,
         plan.tensors,
         plan.left_out,

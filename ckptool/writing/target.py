@@ -12,7 +12,10 @@ from ckptool.files.atomic import refuse_target
 from ckptool.formats import WRITABLE, writer
 from ckptool.writing.sharding import SHARD_FORMATS
 
-__all__ = ["check_target", "is_a_source", "target_format"]
+__all__ = ["FLAT", "check_target", "is_a_source", "target_format"]
+
+FLAT = ("safetensors", *SHARD_FORMATS)
+"""The formats that hold one flat state dict."""
 
 _BY_ENDING = {".safetensors": "safetensors"}
 _INDEX = ".index.json"
@@ -20,9 +23,15 @@ DEFAULT = "torch-zip"
 
 
 def target_format(
-    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None = None
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    sharded: bool = False,
 ) -> str:
     """The name of the format to write: `format`, else the target's ending, else the source's.
+
+    A file that is replaced in place keeps its format, whatever its name ends in. `sharded` asks for that format in shards, where there is more of it than fits in one.
 
     A target that is an index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) is
     of one of the sharded formats. A source whose own format cannot be written, or has an ending
@@ -34,6 +43,14 @@ def target_format(
     name = os.fspath(path).lower()
     if name.endswith(_INDEX):
         return _sharded(name.endswith(f".safetensors{_INDEX}"), format)
+    if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
+        format = checkpoint.format
+    single = _single(checkpoint, name, format)
+    return _sharded(single.startswith("safetensors"), format) if sharded else single
+
+
+def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
+    """The format of a target that is one file, or of shards where `format` says so."""
     if format is not None:
         return format if format in SHARD_FORMATS else writer(format).name
     ending = os.path.splitext(name)[1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, WriteError
-from ckptool.files import ByteRange
+from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Progress, Streamed
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
@@ -53,7 +53,7 @@ def verify(
         WriteError: something differs; the message names it.
     """
     try:
-        with open_checkpoint(path) as found:
+        with open_checkpoint(path, source=FileSource(path)) as found:
             flat = found.format == "safetensors"
             runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
             _compare(runs, streamed, progress)

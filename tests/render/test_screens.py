@@ -189,7 +189,7 @@ def test_show_prints_a_tensor():
 def receipt(**options):
     fields = {
         "path": "out.pth", "format": "torch-zip", "size": 2048, "tensors": 2, "left_out": (),
-        "notes": (), "blockers": (),
+        "notes": (), "blockers": (), "written": 2048,
     }  # fmt: skip
     return Receipt(**{**fields, **options})
 
@@ -215,6 +215,12 @@ def test_a_receipt_of_an_edit_a_check_and_a_computation():
         "fc.weight: 3 elements become zero",
         "edited out.pth (torch-zip, 2 tensors, 2.0 KiB, 512 B of it new, verified)",
     ]
+
+
+def test_a_receipt_of_a_file_that_was_left_alone():
+    for dry_run, word in ((False, "left"), (True, "would leave")):
+        *_, last = receipt_lines("in.pth", (), receipt(written=0, dry_run=dry_run))
+        assert last == f"{word} out.pth as it is (torch-zip, 2 tensors, 2.0 KiB)"
 
 
 def test_a_receipt_of_several_files_names_each():

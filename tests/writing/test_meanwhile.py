@@ -57,6 +57,7 @@ def test_in_place_a_newer_file_of_the_same_name_stays(path, overwrite):
             checkpoint,
             path,
             in_place=True,
+            rewrite=True,
             overwrite=overwrite,
             progress=meanwhile(lambda: replace(path)),
         )
@@ -77,7 +78,7 @@ def test_in_place_a_file_that_is_removed_does_not_come_back(path):
         open_checkpoint(path) as checkpoint,
         pytest.raises(WriteError, match="has been removed meanwhile"),
     ):
-        save(checkpoint, path, in_place=True, progress=meanwhile(path.unlink))
+        save(checkpoint, path, in_place=True, rewrite=True, progress=meanwhile(path.unlink))
     assert os.listdir(path.parent) == []
 
 
@@ -89,7 +90,13 @@ def test_a_source_that_is_written_to_gives_no_file(path, change, in_place):
         open_checkpoint(path) as checkpoint,
         pytest.raises(UnreadableFile, match=r"model\.pth: changed while it was read"),
     ):
-        save(checkpoint, target, in_place=in_place, progress=meanwhile(lambda: change(path)))
+        save(
+            checkpoint,
+            target,
+            in_place=in_place,
+            rewrite=True,
+            progress=meanwhile(lambda: change(path)),
+        )
     assert os.listdir(path.parent) == [path.name]
 
 

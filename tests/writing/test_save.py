@@ -171,6 +171,120 @@ def test_in_place_a_new_file_takes_the_place_of_the_source(tmp_path):
     assert files(tmp_path) == ["model.pth"]
 
 
+@pytest.mark.parametrize("format", ["torch-zip", "safetensors"])
+def test_in_place_the_names_are_changed_where_the_file_lies(tmp_path, format):
+    path = tmp_path / "model"
+    with open_checkpoint(saved(tmp_path / "first.pth")) as first:
+        save(first, path, format=format)
+    inode, size = path.stat().st_ino, path.stat().st_size
+    with open_checkpoint(path) as checkpoint:
+        shorter = checkpoint.with_root({"v": checkpoint["w"], "b": checkpoint["b"]})
+        receipt = save(shorter, path, in_place=True, verify=True)
+    assert receipt.edited
+    assert receipt.verified
+    assert receipt.written < 4096 < size
+    assert (receipt.size, path.stat().st_ino) == (path.stat().st_size, inode)
+    with open_checkpoint(path) as found:
+        assert found["v"].read() == TENSORS["w"].numpy().tobytes()
+    assert files(tmp_path) == ["first.pth", "model"]
+
+
+def saved(path):
+    torch.save(TENSORS, path)
+    return path
+
+
+def test_in_place_what_is_asked_for_is_written_anew(checkpoint, tmp_path):
+    path = tmp_path / "model.pth"
+    renamed = checkpoint.with_root({"v": checkpoint["w"]})
+    receipt = save(renamed, path, in_place=True, rewrite=True)
+    assert not receipt.edited
+    assert list(torch.load(path)) == ["v"]
+
+
+def test_in_place_a_file_that_holds_it_already_is_left_alone(checkpoint, tmp_path):
+    before = (tmp_path / "model.pth").stat()
+    receipt = save(checkpoint.strip_module(), tmp_path / "model.pth", in_place=True)
+    assert (receipt.written, receipt.size, receipt.tensors) == (0, before.st_size, 2)
+    assert (tmp_path / "model.pth").stat() == before
+
+
+@needs_posix
+def test_in_place_a_file_of_several_names_is_written_anew(checkpoint, tmp_path):
+    os.link(tmp_path / "model.pth", tmp_path / "other.pth")
+    renamed = checkpoint.with_root({"v": checkpoint["w"]})
+    assert not save(renamed, tmp_path / "model.pth", in_place=True).edited
+    assert loads(tmp_path / "other.pth")
+
+
+def test_an_edit_that_reads_back_wrong_is_taken_back(checkpoint, tmp_path, monkeypatch):
+    before = (tmp_path / "model.pth").read_bytes()
+
+    def wrong(*_):
+        raise WriteError("verification failed")
+
+    monkeypatch.setattr("ckptool.writing.plans.verify", wrong)
+    with pytest.raises(WriteError, match="verification failed"):
+        save(
+            checkpoint.with_root({"v": checkpoint["w"]}),
+            tmp_path / "model.pth",
+            in_place=True,
+            verify=True,
+        )
+    assert (tmp_path / "model.pth").read_bytes() == before
+    assert files(tmp_path) == ["model.pth"]
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.bin", "out.safetensors.index.json"])
+def test_shards_and_their_index_are_written_and_read_as_one(checkpoint, tmp_path, name):
+    receipt = save(checkpoint, tmp_path / "new" / name, max_shard_size="150kB", verify=True)
+    written = {path: os.path.getsize(path) for path, _ in receipt.files}
+    assert written == dict(receipt.files)
+    assert receipt.size == receipt.written == sum(written.values())
+    assert receipt.verified
+    index = receipt.files[-1][0]
+    assert index.endswith(".index.json")
+    with open_checkpoint(index) as found:
+        assert found.format == receipt.format
+        for key, tensor in TENSORS.items():
+            assert found[key].read() == tensor.numpy().tobytes()
+
+
+def test_shards_in_the_way_are_refused_before_anything_is_written(checkpoint, tmp_path):
+    (tmp_path / "out-00002-of-00002.safetensors").write_bytes(OLD)
+    with pytest.raises(TargetExists, match="00002-of-00002"):
+        save(checkpoint, tmp_path / "out.safetensors", max_shard_size=150_000)
+    assert files(tmp_path) == ["model.pth", "out-00002-of-00002.safetensors"]
+    save(checkpoint, tmp_path / "out.safetensors", max_shard_size=150_000, overwrite=True)
+    assert len(files(tmp_path)) == 4
+
+
+def test_a_shard_that_reads_back_wrong_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    def forgetful(output, data):
+        return output.write(bytes(data.length))
+
+    monkeypatch.setattr("ckptool.files.output.FileOutput.copy", forgetful)
+    with pytest.raises(WriteError, match="verification failed"):
+        save(checkpoint, tmp_path / "out.safetensors", max_shard_size=150_000, verify=True)
+    assert files(tmp_path) == ["model.pth"]
+
+
+def test_what_fits_in_one_shard_is_one_file(checkpoint, tmp_path):
+    receipt = save(checkpoint, tmp_path / "out.safetensors", max_shard_size="5GB")
+    assert (receipt.files, receipt.format) == ((), "safetensors")
+    assert files(tmp_path) == ["model.pth", "out.safetensors"]
+
+
+def test_a_dry_run_of_shards_names_them(checkpoint, tmp_path):
+    receipt = save(checkpoint, tmp_path / "out.bin", max_shard_size=150_000, dry_run=True)
+    assert [os.path.basename(path) for path, _ in receipt.files] == [
+        "out-00001-of-00002.bin",
+        "out-00002-of-00002.bin",
+        "out.bin.index.json",
+    ]
+    assert files(tmp_path) == ["model.pth"]
+
+
 @needs_posix
 def test_a_new_file_has_the_permissions_of_its_source(tmp_path):
     torch.save(TENSORS, tmp_path / "model.pth")
@@ -320,9 +434,9 @@ def test_in_place_nothing_goes_without_being_asked_for(fixtures, tmp_path):
         path.write_bytes(before)
         with open_checkpoint(path) as checkpoint:
             with pytest.raises(NotRepresentable, match="would lose something in place"):
-                save(checkpoint, path, in_place=True)
+                save(checkpoint, path, in_place=True, rewrite=True)
             assert path.read_bytes() == before
-            assert save(checkpoint, path, in_place=True, overwrite=True).left_out
+            assert save(checkpoint, path, in_place=True, rewrite=True, overwrite=True).left_out
 
 
 def test_a_section_goes_to_safetensors_whatever_verb_asks(fixtures, tmp_path):
@@ -332,7 +446,7 @@ def test_a_section_goes_to_safetensors_whatever_verb_asks(fixtures, tmp_path):
     assert "conv1.weight" in load_file(tmp_path / "out.safetensors")
 
 
-@pytest.mark.parametrize("name", ["", "folder/", "x.safetensors.index.json", "y.bin.index.json"])
+@pytest.mark.parametrize("name", ["", "folder/"])
 def test_targets_that_are_no_file_to_write_are_refused(fixtures, tmp_path, name):
     file = fixtures / "torch-2.13.0" / "dp.pth"
     with open_checkpoint(file) as checkpoint, pytest.raises(UsageError):
