@@ -31,7 +31,8 @@ def target_format(
 ) -> str:
     """The name of the format to write: `format`, else the target's ending, else the source's.
 
-    A file that is replaced in place keeps its format, whatever its name ends in. `sharded` asks for that format in shards, where there is more of it than fits in one.
+    A file that is replaced in place keeps its format, whatever its name ends in. `sharded` asks for
+    that format in shards, where there is more of it than fits in one.
 
     A target that is an index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) is
     of one of the sharded formats. A source whose own format cannot be written, or has an ending
