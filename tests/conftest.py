@@ -1,5 +1,8 @@
 """What every test may ask for."""
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,15 @@ settings.load_profile("ckptool")
 def fixtures() -> Path:
     """The folder of real checkpoints, with what each must read as beside it."""
     return FIXTURES
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path):
+    """A folder in memory where the system has one: waiting for the disk costs nothing there."""
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    yield folder
+    shutil.rmtree(folder)

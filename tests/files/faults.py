@@ -15,9 +15,7 @@ import fcntl
 import itertools
 import os
 import random
-import shutil
 import stat
-import tempfile
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -97,7 +95,8 @@ class Raised:
 def crashes(action, prepare, losses=(KILL,)):
     """End `action` at each of its calls, `prepare` having been called; a `Crash` for each.
 
-    The last ones are those after the action has ended.
+    The last ones are those after the action has ended. What is changed lies in a folder of its own:
+    the one above is used meanwhile.
     """
     for number in itertools.count(1):
         for loss in losses:
@@ -155,13 +154,12 @@ def raising(action, prepare, error=None, *, after=False):
 
 def in_child(run, number, fault):
     """What a child says of `run`, in which the call of this number meets `fault`."""
-    stash = tempfile.mkdtemp()
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other threads do not matter to the child
         pid = os.fork()
     if not pid:
-        calls = Calls(number, fault, write, stash)
+        calls = Calls(number, fault, write)
         try:
             calls.intercept()
             text = run(calls)
@@ -172,7 +170,6 @@ def in_child(run, number, fault):
     with open(read, encoding="utf-8") as pipe:
         text = pipe.read()
     _, status = os.waitpid(pid, 0)
-    shutil.rmtree(stash)
     assert status == 0, f"the child died of {status}"
     assert not text.startswith("!"), text
     return text
@@ -181,12 +178,12 @@ def in_child(run, number, fault):
 class Calls:
     """The calls of a child, counted."""
 
-    def __init__(self, number, fault, pipe, stash):
+    def __init__(self, number, fault, pipe):
         self.number, self.fault, self.pipe = number, fault, pipe
         self.count, self.name = 0, ""
         self.real = {name: getattr(os, name) for name in CALLS if hasattr(os, name)}
         self.exit = os._exit
-        self.disk = Disk(self.real, stash)
+        self.disk = Disk(self.real)
 
     def intercept(self):
         for name, call in self.real.items():
@@ -209,6 +206,7 @@ class Calls:
 
     def report(self, text):
         """End the child, and tell the parent why."""
+        self.disk.forget()
         self.real["write"](self.pipe, text.encode())
         self.exit(0)
 
@@ -226,13 +224,14 @@ def shortened(name, arguments):
 class Disk:
     """What is on the disk for good, beside what is only in the system's memory."""
 
-    def __init__(self, real, stash):
-        self.real, self.stash = real, stash
+    def __init__(self, real):
+        self.real = real
         self.files = {}
         """By inode: a descriptor, and the content that was synced."""
         self.undo = []
         """What is not synced of folders: the folder, and a call that undoes it."""
-        self.kept = itertools.count()
+        self.held = []
+        """Names of files that have lost their own, in the folder above."""
 
     def before(self, name, arguments):
         """Keep what the call is about to change."""
@@ -278,13 +277,19 @@ class Disk:
         """A second name for a file that loses its own."""
         if not os.path.lexists(path):
             return None
-        held = os.path.join(self.stash, str(next(self.kept)))
+        above = os.path.dirname(os.path.dirname(path))
+        held = os.path.join(above, f".held-{os.getpid()}-{len(self.held)}")
+        self.held.append(held)
         self.real["link"](path, held, follow_symlinks=False)
         return held
 
     def restore(self, held, path):
         if held is not None:
             self.real["link"](held, path, follow_symlinks=False)
+
+    def forget(self):
+        for held in self.held:
+            self.real["unlink"](held)
 
     def later(self, path, undo):
         self.undo.append((os.stat(os.path.dirname(path)).st_ino, undo))

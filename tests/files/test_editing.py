@@ -41,9 +41,9 @@ def edited(patch, old=OLD):
 
 
 @pytest.fixture
-def path(tmp_path):
-    (tmp_path / "files").mkdir()
-    path = tmp_path / "files" / "model.pth"
+def path(memory_path):
+    (memory_path / "files").mkdir()
+    path = memory_path / "files" / "model.pth"
     path.write_bytes(OLD)
     return str(path)
 
