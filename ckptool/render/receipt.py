@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from ckptool.writing.save import LEFT_OUT
 
 __all__ = ["receipt_document", "receipt_lines"]
 
+WORST = 3
+"""Tensors that are named for each way of losing what they held."""
+
 
 def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> Iterator[str]:
     """What changed, what was left out, what stays in the way, and the file."""
@@ -20,8 +24,7 @@ def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> I
         yield clean(f"warning: {change.text}" if change.kind == "warning" else change.text)
     if all(change.kind == "warning" for change in done):
         yield f"nothing to change in {clean(source)}"
-    for outcome in receipt.outcomes:
-        yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
+    yield from _told(receipt.outcomes)
     for text in receipt.left_out:
         yield f"left out: {clean(text)}"
     for text in receipt.notes:
@@ -29,6 +32,24 @@ def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> I
     for text in receipt.blockers:
         yield f"weights_only=True will not load it: {clean(text)}"
     yield from _written(receipt)
+
+
+def _told(outcomes: Sequence[Change]) -> Iterator[str]:
+    """What the computation told; of overflow and underflow the worst tensors, the rest folded.
+
+    That a tensor loses precision is what a cast is for: the totals say how much.
+    """
+    worst = {"overflow": WORST, "underflow": WORST, "precision": 0}
+    seen = Counter(outcome.kind for outcome in outcomes)
+    for outcome in outcomes:
+        left = worst.get(outcome.kind, 1)
+        if left:
+            yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
+        if outcome.kind in worst:
+            worst[outcome.kind] = max(left - 1, 0)
+    for kind in ("overflow", "underflow"):
+        if seen[kind] > WORST:
+            yield f"{kind} in {plural(seen[kind] - WORST, 'more tensor')} (--json names them)"
 
 
 def _written(receipt: Receipt) -> Iterator[str]:

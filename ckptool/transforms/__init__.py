@@ -1,5 +1,6 @@
 """Checkpoint to Checkpoint: names, devices, selection; each over the same storages."""
 
+from ckptool.transforms.casting import cast, floating_type
 from ckptool.transforms.compacting import compact
 from ckptool.transforms.devices import remap, visible_devices
 from ckptool.transforms.extraction import extract
@@ -25,8 +26,10 @@ __all__ = [
     "Rule",
     "add_module",
     "add_module_dict",
+    "cast",
     "compact",
     "extract",
+    "floating_type",
     "prefix_rule",
     "read_map_file",
     "regex_rule",

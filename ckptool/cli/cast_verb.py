@@ -1,0 +1,69 @@
+"""`ckptool cast`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.transforms import cast, floating_type
+
+__all__ = ["command", "parsed_keep"]
+
+
+@verb(
+    "cast",
+    "ckptool cast model.pth --dtype bfloat16",
+    "ckptool cast model.pth --dtype fp16 --keep '*.norm.*=float32'",
+    "ckptool cast model.pth --dtype float8_e4m3fn --keep '*.bias' -o small.pth",
+)
+@file_argument
+@click.option(
+    "--dtype", required=True, metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32."
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="GLOB[=DTYPE]",
+    help="Tensors of such names get this type, or keep theirs; repeatable, the first decides.",
+)
+@click.option("--all", "everything", is_flag=True, help="Cast the state of optimizers too.")
+@click.option(
+    "--allow-overflow",
+    is_flag=True,
+    help="Write elements that the type cannot hold as torch does (inf, NaN, the largest).",
+)
+@target_options()
+def command(
+    file: str,
+    dtype: str,
+    keep: tuple[str, ...],
+    everything: bool,
+    allow_overflow: bool,
+    target: Target,
+) -> None:
+    """Cast the floating tensors to another type.
+
+    Integers, booleans and optimizer state stay as they are. What the type cannot hold is counted
+    and told; overflow is an error. A GLOB is matched with a tensor's own name, or with its whole
+    path if it has a slash. The result goes to FILE with the type before its ending.
+    """
+    name = floating_type(dtype)
+    rules = parsed_keep(keep)
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return cast(
+            checkpoint, name, keep=rules, everything=everything, allow_overflow=allow_overflow
+        )
+
+    write_changed(file, change, target, word=name)
+
+
+def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
+    """`GLOB=DTYPE` and `GLOB`, as `transforms.cast` takes them."""
+    rules: list[tuple[str, str | None]] = []
+    for text in texts:
+        glob, equals, dtype = text.rpartition("=")
+        rules.append((glob, floating_type(dtype)) if equals else (text, None))
+    return rules

@@ -1,0 +1,358 @@
+"""Floating tensors in another element type, computed while they are written."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.errors import UsageError
+from ckptool.model import SPARSE_KINDS, Opaque, Path, Storage, StorageRef, TensorRef
+from ckptool.paths import everything as every_node
+from ckptool.paths import listed, name_of, printable, rebuild, selected, walk
+from ckptool.statedict import sections
+
+if TYPE_CHECKING:
+    from ckptool.tensors.casting import Caster, Losses
+
+__all__ = ["FLOATING", "cast", "floating_type"]
+
+FLOATING = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+"""The element types that are cast, from and to."""
+
+_ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
+_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
+"""Keys under which an optimizer's state stands, whatever its form."""
+Keep = Iterable[tuple[str, str | None]]
+
+
+def floating_type(word: Any) -> str:
+    """The element type that a word stands for: `bf16`, `half`, `torch.float8_e5m2`, `F8_E4M3`.
+
+    Raises:
+        UsageError: it stands for none that is cast to.
+    """
+    name = str(word).strip().removeprefix("torch.")
+    code = BY_SAFETENSORS.get(name.upper())
+    name = code.name if code else name.lower()
+    name = _ALIASES.get(name, re.sub(r"^fp(?=\d)", "float", name))
+    if name not in FLOATING:
+        raise UsageError(
+            f"{printable(str(word))!r} is no floating element type that can be cast to",
+            hint=f"one of {', '.join(FLOATING)}",
+        )
+    return name
+
+
+def cast(
+    checkpoint: Checkpoint,
+    dtype: Any,
+    *,
+    keep: Keep = (),
+    everything: bool = False,
+    allow_overflow: bool = False,
+) -> Checkpoint:
+    """Every floating tensor in the element type `dtype` (`floating_type`), as `.to(dtype)` does it.
+
+    Ties, views, strides, gradients' flags and hooks stay: a storage is cast as a whole. Integers,
+    booleans, complex and quantised numbers stay, and so does what optimizers and schedulers hold,
+    unless `everything` is wanted. What is lost (overflow, underflow, precision) is counted for each
+    tensor while it is written, and told by `Checkpoint.reports`.
+
+    Args:
+        checkpoint: Whose tensors are cast.
+        dtype: A name, or a `torch.dtype`.
+        keep: Exceptions, globs (`paths.selected`) with the type that such tensors get, or None
+            for the one that they have. The first glob that matches a tensor decides.
+        everything: Optimizers too.
+        allow_overflow: Take what torch makes of elements that the type cannot hold. Otherwise
+            writing them is an error (`NotRepresentable`).
+
+    Raises:
+        UsageError: `dtype`, or one of `keep`, is no type that can be cast to.
+    """
+    rules: dict[str, str | None] = {}
+    for glob, kept in keep:
+        rules.setdefault(glob, None if kept is None else floating_type(kept))
+    plan = _Plan(checkpoint, floating_type(dtype), rules)
+    plan.choose(set() if everything else _optimizer_tensors(checkpoint))
+    changes = list(plan.changes())
+    if not plan.wanted:
+        warnings = [change for change in changes if change.kind == "warning"]
+        return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
+    work = _Work(plan, allow_overflow=allow_overflow)
+    root = rebuild(checkpoint.root, work.leaf)
+    made = checkpoint.with_root(root, *changes, *plan.parted())
+    return replace(made, reports=(*made.reports, work.report))
+
+
+def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
+    """The paths of tensors that an optimizer or scheduler holds, in whatever form."""
+    found = {
+        path
+        for part in sections(checkpoint.root)
+        if part.kind in ("optimizer", "scheduler")
+        for path, _ in part.tensors()
+    }
+    pickled: list[Path] = []
+
+    def enter(path: Path, node: Any) -> bool:
+        if isinstance(node, Opaque) and node.class_name.startswith("torch.optim."):
+            pickled.append(path)
+        return True
+
+    for path, leaf in walk(checkpoint.root, enter=enter):
+        if isinstance(leaf, TensorRef) and (
+            any(isinstance(key, str) and _OPTIMIZERS.fullmatch(key) for key in path[:-1])
+            or any(path[: len(holder)] == holder for holder in pickled)
+        ):
+            found.add(path)
+    return found
+
+
+def _elements(tensor: TensorRef) -> TensorRef:
+    """The tensor whose elements are those of `tensor`: itself, or the values of a sparse one."""
+    part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
+    return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
+
+
+def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
+    """Why a floating tensor is left as it is; None where nothing stands in the way."""
+    if tensor.kind == "numpy":
+        return "a numpy array"
+    if tensor.kind == "meta" or tensor.has_content:
+        unsigned = tensor.flags and wanted == "float8_e8m0fnu"
+        return "negated lazily, of a type without signs" if unsigned else None
+    if tensor.storage is not None and tensor.kind in ("strided", "subclass"):
+        return None  # on the meta device: there are no bytes to cast
+    return "part of a distributed tensor" if tensor.local else f"a {tensor.kind} tensor"
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """A tensor that is to be of another type, under its names."""
+
+    tensor: TensorRef
+    dtype: str
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The type that it has, and the one that it is to have."""
+        return self.tensor.dtype, self.dtype
+
+
+@dataclass
+class _Plan:
+    """Which tensor becomes what."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    rules: dict[str, str | None]
+    wanted: dict[int, _Wish] = field(default_factory=dict)
+    """By the identity of what holds the elements."""
+    _matches: Counter[str] = field(default_factory=Counter)
+    _fixed: set[int] = field(default_factory=set)
+    _left: list[str] = field(default_factory=list)
+    _other: Counter[str] = field(default_factory=Counter)
+    _optimizers: int = 0
+    _disputed: list[str] = field(default_factory=list)
+
+    def choose(self, spared: set[Path]) -> None:
+        """Decide over every tensor of the checkpoint but those at the paths `spared`."""
+        for path, tensor in self.checkpoint.tensors():
+            if tensor.dtype not in FLOATING or tensor.kind == "quantized":
+                self._other[tensor.dtype] += 1
+            elif path in spared:
+                self._optimizers += 1
+            else:
+                self._decide(path, tensor)
+        for identity in self._fixed & self.wanted.keys():
+            self._disputed.extend(self.wanted.pop(identity).names)
+
+    def _decide(self, path: Path, tensor: TensorRef) -> None:
+        glob = next((glob for glob in self.rules if selected(path, (glob,))), None)
+        wanted, name, elements = self.dtype, name_of(path), _elements(tensor)
+        if glob is not None:
+            wanted = self.rules[glob] or tensor.dtype
+            self._matches[glob] += 1
+        obstacle = _obstacle(elements, wanted)
+        if wanted == tensor.dtype:
+            self._fixed.add(id(elements))
+        elif obstacle is not None:
+            self._left.append(f"{name} ({obstacle})")
+        else:
+            wish = self.wanted.setdefault(id(elements), _Wish(elements, wanted))
+            wish.names.append(name)
+            if wish.dtype != wanted:
+                self._disputed.append(name)
+
+    def changes(self) -> Iterator[Change]:
+        """What is cast, what is not and why."""
+        pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
+        for (old, new), count in pairs.items():
+            yield Change("cast", f"{_tensors(count, old)} {_become(count)} {new}", count)
+        for glob, dtype in self.rules.items():
+            count = self._matches[glob]
+            if not count:
+                text = f"no floating tensor is left for {printable(glob)!r} to match"
+                yield Change("warning", text)
+            elif dtype is None:
+                yield Change("keep", f"{_tensors(count)} kept by {printable(glob)!r}", count)
+        if self._other:
+            count = sum(self._other.values())
+            text = f"not cast: {_tensors(count)} of other types ({listed(self._other)})"
+            yield Change("keep", text, count)
+        if self._optimizers:
+            text = f"not cast: {_tensors(self._optimizers)} of optimizers (--all casts them too)"
+            yield Change("keep", text, self._optimizers)
+        if self._left:
+            text = f"left as they are: {listed(self._left)}"
+            yield Change("warning", text, len(self._left))
+        if self._disputed:
+            text = f"one tensor under several names has one type: {listed(self._disputed)}"
+            yield Change("warning", text, len(self._disputed))
+
+    def parted(self) -> Iterator[Change]:
+        """The tensors that shared memory and will not: with others of another type, or uncast."""
+        kinds: dict[int, set[tuple[str, str]]] = {}
+        names: dict[int, list[str]] = {}
+        for wish in self.wanted.values():
+            if wish.tensor.storage is not None:
+                kinds.setdefault(id(wish.tensor.storage), set()).add(wish.pair)
+                names.setdefault(id(wish.tensor.storage), []).extend(wish.names)
+        for node in every_node(self.checkpoint.root):
+            if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.wanted:
+                kinds.get(id(node.storage), set()).add(("", ""))
+        apart = [name for at, found in kinds.items() if len(found) > 1 for name in names[at]]
+        if apart:
+            text = f"memory that was shared with others is no longer: {listed(apart)}"
+            yield Change("warning", text, len(apart))
+
+
+class _Work:
+    """The new storages, and what was lost in them."""
+
+    def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
+        # Here, so that no other transform waits for this room.
+        from ckptool.tensors.casting import Caster
+
+        self._plan = plan
+        self._casters: dict[tuple[str, str], Caster] = {}
+        self._known = {id(node) for node in every_node(plan.checkpoint.root)}
+        self._storages: dict[tuple[int, str, str], Storage] = {}
+        self._views: dict[tuple[Any, ...], str] = {}
+        self._groups: dict[tuple[int, str, str], list[_Wish]] = {}
+        for wish in plan.wanted.values():
+            self._views[_view(wish.tensor)] = wish.dtype
+            if wish.tensor.storage is not None:
+                key = (id(wish.tensor.storage), *wish.pair)
+                self._groups.setdefault(key, []).append(wish)
+        for key, wishes in self._groups.items():
+            pair, storage = wishes[0].pair, wishes[0].tensor.storage
+            if pair not in self._casters:
+                file = plan.checkpoint.path
+                self._casters[pair] = Caster(*pair, allow_overflow=allow_overflow, file=file)
+            if storage is not None:
+                views = [(wish.names[0], wish.tensor) for wish in wishes]
+                self._storages[key] = self._casters[pair].cast(storage, views)
+
+    def leaf(self, node: Any) -> Any:
+        """What stands in place of a node of the tree."""
+        if not isinstance(node, TensorRef):
+            return node
+        elements = _elements(node)
+        if elements is not node:  # its values have been treated already
+            return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
+        planned = self._plan.wanted.get(id(node))
+        if planned is not None:
+            return self._cast(node, planned.dtype)
+        if id(node) in self._known or _view(node) not in self._views:
+            return node
+        return self._cast(node, self._views[_view(node)])  # a copy, over changed attributes
+
+    def _cast(self, tensor: TensorRef, dtype: str) -> TensorRef:
+        storage, parts = tensor.storage, tensor.parts
+        if storage is not None:
+            storage = self._storages[id(storage), tensor.dtype, dtype]
+        if parts and "carrier" in parts:  # of a TPU
+            data = replace(
+                tensor, dtype=dtype, storage=storage, device="cpu", requires_grad=False,
+                hooks=None, wrapping=(), parts=None,
+            )  # fmt: skip
+            parts = {"carrier": "cpu_tensor", "data": data}
+        return replace(tensor, dtype=dtype, storage=storage, parts=parts)
+
+    def report(self) -> Iterator[Change]:
+        """Totals for each pair of types, then each tensor that lost something, the worst first."""
+        for pair, caster in self._casters.items():
+            done = [
+                wish
+                for wishes in self._groups.values()
+                if wishes[0].pair == pair
+                if any(wish.names[0] in caster.losses for wish in wishes)
+                for wish in wishes
+            ]
+            if done:
+                count = sum(len(wish.names) for wish in done)
+                yield _total(pair, count, caster.losses.values())
+        for kind, verb in _LOSSES.items():
+            found = [
+                (getattr(losses, kind), name, new, losses)
+                for (_, new), caster in self._casters.items()
+                for name, losses in caster.losses.items()
+                if getattr(losses, kind)
+            ]
+            for count, name, new, losses in sorted(found, key=lambda item: -item[0]):
+                share = f"{count:,} of {_counted(losses.elements, 'element')}"
+                text = f"{printable(name)}: {share} {verb} in {new}"
+                if kind == "overflow":
+                    text += f" (the largest magnitude is {losses.largest:.5g})"
+                yield Change(kind, text, count)
+
+
+_LOSSES = {"overflow": "overflow", "underflow": "underflow to zero", "precision": "lose precision"}
+
+
+def _view(tensor: TensorRef) -> tuple[Any, ...]:
+    return id(tensor.storage), tensor.dtype, tensor.offset, tensor.shape, tensor.stride
+
+
+def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
+    """One sentence for all tensors of one type that became another."""
+    every = list(losses)
+    count = sum(one.elements for one in every)
+    facts = []
+    for kind, verb in _LOSSES.items():
+        lost = sum(getattr(one, kind) for one in every)
+        if lost:
+            share = _share(lost, count) if kind == "precision" else _counted(lost, "element")
+            facts.append(f"{share} {verb}")
+    text = f"{_tensors(tensors)} {' -> '.join(pair)}: {', '.join(facts) or 'nothing is lost'}"
+    return Change("cast", text, count)
+
+
+def _share(part: int, whole: int) -> str:
+    percent = 100 * part / whole
+    if percent < 1:
+        return _counted(part, "element")
+    return f"{percent:.0f}%" if percent <= 99 or part == whole else "more than 99%"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _tensors(count: int, word: str = "") -> str:
+    return _counted(count, f"{word} tensor" if word else "tensor")
+
+
+def _become(count: int) -> str:
+    return "becomes" if count == 1 else "become"
