@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptool.errors import CheckpointError, FileBusy, UsageError, WriteDenied, WriteError
+from ckptool.errors import CheckpointError, FileBusy, UsageError, WriteDenied, WriteError, warn
 from ckptool.files.atomic import refuse_target
 from ckptool.files.journal import Journal, journal_path, read_journal, remove_unfinished
 from ckptool.files.locking import leads_to
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.recovery import settle
 from ckptool.files.refusals import check_space, worded
-from ckptool.files.renames import PART, Move, finish_renames, rename_all, state_of
+from ckptool.files.renames import FINISHED, PART, Move, finish_renames, rename_all, state_of
 from ckptool.files.system import lock_holder, reserve, try_lock
 from ckptool.files.temporary import beside, folder_of, found_beside, private, seal
 
@@ -73,6 +73,7 @@ def atomic_set(
         journal = read_journal(target)
         if journal is not None:
             finish_renames(target, journal)
+            warn(f"{path}: {FINISHED}")
         for part in parts:
             part.old = refuse_target(part.path, overwrite=overwrite)
             if part.target != target:

@@ -20,6 +20,7 @@ from ckptool.files.journal import (
 )
 from ckptool.files.locking import exclusive
 from ckptool.files.refusals import worded
+from ckptool.files.renames import FINISHED
 from ckptool.files.source import FileSource
 
 __all__ = ["Recovery", "open_source", "recover", "settle"]
@@ -27,7 +28,6 @@ __all__ = ["Recovery", "open_source", "recover", "settle"]
 _Got = TypeVar("_Got")
 
 _NOTHING = "no edit of it was cut short"
-_FINISHED = "it and its files are all the new ones: their write had been cut short"
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
 """Seconds between two attempts to get the lock: an edit takes less than they are together."""
 
@@ -126,7 +126,7 @@ def recover(path: str | os.PathLike[str], *, discard: bool = False) -> Recovery:
         if discard:
             return _discarded(path)
         if _finish_set(path):
-            return Recovery(path, "completed", _FINISHED)
+            return Recovery(path, "completed", FINISHED)
         if not os.path.exists(path):
             raise FileMissing("there is no such file", file=path)
         return _recovered(path)
@@ -156,7 +156,7 @@ def _recovered(path: str) -> Recovery:
 
 def _opened_as_finished(path: str) -> FileSource:
     """The index of a set of which the files have just got their names."""
-    warn(f"{path}: {_FINISHED}")
+    warn(f"{path}: {FINISHED}")
     return FileSource(path)
 
 

@@ -21,10 +21,13 @@ from ckptool.files.locking import exclusive
 from ckptool.files.system import sync_folder
 from ckptool.files.temporary import beside
 
-__all__ = ["KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
+__all__ = ["FINISHED", "KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
 
 KIND = "set"
 """What the journal of a set is called."""
+
+FINISHED = "it and its files are all the new ones: their write had been cut short"
+"""What to say of an index whose journal has been carried out."""
 
 PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.part"
 """How the temporary names of a set end, behind that of the index."""

@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import warnings
 from functools import partial
 
 import pytest
@@ -12,7 +11,8 @@ from ckptool.files.recovery import open_source
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
 from tests.files.sets import INDEX, content, lay, write
 
-pytestmark = needs_fork
+# Who finishes a write says so.
+pytestmark = [needs_fork, pytest.mark.filterwarnings("ignore::ckptool.CheckpointWarning")]
 
 OLD = {"model-1.bin": b"old one" * 200, "model-2.bin": b"old two", INDEX: b"old index"}
 SAME = {"model-1.bin": b"new 1", "model-2.bin": b"new two" * 300, INDEX: b"new index"}
@@ -28,12 +28,10 @@ def folder(tmp_path):
 
 def opened(folder):
     """The files of the folder once the index has been opened, none left of a set that is whole."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it has been finished
-        try:
-            open_source(folder / INDEX).close()
-        except FileMissing:
-            assert not (folder / INDEX).exists()
+    try:
+        open_source(folder / INDEX).close()
+    except FileMissing:
+        assert not (folder / INDEX).exists()
     return {name: data for name, data in content(folder).items() if not name.startswith(".")}
 
 

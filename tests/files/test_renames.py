@@ -73,7 +73,10 @@ def test_a_journal_can_be_discarded(old):
 @pytest.mark.parametrize("renamed", range(len(NEW)))
 def test_the_next_write_finishes_a_killed_one_first(tmp_path, renamed):
     killed(tmp_path, NEW, renamed)
-    with pytest.raises(TargetExists):
+    with (
+        pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"),
+        pytest.raises(TargetExists),
+    ):
         write(tmp_path, FEWER)
     assert content(tmp_path) == NEW
     write(tmp_path, FEWER, overwrite=True)
