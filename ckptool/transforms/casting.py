@@ -132,7 +132,8 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
         return "negated lazily, of a type without signs" if unsigned else None
     if tensor.storage is not None and tensor.kind in ("strided", "subclass"):
         return None  # on the meta device: there are no bytes to cast
-    return "part of a distributed tensor" if tensor.local else f"a {tensor.kind} tensor"
+    distributed = tensor.kind == "subclass" and tensor.local is not None
+    return "part of a distributed tensor" if distributed else f"a {tensor.kind} tensor"
 
 
 @dataclass(frozen=True)

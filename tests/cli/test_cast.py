@@ -1,0 +1,120 @@
+"""`ckptool cast` on the command line."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(**tensors):
+        torch.save(tensors, tmp_path / "m.pth")
+        return tmp_path / "m.pth"
+
+    return save
+
+
+def test_the_type_names_the_target_and_optimizers_stay(ckptool, model):
+    done = ckptool("cast", model, "--dtype", "bf16")
+    assert done.code == 0, done.err
+    before = torch.load(model)
+    after = torch.load(model.with_name("model.bfloat16.pth"))
+    for name, tensor in before["state_dict"].items():
+        wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(after["state_dict"][name], wanted)
+    assert after["optim_dict"] == before["optim_dict"]
+    assert "float32 tensors become bfloat16" in done.err
+    assert "float32 -> bfloat16: " in done.err
+    assert "% lose precision" in done.err
+    assert ", verified)" in done.err
+
+
+def test_safetensors_come_out_as_safetensors(ckptool, saved, tmp_path):
+    source = saved(w=torch.randn(4, 4))
+    assert ckptool("convert", source, tmp_path / "m.safetensors").code == 0
+    assert ckptool("cast", tmp_path / "m.safetensors", "--dtype", "float16").code == 0
+    from safetensors.torch import load_file
+
+    made = load_file(tmp_path / "m.float16.safetensors")["w"]
+    assert torch.equal(made, torch.load(source)["w"].half())
+
+
+def test_overflow_is_an_error_with_the_way_out(ckptool, saved, tmp_path):
+    source = saved(fine=torch.ones(2), large=torch.tensor([1.0, 1e6]))
+    done = ckptool("cast", source, "--dtype", "half")
+    assert done.code == 2
+    assert "'large' cannot be cast: 1 of its 2 elements do not fit float16" in done.err
+    assert "hint: --allow-overflow" in done.err
+    assert os.listdir(tmp_path) == ["m.pth"]
+    assert ckptool("cast", source, "--dtype", "half", "--keep", "large=float32").code == 0
+    assert torch.load(tmp_path / "m.float16.pth")["large"].tolist() == [1.0, 1e6]
+    done = ckptool("cast", source, "--dtype", "half", "--allow-overflow", "--force")
+    assert done.code == 0
+    assert torch.load(tmp_path / "m.float16.pth")["large"].tolist() == [1.0, float("inf")]
+    assert "large: 1 of 2 elements overflow in float16" in done.err
+
+
+def test_only_the_worst_tensors_are_named_and_json_has_all(ckptool, saved):
+    source = saved(**{f"w{at}": torch.full((at,), 1e-9) for at in range(1, 6)})
+    done = ckptool("cast", source, "--dtype", "fp16", "--json")
+    assert [line for line in done.err.splitlines() if "underflow" in line] == [
+        "5 tensors float32 -> float16: 15 elements underflow to zero",
+        "w5: 5 of 5 elements underflow to zero in float16",
+        "w4: 4 of 4 elements underflow to zero in float16",
+        "w3: 3 of 3 elements underflow to zero in float16",
+        "underflow in 2 more tensors (--json names them)",
+    ]
+    kinds = [(outcome["kind"], outcome["count"]) for outcome in done.document["outcomes"]]
+    assert kinds == [("cast", 15), *(("underflow", at) for at in (5, 4, 3, 2, 1))]
+
+
+def test_a_dry_run_computes_nothing(ckptool, saved, tmp_path):
+    source = saved(large=torch.tensor([1e6]))
+    done = ckptool("cast", source, "--dtype", "half", "--dry-run", "--json")
+    assert done.code == 0
+    assert done.document["outcomes"] == []
+    assert os.listdir(tmp_path) == ["m.pth"]
+
+
+def test_keep_and_all(ckptool, saved, tmp_path):
+    weights = torch.ones(2)
+    torch.save(
+        {"model": {"a.w": weights, "n.w": weights * 2}, "optimizer": {"exp_avg": weights * 3}},
+        tmp_path / "m.pth",
+    )
+    options = ["--dtype", "float16", "--keep", "n.*", "--all"]
+    done = ckptool("cast", tmp_path / "m.pth", *options)
+    assert done.code == 0, done.err
+    made = torch.load(tmp_path / "m.float16.pth")
+    assert [made["model"][name].dtype for name in ("a.w", "n.w")] == [torch.float16, torch.float32]
+    assert made["optimizer"]["exp_avg"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [["--dtype", "int8"], ["--dtype", "half", "--keep", "*=in8"]])
+def test_a_type_that_is_none_is_refused_with_a_list(ckptool, saved, options):
+    done = ckptool("cast", saved(w=torch.ones(1)), *options)
+    assert done.code == 2
+    assert "float8_e8m0fnu" in done.err
+
+
+def test_in_place_replaces_the_file(ckptool, saved):
+    source = saved(w=torch.randn(3))
+    wanted = torch.load(source)["w"].bfloat16()
+    assert ckptool("cast", source, "--dtype", "bfloat16", "--in-place").code == 0
+    assert torch.equal(torch.load(source)["w"], wanted)
+
+
+def test_torch_is_imported_only_where_something_is_cast(process, saved, tmp_path):
+    shadow = tmp_path / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text('raise ImportError("not here")\n')
+    source = saved(w=torch.ones(3))
+    for options, code in (
+        (["--dtype", "float32"], 0),
+        (["--dtype", "float16", "--dry-run"], 0),
+        (["--dtype", "float16"], 2),
+    ):
+        done = process("cast", source, *options, PYTHONPATH=str(shadow.parent))
+        assert done.code == code, done.err
+    assert "torch" in done.err
