@@ -43,7 +43,7 @@ def command(
     model_only: bool,
     target: Target,
 ) -> None:
-    """Take a part of a checkpoint: a section, tensors, the weights.
+    """Take out a section, some tensors, or the weights alone.
 
     What is left out is named. An optimizer of which a tensor goes leaves as a whole; values and
     objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
@@ -58,4 +58,4 @@ def command(
     def change(checkpoint: Checkpoint) -> Checkpoint:
         return extract(checkpoint, key=key, include=include, exclude=exclude, model_only=model_only)
 
-    write_changed(file, change, target, word="extracted")
+    write_changed(file, change, target, word="extracted", rewrite=True)

@@ -20,7 +20,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
         "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
         "cast": ("cast_verb", "Cast the floating tensors to another type, and count what is lost."),
-        "extract": ("extract_verb", "Take a part of a checkpoint: a section, tensors, the weights."),
+        "extract": ("extract_verb", "Take out a section, some tensors, or the weights alone."),
         "compact": ("compact_verb", "Leave out the bytes that no tensor sees, and dead ones."),
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
         "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),

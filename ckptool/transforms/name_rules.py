@@ -83,7 +83,7 @@ def prefix_rule(text: str) -> Rule:
     after = f"{new}." if new else ""
 
     def apply(name: str) -> str | None:
-        if name == old:
+        if old and name == old:
             return new
         return after + name[len(before) :] if name.startswith(before) else None
 

@@ -98,7 +98,7 @@ class _Renaming:
         renamed: dict[str, str] = {}
         for name in names:
             new = self._new(name)
-            if not new:
+            if not new and name:
                 raise UsageError(
                     f"nothing would be left of the name {printable(name)!r}",
                     file=self._file or None,

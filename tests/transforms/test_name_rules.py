@@ -63,6 +63,7 @@ def test_what_is_no_regular_expression_is_shown(rule, message):
         ("model=", "modelling.w", None),
         ("=model.", "w", "model.w"),
         ("=model", "a.w", "model.a.w"),
+        ("=model", "", "model."),
         ("a=b=c", "a.w", "b=c.w"),
         (" a = b ", "a.w", "b.w"),
         ("(x)=y", "(x).w", "y.w"),

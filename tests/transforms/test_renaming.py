@@ -152,6 +152,7 @@ def test_two_names_that_would_become_one_are_refused():
 def test_nothing_left_of_a_name_is_refused_and_more_than_nothing_on_the_way_is_not():
     with pytest.raises(UsageError, match=r"nothing would be left of the name 'a\.w'"):
         renamed(state_dict(["a.w"]), ".*=>")
+    assert list(renamed(state_dict(["", "a"]), "a=>b").root) == ["", "b"]
     made = renamed(state_dict(["a.w"]), r"^.*$=>", "^$=>b")
     assert list(made.root) == ["b"]
 
