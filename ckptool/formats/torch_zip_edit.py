@@ -94,10 +94,10 @@ class _Directory:
 
     def is_torchs(self) -> bool:
         """Whether all stands in one folder with a name in UTF-8, and the version is a known one."""
-        pickle = self.find(PICKLE)
+        top = self.find(PICKLE)
         return (
-            pickle is not None
-            and pickle.name.encode() == pickle.raw_name
+            top is not None
+            and top.name.encode() == top.raw_name
             and all(entry.name.startswith(f"{self.folder}/") for entry in self.entries)
             and is_known_version(self.fact("version") or "")
             and self.find(".data/version") is None  # torch would take that one, if it knows it
