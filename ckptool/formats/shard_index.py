@@ -10,7 +10,7 @@ import ntpath
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,10 @@ class ShardIndex:
         series = {found.groups() for name in self.shards if (found := _NUMBERED.fullmatch(name))}
         if not series:
             return
-        named = set(self.shards)
-        for name in sorted(os.listdir(os.path.dirname(self.path) or ".")):
+        named, there = set(self.shards), []
+        with suppress(OSError):  # a folder that we may enter, and not list
+            there = sorted(os.listdir(os.path.dirname(self.path) or "."))
+        for name in there:
             found = _NUMBERED.fullmatch(name)
             if found and found.groups() in series and name not in named:
                 yield name
@@ -170,5 +172,9 @@ def _parsed(raw: bytes, source: FileSource) -> ShardIndex | None:
 def _is_plain(name: str) -> bool:
     """Whether it can only be a file in the folder of the index, on whatever system."""
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
         return False
     return not ntpath.splitdrive(name)[0]

@@ -41,7 +41,8 @@ class Sharded:
         if index is None:
             return False
         if not index.shards:
-            return (".safetensors." in index.path) == ("safetensors" in self.members)
+            named_so = ".safetensors." in os.path.basename(index.path).lower()
+            return named_so == ("safetensors" in self.members)
         shard, known = _opened(index, index.shards[0], probe.limits)
         shard.close()
         every = (*SAFETENSORS_SHARDED.members, *TORCH_SHARDED.members)

@@ -311,6 +311,12 @@ def test_shards_of_another_split_do_no_harm(shards):
         assert len(checkpoint.root) == 3
 
 
+def test_a_folder_that_cannot_be_listed(shards, monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda path: os.scandir("/no/such/folder"))
+    with open_checkpoint(shards) as checkpoint:
+        assert len(checkpoint.root) == 3
+
+
 def test_many_contradictions_are_not_all_told(tmp_path):
     names = [f"model-{n:05d}-of-00008.safetensors" for n in range(8)]
     index = write_set(tmp_path, {file: tensors(f"a{file}", f"b{file}") for file in names})
@@ -366,7 +372,7 @@ def test_an_index_among_the_shards(shards, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../x", "sub/x", "/etc/passwd", "..\\x", "C:x", "a\0b"],
+    ["", ".", "..", "../x", "sub/x", "/etc/passwd", "..\\x", "C:x", "a\0b", "\ud800"],
 )
 def test_a_shard_that_is_no_name_of_a_file_beside_the_index(shards, name):
     edit(shards, weight_map={"a": name})
