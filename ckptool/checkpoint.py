@@ -155,7 +155,7 @@ class Checkpoint:
 
         return add_module(self, **options)
 
-    def rename(self, rules: Iterable[Any], **options: Any) -> Checkpoint:
+    def rename(self, rules: Iterable[Any] = (), **options: Any) -> Checkpoint:
         """Every name rewritten by `rules`; rules and options as `transforms.rename`."""
         from ckptool.transforms import rename
 

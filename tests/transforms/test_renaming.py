@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.modules import module_state
@@ -289,3 +290,15 @@ def test_a_program_is_treated_as_its_state_dict(fixtures, name):
         names = [str(path[-1]) for path, _ in read.tensors()]
         made = rename(read, ["^=>net."])
         assert [path[-1] for path, _ in made.tensors()] == [f"net.{name}" for name in names]
+
+
+def test_the_public_names():
+    read = checkpoint({"model": state_dict(["a.w", "b.w"]), "epoch": 3})
+    for made in (ckptool.rename(read, ["^a=>c"]), read.rename(["^a=>c"])):
+        assert list(made.root["model"]) == ["c.w", "b.w"]
+    with pytest.warns(ckptool.CheckpointWarning, match="matched no name"):
+        assert list(ckptool.rename({"a.w": 1, "b.w": 2}, ["^a=>c"])) == ["a.w", "b.w"]
+    chained = read.rename(prefixes=["=net"]).extract(model_only=True, include=["net.a.*"])
+    assert list(chained.root) == ["net.a.w"]
+    with pytest.raises(UsageError, match="a state dict or an open checkpoint is wanted"):
+        ckptool.rename("model.pth", ["a=>b"])
