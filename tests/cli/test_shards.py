@@ -1,0 +1,151 @@
+"""Shards on the command line: every verb takes an index or its folder as one checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import FIXTURES
+from tests.formats.shards import loaded
+
+HUB = FIXTURES / "shards" / "hub_safetensors"
+WRAPPED = FIXTURES / "shards" / "hub_parallel"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(params=["folder", "index"])
+def hub(request, tmp_path):
+    """A copy of a set by the hub's writer, with ties; its folder, or its index."""
+    folder = shutil.copytree(HUB, tmp_path / "hub")
+    return folder if request.param == "folder" else folder / INDEX
+
+
+def test_list_is_of_all_shards(ckptool, hub):
+    document = ckptool("list", hub, "--json", "--hash").document
+    folder = hub if hub.is_dir() else hub.parent
+    assert (document["file"], document["format"]) == (str(folder / INDEX), "safetensors-sharded")
+    names = [row["name"] for row in document["tensors"]]
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert names == [*weight_map, "head.weight", "layers.0.weight", "layers.0.bias"]
+    by_name = {row["name"]: row for row in document["tensors"]}
+    assert by_name["head.weight"]["storage"] == by_name["embed.weight"]["storage"]
+    assert len({row["storage"] for row in document["tensors"]}) == len(weight_map)
+    assert "18 tensors" in ckptool("list", hub).out
+
+
+def test_storages_of_one_key_in_several_shards_are_several(ckptool):
+    rows = ckptool("list", FIXTURES / "shards" / "hub_bin", "--json").document["tensors"]
+    assert len(rows) - len({row["storage"] for row in rows}) == 3  # its ties
+
+
+def test_info_tells_of_the_set(ckptool, hub):
+    document = ckptool("info", hub, "--json").document
+    assert document["writer"] == "safetensors, in 7 shards"
+    assert document["size"] == sum(path.stat().st_size for path in HUB.iterdir())
+    assert document["weights_only"] is False
+    assert "in shards" in document["weights_only_blockers"][0]
+    assert (document["storage_bytes"], document["reachable_bytes"]) == (152, 152)
+    assert ["embed.weight", "head.weight"] in document["ties"]
+    assert [section["tensors"] for section in document["sections"]] == [18]
+    assert ckptool("info", WRAPPED, "--json").document["sections"][0]["wrappers"] == ["module"]
+
+
+def test_the_command_that_info_proposes_makes_one_file_that_loads(ckptool, tmp_path):
+    folder = shutil.copytree(WRAPPED, tmp_path / "set")
+    command = ckptool("info", folder, "--json").document["commands"]["cpu"].split()
+    assert ckptool(*command[1:]).code == 0
+    found = torch.load(folder / "pytorch_model.plain.pth", weights_only=True)
+    shards = loaded(WRAPPED / "pytorch_model.bin.index.json")
+    assert [f"module.{name}" for name in found] == list(shards)
+    assert all(found[name.removeprefix("module.")].equal(shards[name]) for name in shards)
+
+
+def test_show_finds_a_tensor_in_its_shard(ckptool, hub):
+    assert "float32 [1] on cpu" in ckptool("show", hub, "scales.0").out
+    assert ckptool("show", hub, "nothing").code == 2
+
+
+def test_convert_makes_one_file_of_them(ckptool, hub, tmp_path):
+    done = ckptool("convert", hub, tmp_path / "one.safetensors", "--strict")
+    assert done.code == 0, done.err
+    found = load_file(tmp_path / "one.safetensors")
+    shards = loaded(HUB / INDEX)
+    assert found.keys() == shards.keys()
+    assert all(found[name].equal(shards[name]) for name in shards)
+    again = ckptool("list", tmp_path / "one.safetensors", "--json", "--hash").document
+    first = ckptool("list", hub, "--json", "--hash").document
+    assert again["tensors"] == first["tensors"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("strip-module",),
+        ("add-module",),
+        ("remap", "--to", "cuda:0"),
+    ],
+    ids=" ".join,
+)
+def test_a_verb_that_changes_wants_to_be_told_where(ckptool, hub, tmp_path, verb):
+    before = sorted(tmp_path.rglob("*"))
+    done = ckptool(*verb, hub)
+    assert done.code == 2
+    assert "is a checkpoint in shards: -o must say where the result goes" in done.err
+    assert "hint: -o model.safetensors" in done.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert ckptool(*verb, hub, "-o", tmp_path / "out.pth").code == 0
+    assert len(torch.load(tmp_path / "out.pth", map_location="cpu")) == 18
+
+
+def test_a_format_of_one_file_is_answer_enough(ckptool, tmp_path):
+    folder = shutil.copytree(WRAPPED, tmp_path / "set")
+    done = ckptool("strip-module", folder, "--format", "safetensors")
+    assert done.code == 0, done.err
+    names = load_file(tmp_path / "set.stripped.safetensors").keys()
+    assert "conv1.weight" in names
+    index = folder / "pytorch_model.bin.index.json"
+    assert ckptool("strip-module", index, "--format", "torch-zip").code == 0
+    assert "conv1.weight" in torch.load(folder / "pytorch_model.stripped.pth")
+
+
+def test_a_shard_is_not_overwritten_by_what_is_made_of_it(ckptool, hub):
+    folder = hub if hub.is_dir() else hub.parent
+    shard = folder / "model-00002-of-00007.safetensors"
+    done = ckptool("convert", hub, shard, "--force")
+    assert done.code == 2
+    assert "is the source itself" in done.err
+    assert shard.read_bytes() == (HUB / shard.name).read_bytes()
+
+
+def test_a_contradiction_is_an_error_with_a_hint(ckptool, tmp_path):
+    folder = shutil.copytree(HUB, tmp_path / "set")
+    (folder / "model-00003-of-00007.safetensors").unlink()
+    done = ckptool("list", folder)
+    assert done.code == 2
+    assert "there is no 'model-00003-of-00007.safetensors' beside the index" in done.err
+    assert "3 of its 15 tensors" in done.err
+    assert "hint: fetch what is missing" in done.err
+
+
+@pytest.mark.parametrize("target", [INDEX, "pytorch_model.bin.index.json"])
+def test_an_index_as_target_makes_shards(ckptool, hub, tmp_path, target):
+    done = ckptool("convert", hub, tmp_path / "out" / target, "--json")
+    assert done.code == 0, done.err
+    assert done.document["format"] == ("torch" if "bin" in target else "safetensors") + "-sharded"
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(files) == 2
+    assert "-00001-of-00001." in files[0]
+    found = loaded(tmp_path / "out" / target)
+    assert all(found[name].equal(tensor) for name, tensor in loaded(HUB / INDEX).items())
+    rows = [
+        [[row[field] for field in ("name", "dtype", "shape", "sha256")] for row in one["tensors"]]
+        for one in (
+            ckptool("list", path, "--json", "--hash").document for path in (hub, tmp_path / "out")
+        )
+    ]
+    assert rows[0] == rows[1]
+    again = ckptool("convert", hub, tmp_path / "out" / target)
+    assert again.code == 2
+    assert "exists already" in again.err
