@@ -198,6 +198,10 @@ def head_cut_twice(path):
     rewrite(path, mixed)
 
 
+def head_broken_off_twice(path):
+    rewrite(path, HEAD.data[:100] + OLD[100:512] + HEAD.data[512:600] + OLD[600:])
+
+
 def head_the_other_way_round(path):
     rewrite(path, OLD[:100] + HEAD.data[100:512] + OLD[512:])
 
@@ -212,7 +216,7 @@ def another_end(path):
 
 HEADS = [
     other_content, renamed_over, head_of_another, head_edited_otherwise, head_cut_twice,
-    head_the_other_way_round, longer, shorter, another_end, empty,
+    head_broken_off_twice, head_the_other_way_round, longer, shorter, another_end, empty,
 ]  # fmt: skip
 
 
