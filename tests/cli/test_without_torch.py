@@ -49,6 +49,8 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["strip-module", "MODEL"],
         ["add-module", "MODEL"],
         ["remap", "--to", "cpu", "MODEL"],
+        ["rename", "--prefix", "module=net", "MODEL"],
+        ["extract", "--model-only", "MODEL"],
         ["convert", "MODEL", "out.safetensors"],
         ["convert", "MODEL", "out.pth", "--model-only", "--to", "cuda:0"],
     ],
