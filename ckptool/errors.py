@@ -23,7 +23,8 @@
     ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
-    CheckpointWarning           (UserWarning)  something of the file is not in what is returned
+    CheckpointWarning           (UserWarning)  something of the file is not in what is returned, or
+                                               a cut short edit of it was set right
 
 A message is one sentence that names the file, the place in it and what is wrong. The hint, where
 there is one, is the command or the step that helps.
@@ -181,7 +182,7 @@ class TorchMissing(CheckpointError, ImportError):
 
 
 class CheckpointWarning(UserWarning):
-    """Something that the file holds is not in what is returned; the message names it."""
+    """Something of the file is not in what is returned, or was set right; the message names it."""
 
 
 def warn(message: str) -> None:
