@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 
 from ckptool.files.output import FileOutput
-from ckptool.files.system import hand_over
+from ckptool.files.system import hand_over, sync_folder
 
 __all__ = ["beside", "folder_of", "found_beside", "private", "seal"]
 
@@ -53,6 +53,8 @@ def folder_of(target: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        for made in missing:
+            sync_folder(os.path.dirname(made))
         yield os.path.dirname(target)
     except BaseException:
         with suppress(OSError):

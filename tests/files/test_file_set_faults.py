@@ -69,9 +69,9 @@ def test_a_kill_while_a_first_set_is_written(folder):
     check_crashes(folder, {}, SAME, [KILL])
 
 
-@pytest.mark.parametrize("before", [OLD, {}], ids=["old", "none"])
-def test_a_loss_of_power(folder, before):
-    check_crashes(folder, before, MORE, POWER)
+@pytest.mark.parametrize(("before", "losses"), [(OLD, POWER), ({}, POWER[1:3])])
+def test_a_loss_of_power(folder, before, losses):
+    check_crashes(folder, before, MORE, losses)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
