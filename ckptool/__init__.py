@@ -19,6 +19,7 @@ from ckptool._version import __version__
 if TYPE_CHECKING:
     from ckptool.api import (
         add_module,
+        average,
         convert,
         info,
         list_tensors,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckptool.api": (
-        "add_module", "convert", "info", "list_tensors", "open", "recover", "remap",
+        "add_module", "average", "convert", "info", "list_tensors", "open", "recover", "remap",
         "rename", "strip_module",
     ),
     "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
@@ -116,6 +117,7 @@ __all__ = [
     "WriteError",
     "__version__",
     "add_module",
+    "average",
     "convert",
     "info",
     "list_tensors",

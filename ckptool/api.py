@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, overload
 
 from ckptool import inspection, transforms
@@ -16,9 +16,11 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection import Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule
+from ckptool.writing import Receipt, save
 
 __all__ = [
     "add_module",
+    "average",
     "convert",
     "info",
     "list_tensors",
@@ -76,6 +78,34 @@ def list_tensors(source: Source, *, hash: bool = False) -> Listing:
     """
     with _opened(source) as checkpoint:
         return inspection.list_tensors(checkpoint, hash=hash)
+
+
+def average(
+    sources: Iterable[Source],
+    target: str | os.PathLike[str],
+    *,
+    ints: str = "same",
+    key: str | None = None,
+    **options: Any,
+) -> Receipt:
+    """Write the mean of several checkpoints' weights; the rest is that of the first.
+
+    Args:
+        sources: Paths, or checkpoints that are open; two or more.
+        target: The file to write.
+        ints: `same`: integer tensors must be equal in all; `first`: those of the first are taken.
+        key: The address of the one state dict to average, alone.
+        options: As `writing.save` (`format`, `overwrite`, `dry_run`, `progress`, ...).
+
+    Raises:
+        UnreadableFile: a source cannot be read.
+        NotFound: a name that not every source has.
+        UsageError: tensors of different shapes, integers that differ, fewer than two sources.
+        WriteError: nothing was written.
+    """
+    with ExitStack() as stack:
+        opened = [stack.enter_context(_opened(source)) for source in sources]
+        return save(transforms.average(opened, ints=ints, key=key), target, **options)
 
 
 def _mapping(state: Any) -> StateDict:

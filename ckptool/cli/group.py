@@ -22,6 +22,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "cast": ("cast_verb", "Cast the floating tensors to another type, and count what is lost."),
         "extract": ("extract_verb", "Take out a section, some tensors, or the weights alone."),
         "compact": ("compact_verb", "Leave out the bytes that no tensor sees, and dead ones."),
+        "average": ("average_verb", "Write the mean of several checkpoints' weights."),
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
         "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),
     },

@@ -1,5 +1,6 @@
 """Checkpoint to Checkpoint: names, devices, selection; each over the same storages."""
 
+from ckptool.transforms.averaging import average
 from ckptool.transforms.casting import cast, floating_type
 from ckptool.transforms.compacting import compact
 from ckptool.transforms.devices import remap, visible_devices
@@ -26,6 +27,7 @@ __all__ = [
     "Rule",
     "add_module",
     "add_module_dict",
+    "average",
     "cast",
     "compact",
     "extract",

@@ -15,6 +15,7 @@ from ckptool.model import SPARSE_KINDS, Opaque, Path, Storage, StorageRef, Tenso
 from ckptool.paths import everything as every_node
 from ckptool.paths import listed, name_of, printable, rebuild, selected, walk
 from ckptool.statedict import sections
+from ckptool.transforms.elements import Originals, over_elements
 
 if TYPE_CHECKING:
     from ckptool.tensors.casting import Caster, Losses
@@ -247,12 +248,11 @@ class _Work:
 
         self._plan = plan
         self._casters: dict[tuple[str, str], Caster] = {}
-        self._known = {id(node) for node in every_node(plan.checkpoint.root)}
+        chosen = (wish.tensor for wish in plan.wanted.values())
+        self._originals = Originals(plan.checkpoint.root, chosen)
         self._storages: dict[tuple[int, str, str], Storage] = {}
-        self._views: dict[tuple[Any, ...], str] = {}
         self._groups: dict[tuple[int, str, str], list[_Wish]] = {}
         for wish in plan.wanted.values():
-            self._views[_view(wish.tensor)] = wish.dtype
             if wish.tensor.storage is not None:
                 key = (id(wish.tensor.storage), *wish.pair)
                 self._groups.setdefault(key, []).append(wish)
@@ -272,24 +272,14 @@ class _Work:
         elements = _elements(node)
         if elements is not node:  # its values have been treated already
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
-        planned = self._plan.wanted.get(id(node))
-        if planned is not None:
-            return self._cast(node, planned.dtype)
-        if id(node) in self._known or _view(node) not in self._views:
-            return node
-        return self._cast(node, self._views[_view(node)])  # a copy, over changed attributes
+        original = self._originals.of(node)
+        return node if original is None else self._cast(node, self._plan.wanted[id(original)].dtype)
 
     def _cast(self, tensor: TensorRef, dtype: str) -> TensorRef:
-        storage, parts = tensor.storage, tensor.parts
+        storage = tensor.storage
         if storage is not None:
             storage = self._storages[id(storage), tensor.dtype, dtype]
-        if parts and "carrier" in parts:  # of a TPU
-            data = replace(
-                tensor, dtype=dtype, storage=storage, device="cpu", requires_grad=False,
-                hooks=None, wrapping=(), parts=None,
-            )  # fmt: skip
-            parts = {"carrier": "cpu_tensor", "data": data}
-        return replace(tensor, dtype=dtype, storage=storage, parts=parts)
+        return over_elements(tensor, dtype=dtype, storage=storage)
 
     def report(self) -> Iterator[Change]:
         """Totals for each pair of types, then each tensor that lost something, the worst first."""
@@ -320,10 +310,6 @@ class _Work:
 
 
 _LOSSES = {"overflow": "overflow", "underflow": "underflow to zero", "precision": "lose precision"}
-
-
-def _view(tensor: TensorRef) -> tuple[Any, ...]:
-    return id(tensor.storage), tensor.dtype, tensor.offset, tensor.shape, tensor.stride
 
 
 def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:

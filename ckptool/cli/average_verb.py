@@ -1,0 +1,52 @@
+"""`ckptool average`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import Target, target_options, verb
+from ckptool.errors import UsageError
+from ckptool.formats import open_checkpoint
+from ckptool.transforms import average
+
+__all__ = ["command"]
+
+
+@verb(
+    "average",
+    "ckptool average epoch_18.pth epoch_19.pth epoch_20.pth -o mean.pth",
+    "ckptool average a.pth b.safetensors -o mean.safetensors --ints first",
+)
+@click.argument("files", type=click.Path(), nargs=-1, required=True)
+@click.option("-o", "--output", type=click.Path(), help="File to write.")
+@click.option(
+    "--ints",
+    type=click.Choice(["same", "first"]),
+    default="same",
+    show_default=True,
+    help="Integer tensors must be equal in all files, or are those of the first.",
+)
+@click.option("--key", metavar="NAME", help="The one state dict to average, alone.")
+@target_options(place=False)
+def command(files: tuple[str, ...], ints: str, key: str | None, target: Target) -> None:
+    """Write the mean of several checkpoints' weights.
+
+    Tensors of the same name are summed in float64 and rounded to the type that they have in the
+    first file. Names, ties, _metadata and all that is no weight are the first file's; the state of
+    optimizers and schedulers is left out.
+    """
+    if target.output is None:
+        raise UsageError("average has no file to write", hint="ckptool average A B -o mean.pth")
+    if len(files) < 2:
+        raise UsageError("a mean takes two files or more", hint="ckptool average A B -o mean.pth")
+    with ExitStack() as opened:
+
+        def change(first: Checkpoint) -> Checkpoint:
+            others = [opened.enter_context(open_checkpoint(file)) for file in files[1:]]
+            return average([first, *others], ints=ints, key=key)
+
+        write_changed(files[0], change, target, word="average")

@@ -1,0 +1,318 @@
+"""The mean of several checkpoints: the first one's tree over averaged weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
+from ckptool.model import OrderedMap, TensorRef
+from ckptool.paths import listed, name_of, printable, rebuild
+from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
+from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.elements import Originals, over_elements
+from ckptool.transforms.means import Group, averaged_groups
+from ckptool.transforms.selection import single_state_dict
+from ckptool.wrappers import strip_names
+
+__all__ = ["average"]
+
+_SAME, _FIRST = "same", "first"
+Names = dict[str, TensorRef]
+
+
+def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = None) -> Checkpoint:
+    """The first checkpoint with the mean of all in each of its models' floating tensors.
+
+    Every state dict and pickled module is averaged with that of the same name in the other files
+    (or with the only one there), tensor by tensor of the same name: accumulated in float64, or
+    complex128, in the order of the files, and rounded to the type that the first has. `_metadata`,
+    gradients' flags and order are the first's. Tensors that share memory in every file, ties among
+    them, go on sharing it; where some file has them apart, each gets its own. What an optimizer or
+    scheduler holds belongs to no mean and is left out; all else is the first's.
+
+    Args:
+        checkpoints: Two or more, open; they stay so until the result is written.
+        ints: `same`: integer and boolean tensors must be equal everywhere; `first`: the first's.
+        key: The address of the state dict to average, alone.
+
+    Raises:
+        UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
+            tensors that have no plain elements.
+        NotFound: there is no model, or a name that not every file has.
+        AmbiguousName: `key` names several.
+    """
+    if len(checkpoints) < 2:
+        raise UsageError("a mean takes two checkpoints or more", hint="ckptool average A B -o OUT")
+    if ints not in (_SAME, _FIRST):
+        raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
+    first, models = _models(checkpoints, key)
+    plan = _Plan(checkpoints, first, ints)
+    for part, others in models:
+        plan.add(part, others)
+    groups = averaged_groups(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
+    made = _made(first, groups)
+    changes = [*plan.changes(), *(warning for group in groups for warning in group.warnings)]
+    sources = {id(source): source for one in checkpoints for source in one.sources}
+    rest = [] if key is not None else list(_rest(first, made))
+    result = first.with_root(made, *changes, *rest)
+    return replace(result, sources=tuple(sources.values()))
+
+
+def _models(
+    checkpoints: Sequence[Checkpoint], key: Any
+) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
+    """The first checkpoint, or its one state dict, and each of its models with its counterparts."""
+    first, *others = checkpoints
+    if key is not None:
+        alone = single_state_dict(first, key)
+        part = Section((), "state_dict", alone.root, alone.root)
+        return alone, [(part, [_under(key, other) for other in others])]
+    parts = _parts(first)
+    if not parts:
+        model_state_dict(first)
+    found = [_counterparts(first, parts, other) for other in others]
+    return first, [(part, [one[at] for one in found]) for at, part in enumerate(parts)]
+
+
+def _parts(checkpoint: Checkpoint) -> list[Section]:
+    """The models of a checkpoint, what is mentioned twice once."""
+    every = [part for part in sections(checkpoint.root) if part.kind in MODEL_KINDS]
+    return list({id(part.holder): part for part in reversed(every)}.values())[::-1]
+
+
+def _under(key: Any, checkpoint: Checkpoint) -> Section:
+    """The state dict of that address, or the only one of a file that has no such address."""
+    try:
+        return model_state_dict(checkpoint, key)
+    except AmbiguousName:
+        raise
+    except NotFound as error:
+        parts = _parts(checkpoint)
+        if len(parts) != 1:
+            raise error
+        return parts[0]
+
+
+def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) -> list[Section]:
+    """The models of another file in the order of the first's; a lone one whatever its name."""
+    found = _parts(other)
+    if len(parts) == len(found) == 1:
+        return found
+    named = {part.name: part for part in found}
+    wanted = [part.name for part in parts]
+    for names, has, lacks in (
+        (set(wanted) - named.keys(), first, other),
+        (named.keys() - set(wanted), other, first),
+    ):
+        if names:
+            what = listed(name or "the root" for name in sorted(names))
+            raise NotFound(
+                f"{lacks.path} has no state dict {what}, which {has.path} has",
+                file=lacks.path,
+                hint="--key NAME averages one state dict alone",
+            )
+    return [named[name] for name in wanted]
+
+
+def _tensors(part: Section) -> Names:
+    """Its tensors by their names in it."""
+    depth = len(part.path)
+    return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
+
+
+def _class(tensor: TensorRef) -> str:
+    """What counts as one kind of number."""
+    if tensor.dtype in FLOATING:
+        return "floating"
+    return "complex" if tensor.dtype.startswith("complex") else "integer"
+
+
+@dataclass
+class _Plan:
+    """Which tensors are averaged, and which are the same everywhere."""
+
+    checkpoints: Sequence[Checkpoint]
+    first: Checkpoint
+    ints: str
+    averaged: list[tuple[str, tuple[TensorRef, ...]]] = field(default_factory=list)
+    """Names with the tensors of all files."""
+    _means: list[tuple[Section, int]] = field(default_factory=list)
+    _integers: int = 0
+    _retyped: list[str] = field(default_factory=list)
+
+    def add(self, part: Section, others: list[Section]) -> None:
+        """Take a model of the first checkpoint with its counterparts.
+
+        Raises:
+            UsageError, NotFound: they do not fit together.
+        """
+        names = [_tensors(one) for one in (part, *others)]
+        for at, other in enumerate(names[1:], start=1):
+            self._check_names(part, names[0], other, self.checkpoints[at])
+        before = len(self.averaged)
+        for name in names[0]:
+            self._add(name, tuple(one[name] for one in names))
+        self._means.append((part, len(self.averaged) - before))
+
+    def changes(self) -> Iterator[Change]:
+        """What was averaged, and what was not."""
+        count = len(self.checkpoints)
+        for part, means in self._means:
+            where = printable(part.name) or "the root"
+            text = f"{_plural(means, 'tensor')} of {where}: the mean of {count} files"
+            yield Change("average", text, means)
+        if self._integers:
+            first = self.checkpoints[0].path
+            how = "the same in all files" if self.ints == _SAME else f"those of {first}"
+            text = f"{_plural(self._integers, 'integer tensor')}: {how}"
+            yield Change("keep", text, self._integers)
+        if self._retyped:
+            text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"
+            yield Change("warning", text, len(self._retyped))
+
+    def _add(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
+        self._check(name, tensors)
+        if _class(tensors[0]) == "integer":
+            self._integers += 1
+            if self.ints == _SAME:
+                self._check_equal(name, tensors)
+            return
+        if tensors[0].kind == "numpy":
+            raise self._error(f"{name!r} is a numpy array, which cannot be averaged", 0,
+                              "ckptool convert --plain makes a tensor of it")  # fmt: skip
+        self.averaged.append((name, tensors))
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            self._retyped.append(name)
+
+    def _check(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
+        """Refuse tensors of several shapes or kinds, and such as are no plain array."""
+        first = tensors[0]
+        for at, tensor in enumerate(tensors):
+            if tensor.shape != first.shape:
+                raise self._error(
+                    f"{printable(name)!r} has the shape {list(tensor.shape)} here and "
+                    f"{list(first.shape)} in {self.checkpoints[0].path}",
+                    at,
+                )
+            if _class(tensor) != _class(first):
+                raise self._error(
+                    f"{printable(name)!r} is {tensor.dtype} here and {first.dtype} in "
+                    f"{self.checkpoints[0].path}",
+                    at,
+                )
+            if not tensor.has_content and (_class(first), self.ints) != ("integer", _FIRST):
+                kind = "meta" if tensor.device == "meta" else tensor.kind
+                raise self._error(
+                    f"{printable(name)!r} is a {kind} tensor, which has no plain elements", at
+                )
+
+    def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
+        for at, tensor in enumerate(tensors[1:], start=1):
+            if tensor.dtype != tensors[0].dtype or _digest(tensor) != _digest(tensors[0]):
+                raise self._error(
+                    f"{printable(name)!r} ({tensors[0].dtype}) is not what it is in "
+                    f"{self.checkpoints[0].path}, and there is no mean of integers",
+                    at,
+                    "--ints first takes those of the first file",
+                )
+
+    def _check_names(
+        self, part: Section, names: Names, other: Names, checkpoint: Checkpoint
+    ) -> None:
+        """Refuse files whose names differ; say so where only wrappers make the difference."""
+        if names.keys() == other.keys():
+            return
+        here, there = self.checkpoints[0].path, checkpoint.path
+        missing = [name for name in names if name not in other]
+        extra = [name for name in other if name not in names]
+        facts = [f"{has} has {listed(found, most=3)}, which {lacks} has not"
+                 for found, has, lacks in ((missing, here, there), (extra, there, here))
+                 if found]  # fmt: skip
+        wrapped = [
+            path for path, own in ((here, names), (there, other)) if _stripped(own) != set(own)
+        ]
+        hint = None
+        if wrapped and _stripped(names) == _stripped(other):
+            hint = "the names differ by wrappers: " + "; ".join(
+                f"ckptool strip-module {path}" for path in wrapped
+            )
+        raise NotFound("; ".join(facts), file=there, hint=hint)
+
+    def _error(self, fact: str, at: int, hint: str | None = None) -> UsageError:
+        return UsageError(fact, file=self.checkpoints[at].path, hint=hint)
+
+
+def _stripped(names: Names) -> set[str]:
+    try:
+        renamed = strip_names(names).renamed
+    except NameCollision:
+        renamed = {}
+    return {renamed.get(name, name) for name in names}
+
+
+def _digest(tensor: TensorRef) -> bytes:
+    made = hashlib.sha256()
+    for block in tensor.content():
+        made.update(block)
+    return made.digest()
+
+
+def _made(first: Checkpoint, groups: list[Group]) -> Any:
+    """The first's tree with averaged tensors, without optimizers and schedulers."""
+    means = {id(old): new for group in groups for old, new in group.made}
+    originals = Originals(first.root, (old for group in groups for old, _ in group.made))
+    gone = _gone(first)
+
+    def leaf(node: Any) -> Any:
+        original = originals.of(node)
+        if original is None:
+            return node
+        mean = means[id(original)]
+        place = {"storage": mean.storage, "offset": mean.offset}
+        return over_elements(node, **place, stride=mean.stride, flags=mean.flags)
+
+    def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        if not any(_is_gone(value, gone) for value in mapping.values()):
+            return mapping
+        kept = type(mapping)(
+            (key, value) for key, value in mapping.items() if not _is_gone(value, gone)
+        )
+        if isinstance(kept, OrderedMap) and isinstance(mapping, OrderedMap):
+            kept.attributes = mapping.attributes
+        return kept
+
+    return rebuild(first.root, leaf, without)
+
+
+def _gone(first: Checkpoint) -> set[int]:
+    parts = sections(first.root)
+    return {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
+
+
+def _is_gone(node: Any, gone: set[int]) -> bool:
+    """Whether it is what goes, or a list of nothing else."""
+    if isinstance(node, (list, tuple)) and node:
+        return all(id(item) in gone for item in node)
+    return id(node) in gone
+
+
+def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
+    """What is left out, and what is the first's."""
+    for part in sections(first.root):
+        count = len(part.tensors())
+        if part.kind in ("optimizer", "scheduler"):
+            text = f"the {part.kind} {printable(part.name)} ({_plural(count, 'tensor')})"
+            yield Change("left-out", text, count)
+    for part in sections(made):
+        if part.kind == "values":
+            names = dict.fromkeys(name_of(path[:1]) for path in part.node)
+            text = f"as in {first.path}: {listed(names)}"
+            yield Change("keep", text, len(part.node))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
