@@ -14,7 +14,6 @@ from ckptool.errors import NoSpace, TargetExists, TruncatedFile, WriteDenied, Wr
 from ckptool.files import atomic, system
 from ckptool.files.atomic import atomic_output
 from ckptool.files.system import lock, remove_unlocked
-from tests.files.faults import KILL, POWER, crashes, needs_fork
 
 OLD, NEW = b"the old content", b"something else altogether"
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
@@ -288,26 +287,6 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old):
     assert old.read_bytes() == OLD
     (left,) = set(os.listdir(old.parent)) - {old.name}
     assert left.startswith(".model.pth.")
-
-
-@needs_fork
-def test_the_end_at_any_call_leaves_the_old_file_or_the_new_one(memory_path):
-    folder = memory_path / "files"
-    folder.mkdir()
-    path = folder / "model.pth"
-
-    def prepare():
-        for name in os.listdir(folder):
-            (folder / name).unlink()
-        path.write_bytes(OLD)
-
-    for crash in crashes(lambda: write(path, overwrite=True), prepare, (KILL, *POWER)):
-        content = path.read_bytes()
-        assert content in (OLD, NEW), crash
-        assert content == NEW or not crash.completed, crash
-        write(path, b"the next one", overwrite=True)
-        assert path.read_bytes() == b"the next one"
-        assert os.listdir(folder) == [path.name], crash
 
 
 DEBRIS = ".model.pth.ckptool-0123456789ab.tmp"
