@@ -23,12 +23,14 @@ class Change:
     """One thing that a transform did, for the user to read.
 
     `kind` is the transform's word (`strip`, `add`, `remap`, ...), `text` one sentence without a
-    full stop, `count` how many tensors (or values) it concerns.
+    full stop, `count` how many tensors (or values) it concerns, `wanted` whether the user asked for
+    what is left out (kind `left-out`): then it is no loss.
     """
 
     kind: str
     text: str
     count: int = 0
+    wanted: bool = False
 
 
 Report = Callable[[], Iterable[Change]]
@@ -178,6 +180,18 @@ class Checkpoint:
         from ckptool.transforms import compact
 
         return compact(self)
+
+    def to_plain(self, *, drop: bool = False) -> Checkpoint:
+        """Objects turned into plain data (`transforms.to_plain`)."""
+        from ckptool.transforms import to_plain
+
+        return to_plain(self, drop=drop)
+
+    def drop_objects(self) -> Checkpoint:
+        """Objects left out (`transforms.drop_objects`)."""
+        from ckptool.transforms import drop_objects
+
+        return drop_objects(self)
 
     def cast(self, dtype: Any, **options: Any) -> Checkpoint:
         """Floating tensors in another element type; options as `transforms.cast`."""

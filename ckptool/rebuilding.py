@@ -22,6 +22,7 @@ __all__ = ["everything", "rebuild"]
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,
 ))  # fmt: skip
+_UNTREATED = _PLAIN - {Global}
 _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 
 
@@ -66,13 +67,13 @@ def rebuild(
 ) -> Any:
     """A new tree in which `leaf` has replaced leaves and `mapping` dicts; identity is kept.
 
-    `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue and Opaque and returns what
-    stands in its place (itself for no change). A tensor comes with its parts and wrapping
-    treated; its storage (or what carries it, on a TPU) is left to `leaf`. An Opaque is asked for
-    before its content is treated. `mapping` gets each dict of the source and returns the one to
-    go on with (itself for no change). A container or object given in place of another is treated
-    in turn. Plain values pass through. Nothing of the source is changed, and no depth of nesting
-    is too deep.
+    `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and Global (also those that
+    an object or tensor is made by) and returns what stands in its place (itself for no change). A
+    tensor comes with its parts and wrapping treated; its storage (or what carries it, on a TPU) is
+    left to `leaf`. An Opaque is asked for before its content is treated. `mapping` gets each dict
+    of the source and returns the one to go on with (itself for no change). A container or object
+    given in place of another is treated in turn. Plain values pass through. Nothing of the source
+    is changed, and no depth of nesting is too deep.
 
     Raises:
         NameCollision: two keys of one dict have become equal.
@@ -115,7 +116,7 @@ class _Rebuilder:
         done, leaf = self.done, self.leaf
         for node in nodes:
             kind = type(node)
-            if kind in _PLAIN or id(node) in done:
+            if kind in _UNTREATED or id(node) in done:
                 continue
             if kind in _HOLDERS or (kind is TensorRef and leaf and _composition(node)):
                 todo.append((node, False))
@@ -195,4 +196,4 @@ class _Rebuilder:
             copy.attributes = {key: self._of(value) for key, value in source.attributes.items()}
 
     def _of(self, node: Any) -> Any:
-        return node if type(node) in _PLAIN else self.done[id(node)]
+        return node if type(node) in _UNTREATED else self.done[id(node)]

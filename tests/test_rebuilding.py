@@ -83,10 +83,11 @@ def test_no_depth_is_too_deep(kind):
 
 def test_leaf_gets_each_leaf_once_and_no_plain_value():
     w, ref, device = tensor(), StorageRef(storage(), "float32"), DeviceValue("cpu")
+    named = Global("m", "g")
     seen = []
-    rebuild([w, w, ref, device, 1, "x", None, b"", Global("m", "g"), {"w": w}],
+    rebuild([w, w, ref, device, 1, "x", None, b"", named, {"w": w}, named],
             leaf=lambda node: seen.append(node) or node)  # fmt: skip
-    assert [id(node) for node in seen] == [id(w), id(ref), id(device)]
+    assert [id(node) for node in seen] == [id(w), id(ref), id(device), id(named)]
 
 
 def test_a_tensor_comes_with_its_parts_and_wrapping_treated():

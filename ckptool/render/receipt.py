@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from ckptool.checkpoint import Change
@@ -13,6 +14,8 @@ from ckptool.writing.save import LEFT_OUT
 
 __all__ = ["receipt_document", "receipt_lines"]
 
+SCREEN = 40
+"""Lines that are printed of one kind."""
 WORST = 3
 """Tensors that are named for each way of losing what they held."""
 
@@ -20,18 +23,25 @@ WORST = 3
 def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> Iterator[str]:
     """What changed, what was left out, what stays in the way, and the file."""
     done = _done(changes)
-    for change in done:
-        yield clean(f"warning: {change.text}" if change.kind == "warning" else change.text)
+    for kind, alike in groupby(done, key=lambda change: change.kind):
+        yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
     if all(change.kind == "warning" for change in done):
         yield f"nothing to change in {clean(source)}"
     yield from _told(receipt.outcomes)
-    for text in receipt.left_out:
-        yield f"left out: {clean(text)}"
+    yield from _few(f"left out: {text}" for text in receipt.left_out)
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
         yield f"weights_only=True will not load it: {clean(text)}"
     yield from _written(receipt)
+
+
+def _few(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of one kind: as many as a screen has, then how many there are besides."""
+    every = list(lines)
+    yield from map(clean, every[:SCREEN])
+    if len(every) > SCREEN:
+        yield f"and {len(every) - SCREEN:,} more like that (--json names them)"
 
 
 def _told(outcomes: Sequence[Change]) -> Iterator[str]:

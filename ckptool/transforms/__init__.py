@@ -19,6 +19,7 @@ from ckptool.transforms.name_rules import (
     table_rule,
 )
 from ckptool.transforms.names import add_module, strip_module
+from ckptool.transforms.plain import drop_objects, to_plain
 from ckptool.transforms.renaming import rename
 from ckptool.transforms.selection import single_state_dict
 from ckptool.transforms.ties import untie
@@ -30,6 +31,7 @@ __all__ = [
     "average",
     "cast",
     "compact",
+    "drop_objects",
     "extract",
     "floating_type",
     "prefix_rule",
@@ -43,6 +45,7 @@ __all__ = [
     "strip_module",
     "strip_module_dict",
     "table_rule",
+    "to_plain",
     "untie",
     "visible_devices",
 ]

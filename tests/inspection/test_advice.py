@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptool.inspection.advice import Needs, load_commands
+from ckptool.inspection.advice import Needs, load_commands, waste_notes
 
 
 def commands(file="model.pth", devices=("cpu",), *, strip=False, rewrite=False, model_only=False,
@@ -70,3 +70,21 @@ def test_a_folder_becomes_a_file_beside_it():
     assert commands("unzipped/", rewrite=True)["cpu"] == (
         "ckptool convert unzipped/ unzipped.plain.pth"
     )
+
+
+@pytest.mark.parametrize(
+    ("unseen", "dead", "facts"),
+    [
+        (4000, 0, "4,000 bytes of the storages are seen by no tensor"),
+        (0, 17, "17 bytes are dead"),
+        (1, 2, "1 bytes of the storages are seen by no tensor and 2 bytes are dead"),
+    ],
+)
+def test_waste_is_told_with_what_removes_it(unseen, dead, facts):
+    assert waste_notes("a b.pth", unseen, dead) == (
+        f"{facts}: ckptool compact 'a b.pth' leaves them out",
+    )
+
+
+def test_without_waste_there_is_no_note():
+    assert waste_notes("m.pth", 0, 0) == ()

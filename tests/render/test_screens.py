@@ -208,6 +208,15 @@ def test_a_receipt_says_what_changed_and_what_was_written():
     ]
 
 
+def test_of_many_changes_of_one_kind_a_screen_is_printed():
+    changes = [Change("plain", f"a{at}: numpy.float64 becomes a float", 1) for at in range(100)]
+    made = receipt(left_out=tuple(f"b{at} (net.Net)" for at in range(50)))
+    lines = list(receipt_lines("in.pth", (*changes, Change("cast", "done")), made))
+    assert lines[39:42] == [changes[39].text, "and 60 more like that (--json names them)", "done"]
+    assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more like that (--json names them)"]
+    assert len(receipt_document("in.pth", changes, made)["changes"]) == 100
+
+
 def test_a_receipt_of_an_edit_a_check_and_a_computation():
     outcome = Change("underflow", "fc.weight: 3 elements become zero", 3)
     made = receipt(written=512, verified=True, outcomes=(outcome,))
