@@ -7,7 +7,15 @@ import os
 from contextlib import ExitStack
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileBusy,
+    FileMissing,
+    UnsupportedFormat,
+)
+from ckptool.files.journal import has_journal
+from ckptool.files.locking import leads_to
 from ckptool.files.system import allow_open_files
 from ckptool.formats import candidates, identify
 from ckptool.formats.base import Format, Probe
@@ -68,6 +76,7 @@ class Sharded:
             for name in index.shards:
                 shards[name] = self._read_shard(index, name, probe.limits)
                 opened.callback(shards[name].close)
+            _check_still_there(index)
             root = joined(index, shards)
             opened.pop_all()
         sources = (source for shard in shards.values() for source in shard.sources)
@@ -124,6 +133,16 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
         if error.file is None:
             error.file = shard.path
         raise
+
+
+def _check_still_there(index: ShardIndex) -> None:
+    """Refuse shards of which some may belong to the index that came after this one."""
+    if has_journal(index.path) or not leads_to(index.path, index.source.fileno()):
+        raise FileBusy(
+            "is being written anew, shards and all",
+            file=index.path,
+            hint="try again when that has finished",
+        )
 
 
 def _wanted(index: ShardIndex) -> int:

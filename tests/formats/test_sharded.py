@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.errors import (
     CorruptFile,
+    FileBusy,
     FileMissing,
     LimitExceeded,
     NotACheckpoint,
@@ -22,6 +23,7 @@ from ckptool.errors import (
 )
 from ckptool.files.journal import Journal, write_journal
 from ckptool.formats import open_checkpoint
+from ckptool.formats.sharded import Sharded
 from ckptool.limits import Limits
 from tests.formats.shards import loaded, write_set
 
@@ -77,6 +79,22 @@ def test_an_index_or_its_folder_is_one_checkpoint(shards, as_folder):
         assert details.writer == "safetensors, in 2 shards"
         found = {name: ref.torch() for (name,), ref in checkpoint.tensors()}
     assert all(found[name].equal(tensor) for name, tensor in loaded(shards).items())
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a_set_that_is_replaced_while_it_is_opened_is_no_mixture(shards, monkeypatch, renamed):
+    read = Sharded._read_shard
+
+    def meanwhile(self, index, name, limits):
+        if renamed:
+            shutil.copyfile(index.path, f"{index.path}.new")
+            os.replace(f"{index.path}.new", index.path)
+        else:
+            write_journal(index.path, Journal("set", {}))
+        return read(self, index, name, limits)
+
+    monkeypatch.setattr(Sharded, "_read_shard", meanwhile)
+    refused(shards, FileBusy, "is being written anew")
 
 
 def test_the_order_is_that_of_the_index(shards):
