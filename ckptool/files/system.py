@@ -48,7 +48,8 @@ def allow_open_files(count: int) -> None:
 def announce_read(fd: int) -> None:
     """Say that a file will be read from front to back."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with suppress(OSError):  # advice
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
@@ -58,7 +59,8 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
     pages are not needed, and drops those that are clean.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # advice
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def reserve(fd: int, size: int) -> None:
