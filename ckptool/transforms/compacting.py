@@ -15,10 +15,10 @@ from ckptool.files.joined import joined
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.paths import everything, listed, name_of, rebuild, walk
 from ckptool.transforms.places import Place, place_of
+from ckptool.transforms.refusals import CARRIER
 
 __all__ = ["compact"]
 
-_CARRIER = "cpu_tensor"
 _MOST_TOLD = 20
 """Storages that have a line of their own."""
 _MOST_COMPARED = 500
@@ -73,14 +73,14 @@ def _over_storages(node: Any) -> Iterator[TensorRef]:
     """A tensor, and the one that carries it where it is one of a TPU."""
     if isinstance(node, TensorRef):
         yield node
-        if (node.parts or {}).get("carrier") == _CARRIER:
+        if (node.parts or {}).get("carrier") == CARRIER:
             yield (node.parts or {})["data"]
 
 
 def _is_movable(tensor: TensorRef) -> bool:
     """Whether it may get another offset and stride: not what is pickled as an array."""
     parts = tensor.parts or {}
-    is_array = "array" in parts or parts.get("carrier", _CARRIER) != _CARRIER
+    is_array = "array" in parts or parts.get("carrier", CARRIER) != CARRIER
     return tensor.dtype not in PACKED and not is_array
 
 
@@ -208,7 +208,7 @@ class _Mover:
         new = self._trimmed[leaf.storage]
         offset, stride = new.moved[place_of(leaf)]
         parts = leaf.parts
-        if parts and parts.get("carrier") == _CARRIER:
+        if parts and parts.get("carrier") == CARRIER:
             parts = {**parts, "data": self.moved(parts["data"])}
         return replace(leaf, storage=new.storage, offset=offset, stride=stride, parts=parts)
 
