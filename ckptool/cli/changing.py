@@ -41,6 +41,8 @@ def write_changed(
     chosen = _chosen(source, target)
     with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
         sharded = checkpoint.format in SHARD_FORMATS
+        if target.in_place and sharded:
+            chosen = checkpoint.path  # of a folder, the index in it
         path = chosen or default_target(source, word, target.format, sharded=sharded)
         changed = change(checkpoint)
         receipt = save(

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
-from ckptool.cli.options import Target, target_options, verb
-from ckptool.conversion import converted, device_rules
+from ckptool.cli.options import Target, glob_options, plain_options, target_options, verb
+from ckptool.conversion import Conversion
 from ckptool.writing import target_format
 
 __all__ = ["command"]
@@ -21,27 +22,24 @@ __all__ = ["command"]
     "convert",
     "ckptool convert model.pth model.safetensors",
     "ckptool convert model.pth laptop.pth --wrappers strip --to cpu",
-    "ckptool convert whole.pth weights.pth --model-only",
-    "ckptool convert ema.pth ema.safetensors --key model_ema",
+    "ckptool convert whole.pth weights.pth --model-only --plain",
+    "ckptool convert model.pth small.safetensors --cast bfloat16 --keep '*.norm.*=float32'",
+    "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
+    "ckptool convert model.safetensors.index.json merged.safetensors",
 )
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
+@click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
+@glob_options
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
     help="Wrapper names such as module. [default: strip towards safetensors, else keep]",
 )
-@click.option("--to", metavar="DEVICE", help="Everything to this device: cpu, cuda:0.")
 @click.option(
-    "--device-map", multiple=True, metavar="A=B", help="What is on A to B; repeatable; cuda:*."
+    "--rename", multiple=True, metavar="'REGEX=>REPL'", help="Rename tensors; repeatable, in order."
 )
-@click.option(
-    "--visible-devices", metavar="LIST", help="Renumber as CUDA_VISIBLE_DEVICES=LIST does."
-)
-@click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
-@click.option(
-    "--model-only", is_flag=True, help="The one model state dict alone; a pickled module as one."
-)
+@plain_options
 @click.option(
     "--ties",
     type=click.Choice(["keep", "copy"]),
@@ -49,36 +47,54 @@ __all__ = ["command"]
     show_default=True,
     help="Tied tensors written once, or each with bytes of its own.",
 )
+@click.option("--cast", metavar="DTYPE", help="Floating tensors to this type: bfloat16, float16.")
+@click.option(
+    "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
+)
+@click.option("--cast-optimizer", is_flag=True, help="Cast the optimizer's state as well.")
+@click.option("--allow-overflow", is_flag=True, help="Cast what is too large for the type, too.")
+@click.option("--compact", is_flag=True, help="Trim storages to what tensors see of them.")
+@click.option("--to", metavar="DEVICE", help="Everything to this device: cpu, cuda:0.")
+@click.option(
+    "--device-map", multiple=True, metavar="A=B", help="What is on A to B; repeatable; cuda:*."
+)
+@click.option(
+    "--visible-devices", metavar="LIST", help="Renumber as CUDA_VISIBLE_DEVICES=LIST does."
+)
+@click.option(
+    "--max-shard-size", metavar="SIZE", help="Split into files of at most SIZE (5GB) and an index."
+)
 @click.option("--strict", is_flag=True, help="Refuse to leave anything out.")
 @target_options(place=False)
 def command(
     source: str,
     destination: str,
-    to: str | None,
     device_map: tuple[str, ...],
     visible_devices: str | None,
-    ties: str,
+    keep: tuple[str, ...],
+    max_shard_size: str | None,
     strict: bool,
     target: Target,
-    **selection: Any,
+    **changes: Any,
 ) -> None:
     """Write another format, with any of the changes on the way.
 
-    The ending of DESTINATION decides the format (.safetensors), or --format; otherwise it is that
-    of SOURCE. Safetensors holds one flat state dict: what is left out is named.
+    The ending of DESTINATION decides the format (.safetensors, .safetensors.index.json for
+    shards), or --format; otherwise it is that of SOURCE. Safetensors holds one flat state dict:
+    what is left out is named. All of it is one pass over the file, in the order in which the
+    options stand here.
     """
-    rules = device_rules(to, parsed_rules(device_map))
-    visible = None if visible_devices is None else parsed_visible(visible_devices)
+    conversion = Conversion(
+        device_map=parsed_rules(device_map),
+        visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
+        keep=tuple(parsed_keep(keep)),
+        **changes,
+    )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return converted(
-            checkpoint,
-            target_format(checkpoint, destination, target.format),
-            rules=rules,
-            visible_devices=visible,
-            ties=ties,
-            **selection,
-        )
+        sharded = max_shard_size is not None
+        name = target_format(checkpoint, destination, target.format, sharded=sharded)
+        return conversion.applied(checkpoint, name)
 
     write_changed(
         source,
@@ -86,4 +102,5 @@ def command(
         replace(target, output=destination),
         word="converted",
         strict=strict,
+        max_shard_size=max_shard_size,
     )

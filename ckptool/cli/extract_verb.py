@@ -6,7 +6,15 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    file_argument,
+    glob_options,
+    plain_options,
+    target_options,
+    verb,
+)
+from ckptool.conversion import without_objects
 from ckptool.errors import UsageError
 from ckptool.transforms import extract
 
@@ -19,21 +27,12 @@ __all__ = ["command"]
     "ckptool extract run.pth --key model_ema",
     "ckptool extract weights.pth --include 'backbone.*' --exclude '*.num_batches_tracked'",
     "ckptool extract run.pth --key state_dict/fc.weight -o fc.pth",
+    "ckptool extract run.pth --plain --drop-objects",
 )
 @file_argument
 @click.option("--key", metavar="NAME", help="A section, a container or a tensor, by its address.")
-@click.option(
-    "--include",
-    multiple=True,
-    metavar="GLOB",
-    help="Only tensors of such a name; with a /, of such a whole address. Repeatable.",
-)
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of these. Repeatable.")
-@click.option(
-    "--model-only",
-    is_flag=True,
-    help="The one model state dict alone; a pickled module as one.",
-)
+@glob_options
+@plain_options
 @target_options()
 def command(
     file: str,
@@ -41,6 +40,8 @@ def command(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     model_only: bool,
+    plain: bool,
+    drop_objects: bool,
     target: Target,
 ) -> None:
     """Take out a section, some tensors, or the weights alone.
@@ -49,13 +50,15 @@ def command(
     objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
     --in-place needs --force, as the rest is lost.
     """
-    if key is None and not (include or exclude or model_only):
+    if key is None and not (include or exclude or model_only or plain or drop_objects):
         raise UsageError(
-            "extract takes at least one of --key, --include, --exclude and --model-only",
+            "extract takes at least one of --key, --include, --exclude, --model-only, --plain "
+            "and --drop-objects",
             hint="ckptool extract FILE --model-only",
         )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return extract(checkpoint, key=key, include=include, exclude=exclude, model_only=model_only)
+        part = extract(checkpoint, key=key, include=include, exclude=exclude, model_only=model_only)
+        return without_objects(part, plain=plain, drop=drop_objects)
 
     write_changed(file, change, target, word="extracted", rewrite=True)

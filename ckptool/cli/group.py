@@ -19,7 +19,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "add-module": ("add_module_verb", "Put module. before the names, as DataParallel does."),
         "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
         "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
-        "cast": ("cast_verb", "Cast the floating tensors to another type, and count what is lost."),
+        "cast": ("cast_verb", "Cast the floating tensors to another type."),
         "extract": ("extract_verb", "Take out a section, some tensors, or the weights alone."),
         "compact": ("compact_verb", "Leave out the bytes that no tensor sees, and dead ones."),
         "average": ("average_verb", "Write the mean of several checkpoints' weights."),

@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 import click
 
 from ckptool.formats import WRITABLE
+from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = [
     "EXIT_CODES",
     "Target",
     "file_argument",
+    "glob_options",
     "json_option",
+    "plain_options",
     "quiet_option",
     "target_options",
     "verb",
@@ -61,6 +64,48 @@ class Target:
     quiet: bool
 
 
+def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order in which the help shows them."""
+
+    def decorate(function: F) -> F:
+        decorated: Any = function
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
+
+
+glob_options = _together(
+    click.option(
+        "--include",
+        multiple=True,
+        metavar="GLOB",
+        help="Only tensors of such a name; with a /, of such a whole address. Repeatable.",
+    ),
+    click.option(
+        "--exclude", multiple=True, metavar="GLOB", help="No tensors of these. Repeatable."
+    ),
+    click.option(
+        "--model-only",
+        is_flag=True,
+        help="The one model state dict alone; a pickled module as one.",
+    ),
+)
+
+plain_options = _together(
+    click.option(
+        "--plain",
+        is_flag=True,
+        help="Objects into plain data, as weights_only=True takes it; what remains is an error.",
+    ),
+    click.option(
+        "--drop-objects",
+        is_flag=True,
+        help="Leave objects out; with --plain, those that cannot be made plain.",
+    ),
+)
+
 _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--force", is_flag=True, help="Overwrite an existing target, or edit through a link."
@@ -68,7 +113,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--dry-run", is_flag=True, help="Print what would be written, write nothing."),
     click.option(
         "--format",
-        type=click.Choice(WRITABLE),
+        type=click.Choice((*WRITABLE, *SHARD_FORMATS)),
         help="Format of the target, whatever its name ends in.",
     ),
     click.option(
@@ -98,9 +143,7 @@ def target_options(*, place: bool = True) -> Callable[[F], F]:
             fields["in_place"] = bool(fields["in_place"])
             return function(target=Target(**fields), **given)
 
-        decorated: Any = gathered
-        for option in reversed(chosen):
-            decorated = option(decorated)
+        decorated: Any = _together(*chosen)(gathered)
         return decorated  # type: ignore[no-any-return]
 
     return decorate

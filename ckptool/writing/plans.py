@@ -19,6 +19,7 @@ from ckptool.files.locking import exclusive
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
+from ckptool.paths import listed
 from ckptool.symbolic.encoder import blockers
 from ckptool.writing.sharding import ShardPlan
 from ckptool.writing.target import is_a_source
@@ -145,7 +146,8 @@ class NewFile:
     def _alone(self, job: Job) -> ExitStack:
         """The lock on the file that is replaced in place, for as long as that takes."""
         stack = ExitStack()
-        if job.in_place and os.path.lexists(job.path):
+        # Elsewhere a file that is open cannot be replaced.
+        if os.name == "posix" and job.in_place and os.path.lexists(job.path):
             stack.enter_context(exclusive(job.path))
         return stack
 
@@ -194,13 +196,20 @@ class Untouched:
 class NewSet:
     """Shards and their index, which appear together."""
 
-    def __init__(self, plan: ShardPlan, index: str, left_behind: tuple[str, ...]) -> None:
-        """Carry out `plan`, which has an index, at `index`."""
+    def __init__(
+        self,
+        plan: ShardPlan,
+        index: str,
+        left_behind: tuple[str, ...],
+        superseded: tuple[str, ...],
+    ) -> None:
+        """Carry out `plan`, which has an index, at `index`; `superseded` shards stay beside it."""
         self._plan = plan
         self._index = index
         self.format, self.size, self.written = plan.format, plan.size, plan.size
         self.tensors, self.blockers = plan.tensors, plan.blockers
-        self.notes = plan.notes
+        stays = f"shards that the new index does not name stay: {listed(superseded)}"
+        self.notes = (*plan.notes, *((stays,) if superseded else ()))
         self.left_out = (*left_behind, *plan.left_out)
         self.files = (
             *((shard.path, shard.plan.size) for shard in plan.shards),

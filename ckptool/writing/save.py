@@ -50,7 +50,7 @@ def save(
         in_place: Allow the target to be the source. It is edited where it lies, if its format and
             the changes allow it; else a new file takes its place.
         rewrite: In place, a new file even where an edit would do: dead bytes go.
-        strict: Refuse to leave anything out.
+        strict: Refuse to leave anything out that the user did not ask to leave out.
         dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
         max_shard_size: Bytes of tensors in one file, or words such as `5GB`; more go into shards.
         verify: Read the result back and compare every tensor before it takes its name. None: where
@@ -72,7 +72,8 @@ def save(
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
     own = in_place and _names_a_source(path, checkpoint.sources)
-    plan: Plan | None = None if not own or rewrite else _in_place(checkpoint, path, name)
+    anew = rewrite or max_shard_size is not None
+    plan: Plan | None = None if not own or anew else _in_place(checkpoint, path, name)
     if plan is None:
         left_behind = tuple(_left_behind(checkpoint, name))
         if name in SHARD_FORMATS:
@@ -119,12 +120,20 @@ def _sharded(
     max_shard_size: int | str | None,
     left_behind: tuple[str, ...],
 ) -> Plan:
-    """Shards and an index, or the one file that all of it fits in."""
+    """Shards and an index, or the one file that all of it fits in.
+
+    Shards of the source that the new index does not name stay, and are named.
+    """
     most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    plan = plan_shards(checkpoint, path, format=format, max_shard_size=most)
+    same_files = most is None and is_a_source(path, checkpoint.sources)
+    plan = plan_shards(checkpoint, path, format=format, max_shard_size=most, same_files=same_files)
     if plan.index_path is None:
         return NewFile(plan.shards[0].plan, left_behind)
-    return NewSet(plan, plan.index_path, left_behind)
+    new = {os.path.realpath(shard.path) for shard in plan.shards}
+    index = os.path.realpath(plan.index_path)
+    own = {os.path.realpath(source.path): source.path for source in checkpoint.sources}
+    gone = [name for real, name in own.items() if index in own and real not in {*new, index}]
+    return NewSet(plan, plan.index_path, left_behind, tuple(map(os.path.basename, gone)))
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
@@ -172,10 +181,11 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> None:
-    if strict and plan.left_out:
+    wanted = {change.text for change in checkpoint.changes if change.wanted}
+    lost = [text for text in plan.left_out if text not in wanted]
+    if strict and lost:
         raise NotRepresentable(
-            f"{plan.format} cannot hold all of it; this would be left out: "
-            f"{'; '.join(plan.left_out)}",
+            f"{plan.format} cannot hold all of it; this would be left out: {'; '.join(lost)}",
             file=checkpoint.path,
             hint="write it without --strict to leave that out",
         )

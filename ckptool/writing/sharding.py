@@ -23,7 +23,7 @@ from ckptool.formats.base import WritePlan
 from ckptool.formats.safetensors_content import overlapping, reach, remarks
 from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
 from ckptool.formats.safetensors_writer import content_of
-from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef
+from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.rebuilding import everything
 
 __all__ = ["DEFAULT_SIZE", "SHARD_FORMATS", "Shard", "ShardPlan", "parse_size", "plan_shards"]
@@ -100,6 +100,7 @@ def plan_shards(
     *,
     format: str,
     max_shard_size: int | None = None,
+    same_files: bool = False,
 ) -> ShardPlan:
     """The files for a checkpoint whose root is one flat state dict.
 
@@ -113,6 +114,8 @@ def plan_shards(
             fits in one shard (`model.safetensors`).
         format: `safetensors-sharded` or `torch-sharded`.
         max_shard_size: Bytes.
+        same_files: Each tensor stays in the file from which it was read, whatever that one takes;
+            `path` is the index of those files.
 
     Raises:
         NotRepresentable: the shards cannot hold a tensor, or the root is no state dict.
@@ -123,19 +126,33 @@ def plan_shards(
         raise UsageError(f"{limit} bytes are no size of a shard")
     names = _Names(os.fspath(path), format)
     parts = (_safetensors_parts if format == "safetensors-sharded" else _torch_parts)(checkpoint)
+    if same_files:
+        placed = _by_file(checkpoint, parts.groups)
+        return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _filled(parts.groups, limit) or [[]]
     if not names.indexed and len(runs) == 1:
         return _one_file(checkpoint, names.path, parts, SHARD_FORMATS[format])
+    files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
+    return _plan_files(checkpoint, format, names.index, parts, files)
+
+
+def _plan_files(
+    checkpoint: Checkpoint,
+    format: str,
+    index: str,
+    parts: _Parts,
+    files: Mapping[str, Sequence[str]],
+) -> ShardPlan:
+    """The plan of `files`, each with the names that it is to hold."""
     plan = writer(SHARD_FORMATS[format]).plan
-    files = [names.shard(number, len(runs)) for number in range(1, len(runs) + 1)]
     shards = tuple(
         Shard(file, plan(part), part)
-        for file, part in zip(files, _shards(checkpoint, runs), strict=True)
+        for file, part in zip(files, _shards(checkpoint, files.values()), strict=True)
     )
-    places = {name: file for file, run in zip(files, runs, strict=True) for name in run}
+    places = {name: file for file, run in files.items() for name in run}
     return ShardPlan(
         format,
-        names.index,
+        index,
         _index(parts, {name: os.path.basename(places[name]) for name in parts.held}),
         shards,
         parts.total_size,
@@ -144,6 +161,22 @@ def plan_shards(
         parts.notes,
         tuple(dict.fromkeys(name for shard in shards for name in shard.plan.blockers)),
     )
+
+
+def _by_file(
+    checkpoint: Checkpoint, groups: Iterable[tuple[int, Sequence[str]]]
+) -> dict[str, list[str]]:
+    """The names of each of the files that the tensors were read from; others go to the first."""
+    index = os.path.realpath(checkpoint.path)
+    paths = [one.path for one in checkpoint.sources if os.path.realpath(one.path) != index]
+    files: dict[str, list[str]] = {path: [] for path in paths}
+    for _, names in groups:
+        tensors = (one for name in names for one in find_tensors([checkpoint.root[name]]))
+        homes = (
+            one.storage.data.source.name for one in tensors if one.storage and one.storage.data
+        )
+        files[next((home for home in homes if home in files), paths[0])].extend(names)
+    return {file: names for file, names in files.items() if names}
 
 
 def _one_file(checkpoint: Checkpoint, path: str, parts: _Parts, format: str) -> ShardPlan:

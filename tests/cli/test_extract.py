@@ -137,7 +137,7 @@ def test_in_place_needs_force_because_the_rest_is_lost(ckptool, model):
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ([], "at least one of --key, --include, --exclude and --model-only", "--model-only"),
+        ([], "at least one of --key, --include, --exclude, --model-only", "--model-only"),
         (["--key", "nothing"], "there is nothing named 'nothing'", "ckptool list"),
         (["--key", "epoch"], "'epoch' is a value", "ckptool show"),
         (["--include", "conv1*"], "no tensor matches 'conv1*'; there is module.conv1", "list"),

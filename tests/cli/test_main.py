@@ -175,7 +175,7 @@ sys.exit(main())
 def test_a_signal_in_the_middle_of_a_write_leaves_the_folder_as_it_was(process, model, name, code):
     before = model.read_bytes()
     script = ENDED_IN_THE_MIDDLE.replace("NUMBER", f"signal.{name}")
-    done = process("strip-module", model.name, "--in-place", "--force", code=("-c", script))
+    done = process("compact", model.name, "--in-place", "--force", code=("-c", script))
     assert (done.code, done.out, done.err) == (code, "", "")
     assert os.listdir(model.parent) == [model.name]
     assert model.read_bytes() == before

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckptool as ckptool_library
 from tests.conftest import FIXTURES
 from tests.formats.shards import loaded
 
@@ -149,3 +150,78 @@ def test_an_index_as_target_makes_shards(ckptool, hub, tmp_path, target):
     again = ckptool("convert", hub, tmp_path / "out" / target)
     assert again.code == 2
     assert "exists already" in again.err
+
+
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [
+        (INDEX, "40B"),
+        ("model.safetensors", "40"),
+        ("pytorch_model.bin.index.json", "40B"),
+        ("pytorch_model.bin", "0.04KB"),
+    ],
+)
+def test_shards_are_written_and_read_again(ckptool, tmp_path, target, size):
+    path = tmp_path / "out" / target
+    done = ckptool("convert", HUB, path, "--max-shard-size", size, "--json")
+    assert done.code == 0, done.err
+    files = [one["file"] for one in done.document["files"]]
+    index = tmp_path / "out" / target.replace(".index.json", "")
+    assert files[-1] == f"{index}.index.json"
+    assert sorted(files) == sorted(map(str, (tmp_path / "out").iterdir()))
+    found = loaded(tmp_path / "out" / f"{index.name}.index.json")
+    assert all(found[name].equal(tensor) for name, tensor in loaded(HUB / INDEX).items())
+    first = ckptool("list", HUB, "--json", "--hash").document
+    again = ckptool("list", tmp_path / "out", "--json", "--hash").document
+    kept = ("name", "dtype", "shape", "sha256")
+    rows = [
+        [{field: row[field] for field in kept} for row in one["tensors"]] for one in (first, again)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_size_that_is_none(ckptool, tmp_path):
+    done = ckptool("convert", HUB, tmp_path / "out.safetensors", "--max-shard-size", "5 apples")
+    assert done.code == 2
+    assert "'5 apples' is no size of a shard" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_fits_is_one_file(ckptool, tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert ckptool("convert", HUB, out, "--max-shard-size", "5GB").code == 0
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("given", ["", "pytorch_model.bin.index.json"])
+def test_in_place_every_tensor_stays_in_its_file(ckptool, tmp_path, given):
+    folder = shutil.copytree(WRAPPED, tmp_path / "set")
+    before = json.loads((folder / "pytorch_model.bin.index.json").read_text())
+    done = ckptool("strip-module", folder / given, "--in-place")
+    assert done.code == 0, done.err
+    after = json.loads((folder / "pytorch_model.bin.index.json").read_text())
+    assert sorted(map(str, folder.iterdir())) == sorted(
+        str(folder / one.name) for one in WRAPPED.iterdir()
+    )
+    assert after["weight_map"] == {
+        name.removeprefix("module."): file for name, file in before["weight_map"].items()
+    }
+    again, first = (
+        ckptool("list", one, "--json", "--hash").document["tensors"] for one in (folder, WRAPPED)
+    )
+    assert [row["sha256"] for row in again] == [row["sha256"] for row in first]
+
+
+def test_in_place_in_other_sizes_what_is_left_of_the_old_set_is_named(tmp_path):
+    folder = shutil.copytree(WRAPPED, tmp_path / "set")
+    with ckptool_library.open(folder) as checkpoint:
+        receipt = checkpoint.save(checkpoint.path, in_place=True, max_shard_size="1MB")
+    assert any("that the new index does not name stay" in note for note in receipt.notes)
+    assert len(receipt.files) == 2
+    assert len(list(folder.iterdir())) == 5
+
+
+def test_a_format_in_shards_can_be_asked_for(ckptool, tmp_path):
+    done = ckptool("convert", HUB, tmp_path / "model.bin", "--format", "torch-sharded")
+    assert done.code == 0, done.err
+    assert torch.load(tmp_path / "model.bin", weights_only=True)

@@ -1,0 +1,134 @@
+"""`convert`: every change in one pass, and what does not go together."""
+
+import argparse
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.conversion import Conversion
+from ckptool.errors import NotRepresentable, UsageError
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A checkpoint with all that the options are about."""
+    big = torch.randn(1000, 8)
+    state = OrderedDict(
+        (f"module.{name}", tensor)
+        for name, tensor in {
+            "body.weight": big[:4],
+            "body.bias": torch.randn(4),
+            "head.weight": torch.randn(2, 4),
+            "steps": torch.tensor(3),
+        }.items()
+    )
+    state["module.tied.weight"] = state["module.head.weight"]
+    modules = ("module", "module.body", "module.head", "module.tied")
+    state._metadata = OrderedDict(
+        {"": {"version": 1}, **{path: {"version": 2} for path in modules}}
+    )
+    args = argparse.Namespace(lr=0.1)
+    path = tmp_path / "model.pth"
+    torch.save({"state_dict": state, "epoch": 3, "args": args}, path)
+    return path
+
+
+def test_all_of_it_in_one_pass(source, tmp_path):
+    receipt = ckptool.convert(
+        source,
+        tmp_path / "out.pth",
+        wrappers="strip",
+        rename=["^head=>classifier"],
+        plain=True,
+        cast="bfloat16",
+        keep={"*.bias": None, "tied.*": "float16"},
+        exclude=["steps", "module.steps"],
+        compact=True,
+        ties="copy",
+        to="cuda:1",
+        verify=True,
+    )
+    assert receipt.verified
+    assert receipt.size < 5000
+    found = torch.load(tmp_path / "out.pth", map_location="cpu", weights_only=True)
+    before = torch.load(source, weights_only=False)["state_dict"]
+    assert (found["epoch"], found["args"]) == (3, {"lr": 0.1})
+    state = found["state_dict"]
+    assert list(state) == ["body.weight", "body.bias", "classifier.weight", "tied.weight"]
+    assert state["body.weight"].equal(before["module.body.weight"].bfloat16())
+    assert state["body.bias"].equal(before["module.body.bias"])
+    assert state["classifier.weight"].equal(before["module.head.weight"].bfloat16())
+    assert state["tied.weight"].equal(before["module.head.weight"].half())
+    assert state._metadata == {path: {"version": 2} for path in ("", "body", "classifier", "tied")}
+    with ckptool.open(tmp_path / "out.pth") as checkpoint:
+        assert set(checkpoint.devices) == {"cuda:1"}
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.safetensors.index.json", "out.bin"])
+def test_a_cast_into_shards_of_the_part_that_was_chosen(source, tmp_path, name):
+    ckptool.convert(
+        source,
+        tmp_path / "set" / name,
+        include=["*.weight"],
+        wrappers="strip",
+        model_only=True,
+        cast="float16",
+        max_shard_size=40,
+    )
+    found = {}
+    for path in (tmp_path / "set").iterdir():
+        if path.suffix == ".safetensors":
+            found.update(load_file(path))
+        elif path.suffix != ".json":
+            found.update(torch.load(path, weights_only=True))
+    before = torch.load(source, weights_only=False)["state_dict"]
+    for key in ("body.weight", "head.weight"):
+        assert found[key].equal(before[f"module.{key}"].half())
+    merged = tmp_path / "merged.safetensors"
+    ckptool.convert(tmp_path / "set", merged)
+    with ckptool.open(merged) as checkpoint:
+        assert list(checkpoint) == ["body.weight", "head.weight", "tied.weight"]
+
+
+def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
+    whole = {"wrappers": "strip", "strict": True}
+    with pytest.raises(NotRepresentable, match="epoch"):
+        ckptool.convert(source, tmp_path / "out.safetensors", **whole)
+    receipt = ckptool.convert(source, tmp_path / "out.safetensors", key="state_dict", **whole)
+    assert any("epoch" in text for text in receipt.left_out)
+    ckptool.convert(source, tmp_path / "some.pth", exclude=["*.bias"], strict=True)
+    ckptool.convert(source, tmp_path / "plain.pth", drop_objects=True, strict=True)
+    assert "args" not in torch.load(tmp_path / "plain.pth", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"wrappers": "peel"}, "'strip' or 'keep'"),
+        ({"ties": "cut"}, "'keep' or 'copy'"),
+        ({"to": "cpu", "device_map": {"cuda:0": "cpu"}}, "not both"),
+        ({"to": "cpu", "visible_devices": [0]}, "not both"),
+        ({"keep": {"*": None}}, "no cast"),
+        ({"cast_optimizer": True}, "no cast"),
+        ({"allow_overflow": True}, "no cast"),
+        ({"include": "*.weight"}, "takes a list"),
+        ({"rename": ["a"]}, "REGEX=>REPL"),
+        ({"cast": "float12"}, "float12"),
+        ({"max_shard_size": "5 apples"}, "5 apples"),
+        ({"colour": "red"}, "no option 'colour'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(source, tmp_path, options, words):
+    with pytest.raises(UsageError, match=words):
+        ckptool.convert(source, tmp_path / "out.pth", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_a_conversion_is_applied_to_an_open_checkpoint(source):
+    with ckptool.open(source) as checkpoint:
+        changed = Conversion(wrappers="strip", key="state_dict").applied(checkpoint, "torch-zip")
+        assert "body.weight" in changed.root
+        assert Conversion().applied(checkpoint, "torch-zip") is checkpoint
