@@ -23,6 +23,9 @@ PREPARED = {
     "with-args.pth": CURRENT / "misc.pth",
     "compiled.pth": FIXTURES / "ecosystem" / "dp_compiled.pth",
     "ema.pth": FIXTURES / "ecosystem" / "ema.pth",
+    "run.pth": CURRENT / "dp_full.pth",
+    "epoch1.pth": CURRENT / "dp.pth",
+    "epoch2.pth": CURRENT / "dp.pth",
     "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
 }
 """What each name of a file in the README stands for."""
@@ -120,7 +123,9 @@ def test_a_shell_block_runs(block, folder):
         assert "Traceback" not in done.stderr
         assert done.stdout.strip() or done.stderr.strip()
     for path in set(folder.iterdir()) - before:
-        assert loads(path), f"{path.name} is empty"
+        files = path.iterdir() if path.is_dir() else [path]
+        for file in files:
+            assert file.suffix == ".json" or loads(file), f"{file.name} is empty"
 
 
 @pytest.mark.parametrize("block", blocks("python"))
