@@ -11,9 +11,9 @@ torch is imported only by what makes tensors.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ckptool._lazy import importer
 from ckptool._version import __version__
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         strip_module,
     )
     from ckptool.checkpoint import Change, Checkpoint, Details
+    from ckptool.conversion import Conversion
     from ckptool.errors import (
         AmbiguousName,
         CheckpointError,
@@ -62,25 +63,25 @@ if TYPE_CHECKING:
     from ckptool.writing import Receipt
 
 _HOMES = {
-    "ckptool.api": (
+    "api": (
         "add_module", "average", "convert", "info", "list_tensors", "open", "recover", "remap",
         "rename", "strip_module",
     ),
-    "ckptool.checkpoint": ("Change", "Checkpoint", "Details"),
-    "ckptool.errors": (
+    "checkpoint": ("Change", "Checkpoint", "Details"),
+    "conversion": ("Conversion",),
+    "errors": (
         "AmbiguousName", "CheckpointError", "CheckpointWarning", "CorruptFile", "DeviceError",
         "FileBusy", "FileDenied", "FileMissing", "LimitExceeded", "NameCollision", "NoSpace",
         "NotACheckpoint", "NotFound", "NotRepresentable", "OutOfRange", "TargetExists",
         "TorchMissing", "TruncatedFile", "UnreadableFile", "UnsupportedFormat", "UsageError",
         "WriteDenied", "WriteError",
     ),
-    "ckptool.files.recovery": ("Recovery",),
-    "ckptool.limits": ("Limits",),
-    "ckptool.loading": ("load", "load_state_dict"),
-    "ckptool.model": ("Opaque", "Storage", "TensorRef"),
-    "ckptool.writing": ("Receipt",),
+    "files.recovery": ("Recovery",),
+    "limits": ("Limits",),
+    "loading": ("load", "load_state_dict"),
+    "model": ("Opaque", "Storage", "TensorRef"),
+    "writing": ("Receipt",),
 }  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AmbiguousName",
@@ -88,6 +89,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWarning",
+    "Conversion",
     "CorruptFile",
     "Details",
     "DeviceError",
@@ -130,15 +132,7 @@ __all__ = [
     "strip_module",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on its first use."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(__name__, globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

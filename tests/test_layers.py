@@ -8,6 +8,7 @@ from tests.sources import calls, imports, room, trees
 
 ROOMS = [
     "_version",
+    "_lazy",
     "errors",
     "limits",
     "dtypes",
@@ -26,7 +27,6 @@ ROOMS = [
     "writing",
     "inspection",
     "loading",
-    "conversion",
     "conversion",
     "api",
     "render",

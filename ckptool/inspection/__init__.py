@@ -5,8 +5,9 @@ The names below are imported when they are first used: a list needs no summary.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.inspection.closeup import Shown, show
@@ -35,14 +36,5 @@ _HOMES = {
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "summary": ("Info", "SectionInfo", "info"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name on its first use."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ckptool.inspection' has no attribute {name!r}")
-    value = getattr(import_module(f"ckptool.inspection.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(__name__, globals(), _HOMES)

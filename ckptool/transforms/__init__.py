@@ -1,28 +1,38 @@
-"""Checkpoint to Checkpoint: names, devices, selection; each over the same storages."""
+"""Checkpoint to Checkpoint: names, devices, selection; each over the same storages.
 
-from ckptool.transforms.averaging import average
-from ckptool.transforms.casting import cast, floating_type
-from ckptool.transforms.compacting import compact
-from ckptool.transforms.devices import remap, visible_devices
-from ckptool.transforms.extraction import extract
-from ckptool.transforms.memory import (
-    add_module_dict,
-    remap_dict,
-    rename_dict,
-    strip_module_dict,
-)
-from ckptool.transforms.name_rules import (
-    Rule,
-    prefix_rule,
-    read_map_file,
-    regex_rule,
-    table_rule,
-)
-from ckptool.transforms.names import add_module, strip_module
-from ckptool.transforms.plain import drop_objects, to_plain
-from ckptool.transforms.renaming import rename
-from ckptool.transforms.selection import single_state_dict
-from ckptool.transforms.ties import untie
+The names below are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool._lazy import importer
+
+if TYPE_CHECKING:
+    from ckptool.transforms.averaging import average
+    from ckptool.transforms.casting import cast, floating_type
+    from ckptool.transforms.compacting import compact
+    from ckptool.transforms.devices import remap, visible_devices
+    from ckptool.transforms.extraction import extract
+    from ckptool.transforms.memory import (
+        add_module_dict,
+        remap_dict,
+        rename_dict,
+        strip_module_dict,
+    )
+    from ckptool.transforms.name_rules import (
+        Rule,
+        prefix_rule,
+        read_map_file,
+        regex_rule,
+        table_rule,
+    )
+    from ckptool.transforms.names import add_module, strip_module
+    from ckptool.transforms.plain import drop_objects, to_plain
+    from ckptool.transforms.renaming import rename
+    from ckptool.transforms.selection import single_state_dict
+    from ckptool.transforms.ties import untie
 
 __all__ = [
     "Rule",
@@ -49,3 +59,20 @@ __all__ = [
     "untie",
     "visible_devices",
 ]
+
+_HOMES = {
+    "averaging": ("average",),
+    "casting": ("cast", "floating_type"),
+    "compacting": ("compact",),
+    "devices": ("remap", "visible_devices"),
+    "extraction": ("extract",),
+    "memory": ("add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"),
+    "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
+    "names": ("add_module", "strip_module"),
+    "plain": ("drop_objects", "to_plain"),
+    "renaming": ("rename",),
+    "selection": ("single_state_dict",),
+    "ties": ("untie",),
+}
+
+__getattr__ = importer(__name__, globals(), _HOMES)
