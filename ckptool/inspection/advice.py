@@ -35,6 +35,8 @@ class Needs:
     """Objects block `weights_only=True`, and there is a model state dict to go on with."""
     choices: tuple[str, ...] = ()
     """The model state dicts, where there are several: which to take is the user's to say."""
+    plain: bool = False
+    """Objects block `weights_only=True`, and there is no model."""
 
 
 def load_commands(needs: Needs) -> dict[str, str]:
@@ -60,7 +62,8 @@ def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     """What `compact` would leave out: bytes that no tensor reaches, and dead ones."""
     facts = [f"{unseen:,} bytes of the storages are seen by no tensor"] if unseen > 0 else []
     facts += [f"{dead:,} bytes are dead"] if dead > 0 else []
-    command = shlex.join(["ckptool", "compact", _as_argument(file)])
+    in_place = ["--in-place"] if _INDEX.search(file) else []  # shards have no other target
+    command = shlex.join(["ckptool", "compact", _as_argument(file), *in_place])
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
 
 
@@ -80,10 +83,11 @@ def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
     file = _as_argument(needs.file)
     rules = list(rules)
     to_cpu = rules == ["*=cpu"]
-    if needs.rewrite or needs.model_only or (needs.strip and rules):
+    if needs.rewrite or needs.model_only or needs.plain or (needs.strip and rules):
         options = ["--wrappers", "strip"] if needs.strip else []
         options += ["--to", "cpu"] if to_cpu else _repeated("--device-map", rules)
         options += ["--model-only"] if needs.model_only else []
+        options += ["--plain", "--drop-objects"] if needs.plain else []
         options += ["--key", CHOICE] if needs.model_only and needs.choices else []
         return ["convert", file, _target(file, rules, to_cpu), *options]
     if rules:

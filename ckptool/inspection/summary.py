@@ -266,6 +266,7 @@ def _needs(
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,
         model_only=alone,
+        plain=objects_in_the_way and not models,
         choices=tuple(model.name for model in models) if len(models) > 1 else (),
     )
 

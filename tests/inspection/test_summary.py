@@ -155,10 +155,10 @@ def test_legacy_streams_that_no_torch_loads_are_told(fixtures, tmp_path):
         assert info(made).blockers == ("pickle protocol 5",)
 
 
-def test_only_objects_and_no_model_leave_nothing_to_do(saved):
+def test_where_there_is_no_model_objects_are_made_plain_or_dropped(saved):
     found = saved({"args": argparse.Namespace(lr=1)})
     assert not found.weights_only
-    assert found.commands == {}
+    assert found.commands["cpu"].endswith(" --plain --drop-objects")
 
 
 def test_a_storage_alone_has_a_device_too():
