@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import TYPE_CHECKING
+from threading import local
+from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -70,9 +70,8 @@ class _Content:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
         if not 0 <= self._position <= offset:
-            self._blocks, self._pending, self._position = (
-                self._tensor.content(), memoryview(b""), 0,
-            )  # fmt: skip
+            self._blocks, self._position = self._tensor.content(), 0
+            self._pending = memoryview(b"")
         while self._position < offset:
             self._take(offset - self._position)
         while buffer:
@@ -92,12 +91,11 @@ class _Content:
 
 
 class Averager:
-    """Makes storages that are the mean of others, with one set of buffers for all."""
+    """Makes storages that are the mean of others, with one set of buffers a thread."""
 
     def __init__(self) -> None:
         """Torch is imported when the first element is wanted."""
-        self._lock = Lock()
-        self._kernels: dict[tuple[tuple[str, ...], str], _Kernel] = {}
+        self._kernels = local()
 
     def mean(self, runs: Sequence[Elements], like: Storage, dtype: str) -> Storage:
         """The mean of runs of equally many elements, accumulated in float64 in their order.
@@ -108,24 +106,29 @@ class Averager:
         size = count * BY_NAME[dtype].itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
-            with self._lock:
-                self._fill(runs, dtype, offset, buffer)
+            self._fill(runs, dtype, offset, buffer)
 
-        source = ComputedSource(runs[0].data.source.name, size, fill)
+        parallel = all(may_be_shared(run.data) for run in runs)
+        source = ComputedSource(runs[0].data.source.name, size, fill, parallel=parallel)
         return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
 
     def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:
-        key = tuple(dict.fromkeys(run.dtype for run in runs)), dtype
-        if key not in self._kernels:
-            self._kernels[key] = _Kernel(*key)
+        kernel = self._kernel(tuple(dict.fromkeys(run.dtype for run in runs)), dtype)
         size = BY_NAME[dtype].itemsize
         first, last = offset // size, -(-(offset + len(buffer)) // size)
         for start in range(first, last, CHUNK):
-            made = self._kernels[key].mean(runs, start, min(start + CHUNK, last))
+            made = kernel.mean(runs, start, min(start + CHUNK, last))
             at = start * size - offset
             skipped = max(-at, 0)
             made = made[skipped : len(buffer) - at]
             buffer[at + skipped : at + skipped + len(made)] = made
+
+    def _kernel(self, sources: tuple[str, ...], target: str) -> _Kernel:
+        known: dict[Any, _Kernel] = self._kernels.__dict__
+        key = f"{sources} {target}"
+        if key not in known:
+            known[key] = _Kernel(sources, target)
+        return known[key]
 
 
 class _Kernel:

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from shlex import quote
-from threading import Lock
+from threading import Lock, local
 from typing import TYPE_CHECKING
 
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
 from ckptool.tensors.coverage import Grid, Owners, Piece, Spans
@@ -107,7 +107,7 @@ class Losses:
 
 
 class Caster:
-    """Casts storages from one floating type to another, with one set of buffers for all."""
+    """Casts storages from one floating type to another, with one set of buffers a thread."""
 
     def __init__(self, source: str, target: str, *, allow_overflow: bool, file: str = "") -> None:
         """Cast `source` to `target`; `file` is for messages.
@@ -121,9 +121,9 @@ class Caster:
         """Of each tensor by its name, as far as its elements have been computed."""
         self.allow_overflow = allow_overflow
         self.lock = Lock()
-        """To be held while the kernel's buffers are in use."""
+        """To be held while something is counted."""
         self._file = file or None
-        self._kernel: _Kernel | None = None
+        self._kernels = local()
 
     def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
         """The storage in the other type, element by element, to be computed when it is read.
@@ -136,16 +136,18 @@ class Caster:
         data = None
         if storage.data is not None:
             run = _Run(self, storage.data, storage.byteorder != sys.byteorder, Owners(views))
-            source = ComputedSource(storage.data.source.name, size, run.fill)
+            parallel = may_be_shared(storage.data)
+            source = ComputedSource(storage.data.source.name, size, run.fill, parallel=parallel)
             data = ByteRange(source, 0, size)
         return Storage(storage.key, data, size, storage.device, sys.byteorder)
 
     @property
     def kernel(self) -> _Kernel:
-        """The buffers and the arithmetic, made once."""
-        if self._kernel is None:
-            self._kernel = _Kernel(self.source, self.target)
-        return self._kernel
+        """The buffers and the arithmetic, made once for each thread."""
+        found: _Kernel | None = getattr(self._kernels, "own", None)
+        if found is None:
+            found = self._kernels.own = _Kernel(self.source, self.target)
+        return found
 
     def refused(self, name: str, losses: Losses) -> NotRepresentable:
         """The error for a tensor that overflows where that is not allowed."""
@@ -176,34 +178,38 @@ class _Run:
         """Put the bytes of the cast storage from `offset` into `buffer`."""
         size = BY_NAME[self._caster.target].itemsize
         first, last = offset // size, -(-(offset + len(buffer)) // size)
-        with self._caster.lock:
-            for start in range(first, last, CHUNK):
-                made = self._cast(start, min(start + CHUNK, last))
-                at = start * size - offset
-                skipped = max(-at, 0)
-                made = made[skipped : len(buffer) - at]
-                buffer[at + skipped : at + skipped + len(made)] = made
+        kernel = self._caster.kernel
+        for start in range(first, last, CHUNK):
+            stop = min(start + CHUNK, last)
+            made = kernel.cast(self._data, start, stop, swap=self._swap)
+            at = start * size - offset
+            skipped = max(-at, 0)
+            made = made[skipped : len(buffer) - at]
+            buffer[at + skipped : at + skipped + len(made)] = made
+            self._count(kernel, start, stop)
 
-    def _cast(self, start: int, stop: int) -> memoryview:
-        made = self._caster.kernel.cast(self._data, start, stop, swap=self._swap)
-        for run in self._counted.add(start, stop):
+    def _count(self, kernel: _Kernel, start: int, stop: int) -> None:
+        """Count what was lost in the chunk that was just cast, unless it was counted before."""
+        with self._caster.lock:
+            fresh = self._counted.add(start, stop)
+        for run in fresh:
             for piece in self._owners.pieces(*run):
-                losses = self._caster.kernel.losses(start, piece)
-                self._caster.losses.setdefault(piece.name, Losses()).add(losses)
+                losses = kernel.losses(start, piece)
+                with self._caster.lock:
+                    self._caster.losses.setdefault(piece.name, Losses()).add(losses)
                 if losses.overflow and not self._caster.allow_overflow:
                     raise self._caster.refused(piece.name, self._whole(piece.name))
-        return made
 
     def _whole(self, name: str) -> Losses:
         """The losses of a whole tensor, wherever its elements lie."""
-        whole = Losses()
+        whole, kernel = Losses(), self._caster.kernel
         first, last = self._owners.extent(name)
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
-            self._caster.kernel.cast(self._data, start, stop, swap=self._swap)
+            kernel.cast(self._data, start, stop, swap=self._swap)
             for piece in self._owners.pieces(start, stop):
                 if piece.name == name:
-                    whole.add(self._caster.kernel.losses(start, piece))
+                    whole.add(kernel.losses(start, piece))
         return whole
 
 
@@ -273,14 +279,13 @@ class _Kernel:
         """Few passes where nothing overflows and there is no NaN, which is nearly everywhere."""
         import torch
 
-        low, high = (float(end) for end in torch.aminmax(old))
-        largest = self._kind.largest
-        if not (-largest <= low and high <= largest) or (low < 0 and not self._kind.signed):
+        low, high = (float(end) for end in torch.aminmax(old.abs()))
+        kind = self._kind
+        if not high <= kind.largest or not (kind.signed or float(old.min()) >= 0):
             return self._sorted_out(old, back)
-        alive = int(torch.count_nonzero(back))
         gone = 0
-        if alive < old.numel() and self._kind.signed:
-            gone = int(torch.count_nonzero(old)) - alive
+        if low < 2.0**kind.lowest and kind.signed:
+            gone = int(torch.count_nonzero(old)) - int(torch.count_nonzero(back))
         changed = int(torch.count_nonzero((back - old).view(self._bits)))
         return Losses(old.numel(), 0, gone, changed - gone)
 

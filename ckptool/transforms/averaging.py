@@ -182,8 +182,11 @@ class _Plan:
                 self._check_equal(name, tensors)
             return
         if tensors[0].kind == "numpy":
-            raise self._error(f"{name!r} is a numpy array, which cannot be averaged", 0,
-                              "ckptool convert --plain makes a tensor of it")  # fmt: skip
+            raise self._error(
+                f"{printable(name)!r} is a numpy array, which cannot be averaged",
+                0,
+                "ckptool convert --plain makes a tensor of it",
+            )
         self.averaged.append((name, tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
             self._retyped.append(name)
@@ -305,7 +308,8 @@ def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
     for part in sections(first.root):
         count = len(part.tensors())
         if part.kind in ("optimizer", "scheduler"):
-            text = f"the {part.kind} {printable(part.name)} ({_plural(count, 'tensor')})"
+            held = f" ({_plural(count, 'tensor')})" if count else ""
+            text = f"the {part.kind} {printable(part.name)}{held}"
             yield Change("left-out", text, count)
     for part in sections(made):
         if part.kind == "values":

@@ -301,7 +301,7 @@ class _Work:
                 for name, losses in caster.losses.items()
                 if getattr(losses, kind)
             ]
-            for count, name, new, losses in sorted(found, key=lambda item: -item[0]):
+            for count, name, new, losses in sorted(found, key=lambda item: (-item[0], item[1])):
                 share = f"{count:,} of {_counted(losses.elements, 'element')}"
                 text = f"{printable(name)}: {share} {verb} in {new}"
                 if kind == "overflow":

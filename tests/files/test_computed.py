@@ -1,12 +1,15 @@
 """Bytes that are computed when they are read."""
 
+import os
 import threading
+import zlib
+from contextlib import closing
 
 import pytest
 
 from ckptool.errors import TruncatedFile
-from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
+from ckptool.files.computed import WORTH, ComputedSource, may_be_shared
 
 
 def counting(size):
@@ -34,33 +37,40 @@ def test_what_lies_outside_is_refused(offset, length):
         counting(100).read(offset, length)
 
 
-def patterned(size, calls):
-    """A long source that notes what is computed, and where."""
+def patterned(size, calls, parallel=True):
+    """A long source that notes what is computed, and whether by the thread that reads."""
 
     def fill(offset, buffer):
         calls.append((threading.current_thread() is threading.main_thread(), offset, len(buffer)))
         buffer[:] = bytes(at % 251 for at in range(offset, offset + len(buffer)))
 
-    return ComputedSource("model.pth", size, fill)
+    return ComputedSource("model.pth", size, fill, parallel=parallel)
 
 
-def test_the_next_block_is_computed_by_a_second_thread():
-    calls, block, size = [], 1 << 18, (1 << 20) + 7
+def test_the_next_blocks_are_computed_by_other_threads():
+    calls, block, size = [], WORTH, 4 * WORTH + 7
     data = ByteRange(patterned(size, calls), 0, size)
     assert b"".join(data.blocks(block)) == bytes(at % 251 for at in range(size))
-    assert [(offset, length) for _, offset, length in calls] == [
-        *((at * block, block) for at in range(4)),
-        (4 * block, 7),
+    assert sorted(calls, key=lambda call: call[1]) == [
+        (True, 0, block),
+        *((False, at * block, block) for at in (1, 2, 3)),
+        (True, 4 * block, 7),
     ]
-    assert [main for main, _, _ in calls] == [True, False, False, False, True]
+
+
+def test_what_may_be_computed_by_one_thread_only_is():
+    calls, size = [], 4 * WORTH
+    data = ByteRange(patterned(size, calls, parallel=False), 0, size)
+    assert b"".join(data.blocks(WORTH)) == bytes(at % 251 for at in range(size))
+    assert calls == [(True, at * WORTH, WORTH) for at in range(4)]
 
 
 def test_what_was_computed_ahead_in_vain_does_no_harm():
-    calls, block = [], 1 << 18
-    source = patterned(1 << 20, calls)
-    source.read(0, block)
-    assert source.read(3 * block, 5) == bytes(at % 251 for at in range(3 * block, 3 * block + 5))
-    assert source.read(block, 3) == bytes(at % 251 for at in range(block, block + 3))
+    source = patterned(4 * WORTH, [])
+    source.read(0, WORTH)
+    for start, length in ((3 * WORTH, 5), (WORTH, 3), (0, WORTH), (WORTH, WORTH), (0, 1)):
+        wanted = bytes(at % 251 for at in range(start, start + length))
+        assert source.read(start, length) == wanted
 
 
 def test_an_error_ahead_is_raised_where_its_block_is_read():
@@ -68,7 +78,18 @@ def test_an_error_ahead_is_raised_where_its_block_is_read():
         if offset:
             raise ValueError("beyond the first block")
 
-    source = ComputedSource("model.pth", 1 << 20, fill)
-    source.read(0, 1 << 18)
+    source = ComputedSource("model.pth", 4 * WORTH, fill, parallel=True)
+    source.read(0, WORTH)
     with pytest.raises(ValueError, match="beyond"):
-        source.read(1 << 18, 1 << 18)
+        source.read(WORTH, WORTH)
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="files are read by one thread here")
+def test_plain_bytes_may_be_read_by_several_threads(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(10))
+    with closing(FileSource(tmp_path / "f")) as file:
+        assert may_be_shared(ByteRange(file, 0, 10))
+        packed = zlib.compress(bytes(1000))[2:-4]
+        inflated = InflatedSource(ByteRange(MemorySource(packed, "f"), 0, len(packed)), 1000)
+        assert not may_be_shared(ByteRange(inflated, 0, 10))
+        assert not may_be_shared(ByteRange(counting(10), 0, 10))

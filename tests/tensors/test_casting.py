@@ -196,4 +196,4 @@ def test_a_storage_without_bytes_stays_one():
 
 def test_torch_is_wanted_only_when_bytes_are():
     caster, _ = cast(torch.ones(3), "float16")
-    assert caster._kernel is None
+    assert not hasattr(caster._kernels, "own")

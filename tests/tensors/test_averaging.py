@@ -1,0 +1,109 @@
+"""The mean of runs of elements beside torch's own."""
+
+import pytest
+import torch
+
+from ckptool.files import ByteRange, MemorySource
+from ckptool.model import Storage, TensorRef
+from ckptool.tensors import averaging
+from ckptool.tensors.averaging import Averager, Elements, elements_of
+
+DTYPES = [
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64", "complex128",
+]  # fmt: skip
+
+
+def raw(tensor):
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def elements(tensor, byteorder="little"):
+    data, size = raw(tensor), tensor.element_size()
+    if byteorder == "big":
+        unit = size // 2 if tensor.is_complex() else size
+        data = b"".join(data[at : at + unit][::-1] for at in range(0, len(data), unit))
+    name = str(tensor.dtype).removeprefix("torch.")
+    return Elements(name, ByteRange(MemorySource(data, "m"), 0, len(data)), byteorder)
+
+
+def mean(tensors, dtype, **options):
+    like = Storage("0", None, 0, "cpu")
+    runs = [elements(tensor, **options) for tensor in tensors]
+    return Averager().mean(runs, like, dtype)
+
+
+def judged(tensors, dtype):
+    """Torch's mean; of numbers as wide as the sum in their order, of which torch has several."""
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    every = [tensor.to(wide) for tensor in tensors]
+    if tensors[0].dtype == wide:
+        return sum(every[1:], start=every[0]) / len(every)
+    return torch.stack(every).mean(0).to(getattr(torch, dtype))
+
+
+def values(dtype, seed, count=1000):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.startswith("complex") else torch.float64
+    made = torch.randn(count, dtype=wide, generator=generator)
+    scale = 2.0 ** torch.randint(-6, 7, (count,), generator=generator)
+    return (made * scale).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_bits_are_those_of_torchs_mean(dtype, count):
+    tensors = [values(dtype, seed) for seed in range(count)]
+    assert mean(tensors, dtype).data.read() == raw(judged(tensors, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_big_endian_files(dtype):
+    tensors = [values(dtype, seed) for seed in range(2)]
+    assert mean(tensors, dtype, byteorder="big").data.read() == raw(judged(tensors, dtype))
+
+
+def test_types_may_differ_and_nan_goes_through():
+    tensors = [values("float32", 1, 9), values("bfloat16", 2, 9), values("float64", 3, 9)]
+    tensors[1][4] = torch.nan
+    tensors[2][5] = torch.inf
+    made = mean(tensors, "float32").data.read()
+    assert made == raw(judged(tensors, "float32"))
+
+
+def test_a_mean_of_large_numbers_does_not_overflow():
+    tensors = [torch.full((3,), torch.finfo(torch.float32).max) for _ in range(4)]
+    assert mean(tensors, "float32").data.read() == raw(tensors[0])
+
+
+def test_any_offset_and_length_is_right(monkeypatch):
+    monkeypatch.setattr(averaging, "CHUNK", 7)
+    tensors = [values("float32", seed, 40) for seed in range(3)]
+    made, whole = mean(tensors, "float32"), raw(judged(tensors, "float32"))
+    for start in range(0, 160, 3):
+        for stop in range(start, 161, 13):
+            assert made.data.read(start, stop - start) == whole[start:stop]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor[:, ::2],
+        lambda tensor: tensor[1:2].expand(5, 8),
+        lambda tensor: torch._neg_view(tensor),
+    ],
+)
+def test_the_elements_of_a_view_are_in_row_major_order(view):
+    tensor = torch.randn(6, 8)
+    seen = view(tensor)
+    data = raw(tensor)
+    over = Storage("0", ByteRange(MemorySource(data, "m"), 0, len(data)), len(data))
+    flags = ("neg",) if seen.is_neg() else ()
+    ref = TensorRef(
+        "float32", tuple(seen.shape), seen.stride(), seen.storage_offset(), over, "cpu", flags=flags
+    )
+    wanted, found = raw(seen.resolve_neg()), elements_of(ref)
+    assert found.data.read() == wanted
+    for start in (20, 3, 50, 50, 0):  # forwards and back
+        assert found.data.read(start, 9) == wanted[start : start + 9]

@@ -1,0 +1,270 @@
+"""The mean of checkpoints, with torch as the judge."""
+
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import NotFound, TargetExists, UsageError
+from ckptool.formats import open_checkpoint
+from ckptool.transforms import average
+from ckptool.writing import save
+
+
+@contextmanager
+def opened(folder, *roots):
+    """Checkpoints of these objects."""
+    with ExitStack() as stack:
+        found = []
+        for at, root in enumerate(roots):
+            torch.save(root, folder / f"{at}.pth")
+            found.append(stack.enter_context(open_checkpoint(folder / f"{at}.pth")))
+        yield found
+
+
+def mean_of(folder, *roots, **options):
+    """What torch loads of the mean, and what was told."""
+    with opened(folder, *roots) as found:
+        made = average(found, **options)
+        receipt = save(made, folder / "mean.pth", overwrite=True)
+    return torch.load(folder / "mean.pth", weights_only=False), made, receipt
+
+
+def texts(made, kind):
+    return [change.text for change in made.changes if change.kind == kind]
+
+
+def judged(*tensors):
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    return torch.stack([one.to(wide) for one in tensors]).mean(0).to(tensors[0].dtype)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.norm = torch.nn.BatchNorm2d(3)
+        self.fc = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 4).bfloat16()
+        self.tied = torch.nn.Linear(4, 4)
+        self.tied.weight = self.fc.weight
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_floating_tensor_is_the_mean_and_the_rest_is_the_firsts(tmp_path, count):
+    nets = [Net(seed) for seed in range(count)]
+    states = [net.state_dict() for net in nets]
+    roots = [
+        {"epoch": at, "model": state, "optimizer": torch.optim.Adam(net.parameters()).state_dict(),
+         "rng": torch.get_rng_state()}
+        for at, (net, state) in enumerate(zip(nets, states, strict=True))
+    ]  # fmt: skip
+    loaded, made, receipt = mean_of(tmp_path, *roots)
+    assert list(loaded) == ["epoch", "model", "rng"]
+    assert loaded["epoch"] == 0
+    assert list(loaded["model"]) == list(states[0])
+    assert loaded["model"]._metadata == states[0]._metadata
+    for name, tensor in loaded["model"].items():
+        every = [state[name] for state in states]
+        wanted = judged(*every) if tensor.is_floating_point() else every[0]
+        assert torch.equal(tensor, wanted)
+        assert tensor.dtype == every[0].dtype
+        assert tensor.stride() == every[0].stride()
+    assert loaded["model"]["tied.weight"].data_ptr() == loaded["model"]["fc.weight"].data_ptr()
+    assert texts(made, "left-out") == ["the optimizer optimizer"]
+    assert texts(made, "average")[0] == f"12 tensors of model: the mean of {count} files"
+    assert receipt.verified
+    Net(9).load_state_dict(loaded["model"])
+
+
+def test_parameters_stay_parameters(tmp_path):
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.note = {"scale": 1}
+    loaded, _, _ = mean_of(tmp_path, *({"w": one} for one in parameters))
+    assert isinstance(loaded["w"], torch.nn.Parameter)
+    assert loaded["w"].requires_grad
+    assert loaded["w"].note == {"scale": 1}
+    assert torch.equal(loaded["w"], judged(*parameters))
+
+
+def test_pickled_modules_are_averaged_too(tmp_path):
+    nets = [torch.nn.Linear(3, 2) for _ in range(2)]
+    loaded, _, _ = mean_of(tmp_path, *nets)
+    assert torch.equal(loaded.weight, judged(*(net.weight for net in nets)))
+
+
+def test_views_of_one_storage_stay_so_where_every_file_has_them(tmp_path):
+    def root(seed):
+        flat = torch.randn(20, generator=torch.Generator().manual_seed(seed))
+        return {"flat": flat, "w": flat[4:12].view(2, 4), "odd": flat[1::2], "b": flat[12:]}
+
+    roots = [root(seed) for seed in range(3)]
+    loaded, made, _ = mean_of(tmp_path, *roots)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, judged(*(one[name] for one in roots)))
+        assert tensor.stride() == roots[0][name].stride()
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in loaded.values()}
+    assert len(pointers) == 1
+    assert texts(made, "warning") == []
+
+
+def test_a_tie_that_one_file_has_not_comes_apart_with_a_warning(tmp_path):
+    shared = torch.randn(3)
+    roots = [{"a": shared, "b": shared.detach()}, {"a": torch.randn(3), "b": torch.randn(3)}]
+    loaded, made, _ = mean_of(tmp_path, *roots)
+    for name in "ab":
+        assert torch.equal(loaded[name], judged(roots[0][name], roots[1][name]))
+    assert texts(made, "warning") == ["memory that not every file shares is shared no longer: a, b"]
+    same = {"a": shared, "b": shared}
+    with opened(tmp_path, same, roots[1]) as found, pytest.raises(UsageError) as caught:
+        average(found)
+    assert "--ties copy" in caught.value.hint
+
+
+def test_files_may_lay_a_tensor_out_differently(tmp_path):
+    one, two = torch.randn(4, 6), torch.randn(4, 6)
+    layouts = {
+        "columns": lambda tensor: tensor.t().contiguous().t(),
+        "plain": lambda tensor: tensor,
+        "holes": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
+    }
+    for first in layouts.values():
+        for second in layouts.values():
+            roots = {"w": first(one)}, {"w": second(two)}
+            loaded, _, _ = mean_of(tmp_path, *roots)
+            assert torch.equal(loaded["w"], judged(one, two))
+            if first is not layouts["holes"]:
+                assert loaded["w"].stride() == roots[0]["w"].stride()
+
+
+def test_types_may_differ_and_the_firsts_is_kept(tmp_path):
+    roots = (
+        {"w": torch.randn(5).half(), "v": torch.randn(2)},
+        {"w": torch.randn(5), "v": torch.randn(2)},
+    )
+    loaded, made, _ = mean_of(tmp_path, *roots)
+    assert torch.equal(loaded["w"], judged(roots[0]["w"], roots[1]["w"]))
+    assert loaded["w"].dtype == torch.float16
+    assert texts(made, "warning") == ["of other types in other files, rounded to the first's: w"]
+
+
+def test_complex_numbers_scalars_and_empty_tensors(tmp_path):
+    def root(seed):
+        torch.manual_seed(seed)
+        return {"z": torch.randn(3, dtype=torch.complex64), "w": torch.randn(2, 2),
+                "s": torch.randn(()), "none": torch.zeros(0, 3)}  # fmt: skip
+
+    roots = root(1), root(2)
+    loaded, _, _ = mean_of(tmp_path, *roots)
+    for name in roots[0]:
+        assert torch.equal(loaded[name], judged(roots[0][name], roots[1][name]))
+
+
+def test_integers_must_agree_unless_the_firsts_are_wanted(tmp_path):
+    roots = [{"w": torch.ones(2), "n": torch.tensor([at])} for at in (1, 1, 2)]
+    with opened(tmp_path, *roots) as found, pytest.raises(UsageError, match="'n'") as caught:
+        average(found)
+    assert caught.value.file.endswith("2.pth")
+    assert "0.pth" in caught.value.message
+    assert "--ints first" in caught.value.hint
+    loaded, made, _ = mean_of(tmp_path, *roots, ints="first")
+    assert loaded["n"].tolist() == [1]
+    assert texts(made, "keep")[0].startswith("1 integer tensor: those of ")
+    loaded, made, _ = mean_of(tmp_path, *roots[:2])
+    assert "1 integer tensor: the same in all files" in texts(made, "keep")
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "said"),
+    [
+        ({"w": torch.ones(2)}, NotFound, "0.pth has b, which "),
+        ({"w": torch.ones(2), "b": torch.ones(1), "c": torch.ones(1)}, NotFound, "1.pth has c, "),
+        ({"w": torch.ones(3), "b": torch.ones(1)}, UsageError, r"'w' has the shape \[3\]"),
+        ({"w": torch.ones(2).int(), "b": torch.ones(1)}, UsageError, "'w' is int32 here"),
+        ({"w": torch.ones(2).to_sparse(), "b": torch.ones(1)}, UsageError, "sparse_coo tensor"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, second, error, said):
+    first = {"w": torch.ones(2), "b": torch.ones(1)}
+    with opened(tmp_path, first, second) as found, pytest.raises(error, match=said) as caught:
+        average(found)
+    assert caught.value.file.endswith("1.pth")
+
+
+def test_names_that_differ_by_wrappers_come_with_the_remedy(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    roots = net.state_dict(), torch.nn.DataParallel(net).state_dict()
+    with opened(tmp_path, *roots) as found, pytest.raises(NotFound) as caught:
+        average(found)
+    assert f"ckptool strip-module {tmp_path / '1.pth'}" in caught.value.hint
+    assert "0.pth" not in caught.value.hint
+
+
+def test_arrays_and_single_files_have_no_mean(tmp_path):
+    root = {"w": torch.ones(2), "array": np.ones(2, dtype=np.float32)}
+    with opened(tmp_path, root, root) as found:
+        with pytest.raises(UsageError, match="numpy array") as caught:
+            average(found)
+        assert "--plain" in caught.value.hint
+        with pytest.raises(UsageError, match="two"):
+            average(found[:1])
+        with pytest.raises(UsageError, match="'same' or 'first'"):
+            average(found, ints="last")
+
+
+def test_several_state_dicts_are_matched_by_name_and_one_by_key(tmp_path):
+    def root(value, **more):
+        return {"model": {"w.a": torch.full((2,), value)},
+                "ema": {"w.a": torch.full((2,), 10 * value)}, **more}  # fmt: skip
+
+    loaded, _, _ = mean_of(tmp_path, root(1.0), root(3.0))
+    assert loaded["model"]["w.a"].tolist() == [2.0, 2.0]
+    assert loaded["ema"]["w.a"].tolist() == [20.0, 20.0]
+    loaded, made, _ = mean_of(tmp_path, root(1.0), {"w.a": torch.full((2,), 5.0)}, key="ema")
+    assert loaded["w.a"].tolist() == [7.5, 7.5]
+    assert any("model" in text for text in texts(made, "left-out"))
+    third = root(3.0, extra={"v.a": torch.ones(1, 1)})
+    with opened(tmp_path, root(1.0), third) as found, pytest.raises(NotFound, match="extra"):
+        average(found)
+
+
+def test_optimizers_in_lists_go_too(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    states = [torch.optim.SGD(net.parameters(), lr=0.1).state_dict()]
+    root = {"state_dict": net.state_dict(), "optimizer_states": states, "names": ["a"]}
+    loaded, _, _ = mean_of(tmp_path, root, root)
+    assert list(loaded) == ["state_dict", "names"]
+
+
+def test_nothing_to_average_says_what_there_is(tmp_path):
+    with opened(tmp_path, {"epoch": 1}, {"epoch": 2}) as found, pytest.raises(NotFound):
+        average(found)
+
+
+def test_the_api_takes_paths_and_refuses_a_source_as_target(tmp_path):
+    for at in (1, 2):
+        torch.save({"w": torch.full((3,), float(at))}, tmp_path / f"{at}.pth")
+    paths = [tmp_path / "1.pth", tmp_path / "2.pth"]
+    receipt = ckptool.average(paths, tmp_path / "mean.pth")
+    assert receipt.tensors == 1
+    assert torch.load(tmp_path / "mean.pth")["w"].tolist() == [1.5] * 3
+    with pytest.raises(TargetExists):
+        ckptool.average(paths, tmp_path / "2.pth", overwrite=True)
+
+
+def test_planning_a_mean_never_imports_torch(tmp_path):
+    import subprocess
+    import sys
+
+    torch.save({"w": torch.ones(3), "n": torch.ones(3).int()}, tmp_path / "m.pth")
+    code = (
+        "import sys, ckptool\n"
+        "ckptool.average([sys.argv[1]] * 2, sys.argv[1] + '.mean', dry_run=True)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "m.pth")]
+    assert subprocess.run(command, check=False).returncode == 0
