@@ -6,6 +6,7 @@ source: some of torch's casts saturate (1e6 is 448 in float8_e4m3fn), others dro
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class Caster:
         """The error for a tensor that overflows where that is not allowed."""
         kind = FLOATS[self.target]
         reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
-        own = name.rpartition("/")[2]
+        own = re.sub(r"([*?[])", r"[\1]", name.rpartition("/")[2])
         return NotRepresentable(
             f"{printable(name)!r} cannot be cast: {losses.overflow:,} of its "
             f"{losses.elements:,} elements do not fit {self.target}, {reach} "
@@ -241,6 +242,7 @@ class _Kernel:
         self._old = self._source
         if self._source.dtype != wide and not self._exact:
             self._old = torch.empty(CHUNK, dtype=wide)
+        self._count = 0
         self._widened = False
 
     def cast(self, data: ByteRange, start: int, stop: int, *, swap: bool) -> memoryview:
@@ -254,7 +256,7 @@ class _Kernel:
             rows = source.view(torch.uint8).view(-1, size)
             rows.copy_(rows.flip(1))
         self._target[:count].copy_(source)
-        self._widened = False
+        self._count, self._widened = count, False
         return memoryview(self._made)[: count * self._target.element_size()]
 
     def losses(self, start: int, piece: Piece) -> Losses:
@@ -265,9 +267,10 @@ class _Kernel:
             count = chosen.stop - chosen.start if mask is None else int(mask.sum())
             return Losses(count)
         if not self._widened:
-            self._back.copy_(self._target)
+            cast = slice(self._count)
+            self._back[cast].copy_(self._target[cast])
             if self._old is not self._source:
-                self._old.copy_(self._source)
+                self._old[cast].copy_(self._source[cast])
             self._widened = True
         old, back = self._old[chosen], self._back[chosen]
         if piece.grid is not None:

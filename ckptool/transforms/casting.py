@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import UsageError
 from ckptool.model import SPARSE_KINDS, Opaque, Path, Storage, StorageRef, TensorRef
+from ckptool.modules import child_modules, own_tensors
 from ckptool.paths import everything as every_node
 from ckptool.paths import listed, name_of, printable, rebuild, selected, walk
 from ckptool.statedict import sections
@@ -118,6 +120,23 @@ def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     return found
 
 
+def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
+    """The buffers of pickled modules that no state dict has, which `Module.to` casts too."""
+    for part in sections(checkpoint.root):
+        todo, seen = [("", part.holder)] if part.kind == "module" else [], set()
+        while todo:
+            prefix, module = todo.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            saved = own_tensors(module)
+            for name, buffer in module.attributes.get("_buffers", {}).items():
+                if isinstance(buffer, TensorRef) and name not in saved:
+                    yield (*part.path, f"{prefix}{name}"), buffer
+            inside = child_modules(module).items()
+            todo.extend((f"{prefix}{name}.", child) for name, child in inside)
+
+
 def _elements(tensor: TensorRef) -> TensorRef:
     """The tensor whose elements are those of `tensor`: itself, or the values of a sparse one."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
@@ -169,7 +188,7 @@ class _Plan:
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""
-        for path, tensor in self.checkpoint.tensors():
+        for path, tensor in chain(self.checkpoint.tensors(), _unsaved_buffers(self.checkpoint)):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
             elif path in spared:

@@ -188,6 +188,16 @@ def test_what_overflows(value, target, over):
         assert len(made.data.read()) == BY_NAME[target].itemsize
 
 
+def test_the_hint_names_the_tensor_alone():
+    values = torch.tensor([1e6])
+    over = storage_of(values)
+    caster = Caster("float32", "float16", allow_overflow=False)
+    made = caster.cast(over, [("model/a[0].w", ref(values, over))])
+    with pytest.raises(NotRepresentable) as caught:
+        made.data.read()
+    assert "--keep 'a[[]0].w=float32'" in caught.value.hint
+
+
 def test_a_storage_without_bytes_stays_one():
     caster = Caster("float32", "bfloat16", allow_overflow=False)
     made = caster.cast(Storage("0", None, 40, "meta"), [])

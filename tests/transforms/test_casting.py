@@ -275,8 +275,10 @@ def test_part_of_a_distributed_tensor_is_left_and_named(fixtures):
 
 def test_a_pickled_module_is_cast(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    net[0].register_buffer("mask", torch.rand(2), persistent=False)
     with saved(tmp_path / "m.pth", net) as checkpoint:
         loaded, _ = written(cast(checkpoint, "bfloat16"), tmp_path / "o.pth")
+    assert torch.equal(loaded[0].mask, net[0].mask.bfloat16())
     for name, tensor in net.state_dict().items():
         wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         assert torch.equal(loaded.state_dict()[name], wanted)
