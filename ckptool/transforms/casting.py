@@ -148,8 +148,8 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
     if tensor.kind == "numpy":
         return "a numpy array"
     if tensor.kind == "meta" or tensor.has_content:
-        unsigned = tensor.flags and wanted == "float8_e8m0fnu"
-        return "negated lazily, of a type without signs" if unsigned else None
+        lost = tensor.flags and wanted.startswith("float8")
+        return "negated lazily, as torch does with no 8-bit type" if lost else None
     if tensor.storage is not None and tensor.kind in ("strided", "subclass"):
         return None  # on the meta device: there are no bytes to cast
     distributed = tensor.kind == "subclass" and tensor.local is not None

@@ -266,6 +266,13 @@ def test_what_cannot_be_cast_is_left_and_named(tmp_path):
     assert "jagged (a nested tensor)" in warning
 
 
+def test_lazily_negated_tensors_stay_where_torch_cannot_negate(tmp_path):
+    with saved(tmp_path / "m.pth", {"neg": torch._neg_view(torch.ones(2))}) as checkpoint:
+        made = cast(checkpoint, "float8_e5m2")
+    assert made.root is checkpoint.root
+    assert "neg (negated lazily" in texts(made.changes, "warning")[0]
+
+
 def test_part_of_a_distributed_tensor_is_left_and_named(fixtures):
     path = next(fixtures.rglob("*dtensor*.pt*"))
     with open_checkpoint(path) as checkpoint:
