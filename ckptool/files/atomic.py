@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 
-from ckptool.errors import TargetExists, WriteDenied
+from ckptool.errors import FileBusy, TargetExists, WriteDenied
+from ckptool.files.locking import undisturbed
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.recovery import settle
 from ckptool.files.refusals import check_space, worded
 from ckptool.files.system import (
     close_to_rename,
+    holder_of,
     lock,
     remove_unlocked,
     reserve,
@@ -23,6 +25,8 @@ from ckptool.files.system import (
 from ckptool.files.temporary import beside, folder_of, found_beside, private, seal
 
 __all__ = ["atomic_output", "refuse_target"]
+
+_TEMPORARY = r"\.ckptool-[0-9a-f]{12}\.tmp"
 
 
 @contextmanager
@@ -44,10 +48,11 @@ def atomic_output(
     the permission bits of a new file (None: what the umask leaves); a file that is replaced hands
     on its own, and its owner and group where the system lets us. `check` is called when all is on
     the disk, right before the rename; what it raises leaves the old file. What a killed edit
-    of the target left is set right first: a journal is never beside another file than its own.
+    of the target left is set right first, and nobody can edit it meanwhile: a journal is never
+    beside another file than its own.
 
     Raises:
-        FileBusy: another process is editing the target.
+        FileBusy: another process is editing or writing the target; the message names that one.
         CorruptFile: the journal of an edit of other content lies beside the target.
         TargetExists: the target is there and not to be overwritten, or is a folder.
         NoSpace: the disk cannot hold `size` bytes.
@@ -58,10 +63,11 @@ def atomic_output(
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
         settle(target)
-        with folder_of(target) as folder:
+        with undisturbed(target), folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, size)
             with _temporary_file(target, mode if old is None else 0o600) as file:
+                _refuse_other_writers(target, file.name)
                 reserve(file.fileno(), size)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
@@ -98,8 +104,22 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
 
 def _remove_debris(target: str) -> None:
     """Remove the temporary files of killed runs that were to become `target`."""
-    for found in found_beside(target, r"\.ckptool-[0-9a-f]{12}\.tmp"):
+    for found in found_beside(target, _TEMPORARY):
         remove_unlocked(found)
+
+
+def _refuse_other_writers(target: str, own: str) -> None:
+    """Refuse to write what another process is writing, once our own file shows that we do.
+
+    Of two that begin at the same moment both may be refused, never none.
+    """
+    for found in found_beside(target, _TEMPORARY):
+        if found != own and (holder := holder_of(found)) is not None:
+            raise FileBusy(
+                f"is being written by {f'process {holder}' if holder else 'another process'}",
+                file=target,
+                hint="try again when it has finished, or choose another name with -o",
+            )
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
-from ckptool.errors import CheckpointError, FileBusy
-from ckptool.files.journal import Journal, read_journal
+from ckptool.errors import CheckpointError, FileBusy, FileDenied, FileMissing, WriteError
+from ckptool.files.journal import Journal, journal_path, read_journal
 from ckptool.files.source import open_descriptor
 from ckptool.files.system import boot_id, is_running, lock_holder, try_lock
 
-__all__ = ["exclusive", "leads_to"]
+__all__ = ["exclusive", "leads_to", "undisturbed"]
 
 
 @contextmanager
@@ -39,6 +39,28 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
                 return
         finally:
             os.close(fd)
+
+
+@contextmanager
+def undisturbed(path: str) -> Iterator[None]:
+    """Nobody else edits a file that is about to be replaced: its journal would outlive it.
+
+    Nothing is locked where there is no file, where we may not even read it, and where an open
+    file cannot be replaced (Windows).
+
+    Raises:
+        FileBusy: another process is editing it, or about to replace it.
+        WriteError: an edit of it was cut short, since it was settled.
+    """
+    with ExitStack() as stack:
+        if os.name == "posix":
+            with suppress(FileMissing, FileDenied):
+                stack.enter_context(exclusive(path))
+                if os.path.lexists(journal_path(path)):
+                    raise WriteError(
+                        "an edit of it was cut short", file=path, hint=f"ckptool recover {path}"
+                    )
+        yield
 
 
 def leads_to(path: str | os.PathLike[str], fd: int) -> bool:

@@ -17,14 +17,17 @@ from typing import Any
 
 from ckptool.errors import CorruptFile
 from ckptool.files.journal import Journal, remove_journal, write_journal
-from ckptool.files.locking import exclusive
-from ckptool.files.system import sync_folder
+from ckptool.files.locking import undisturbed
+from ckptool.files.system import allow_open_files, sync_folder
 from ckptool.files.temporary import beside
 
 __all__ = ["FINISHED", "KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
 
 KIND = "set"
 """What the journal of a set is called."""
+
+_SPARE = 64
+"""Files that may be open beside those that are replaced."""
 
 FINISHED = "it and its files are all the new ones: their write had been cut short"
 """What to say of an index whose journal has been carried out."""
@@ -84,15 +87,18 @@ def rename_all(target: str, moves: Sequence[Move]) -> None:
     """Give all files their names, or none; from the journal on, a kill changes nothing about that.
 
     Raises:
-        FileBusy: another process is settling what happened to the index before.
+        FileBusy: another process is settling what happened to the index before, or editing one of
+            the files.
         OSError: the system does not let us.
     """
     folder = os.path.dirname(target)
     sync_folder(folder)  # no journal without the files that it tells about
     with ExitStack() as stack:
-        if os.name == "posix" and os.path.lexists(target):
-            # Who opens the index must not take the journal for one that a kill left half written.
-            stack.enter_context(exclusive(target))
+        # Who opens the index must not take the journal for one that a kill left half written, and
+        # nobody is to edit a file that is just being replaced.
+        allow_open_files(len(moves) + _SPARE)
+        for move in moves:
+            stack.enter_context(undisturbed(os.path.join(folder, move.name)))
         try:
             write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
             _carry_out(target, moves)

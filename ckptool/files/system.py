@@ -18,6 +18,7 @@ __all__ = [
     "boot_id",
     "close_to_rename",
     "hand_over",
+    "holder_of",
     "is_running",
     "lock",
     "lock_holder",
@@ -107,6 +108,20 @@ def lock_holder(fd: int) -> int | None:
         for words in map(str.split, lines):
             if words[3:4] == ["WRITE"] and words[5] == device and int(words[4]) > 0:
                 return int(words[4])
+    return None
+
+
+def holder_of(path: str) -> int | None:
+    """The process that has a lock on a file; 0: one that the system does not tell, None: nobody."""
+    if sys.platform == "win32":
+        return None
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if try_lock(fd) is False:
+                return lock_holder(fd) or 0
+        finally:
+            os.close(fd)
     return None
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, UsageError
+from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.files import FileSource
 from ckptool.formats import identify
 from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
@@ -65,6 +65,8 @@ REGISTRY = (
 )
 ZIP_MAGIC = b"PK\x03\x04"
 JSON_SPACE = b" \t\r\n"
+_ATTEMPTS = 3
+"""How often a file is read that is changed meanwhile."""
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
 
@@ -76,21 +78,41 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a file or folder, told apart by content; only the header is read.
 
-    `source` is the file, already open, as it stands: no journal beside it is looked for.
+    A file that is changed meanwhile is read again: its header is that of one state. `source` is
+    the file, already open, as it stands: no journal beside it is looked for.
 
     Raises:
-        UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged.
+        UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
+            something writes to it all the time.
     """
-    probe = Probe(path, limits, source)
+    for _ in range(_ATTEMPTS if source is None else 1):
+        checkpoint = _of_one_state(Probe(path, limits, source))
+        if checkpoint is not None:
+            return checkpoint
+    raise UnreadableFile(
+        "changed whenever it was read",
+        file=path,
+        hint="try again when nothing writes to the file any more",
+    )
+
+
+def _of_one_state(probe: Probe) -> Checkpoint | None:
+    """What a probe reads; None where something was written to a file meanwhile."""
     try:
         with _collector_paused():
             checkpoint = _read(probe)
-            return replace(checkpoint, original=checkpoint.root)
     except CheckpointError as error:
+        changed = probe.source is not None and probe.source.changed() is not None
         probe.close()
+        if changed:
+            return None
         if error.file is None:
             error.file = probe.path
         raise
+    if any(source.changed() for source in checkpoint.sources):
+        checkpoint.close()
+        return None
+    return replace(checkpoint, original=checkpoint.root)
 
 
 def _read(probe: Probe) -> Checkpoint:

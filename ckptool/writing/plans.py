@@ -5,24 +5,21 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.editing import apply_patch
 from ckptool.files.file_set import atomic_set
-from ckptool.files.locking import exclusive
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
 from ckptool.paths import listed
 from ckptool.symbolic.encoder import blockers
 from ckptool.writing.sharding import ShardPlan
-from ckptool.writing.target import is_a_source
+from ckptool.writing.target import check_still_there
 from ckptool.writing.verification import verify
 
 __all__ = ["Edited", "Job", "NewFile", "NewSet", "Plan", "Untouched"]
@@ -50,14 +47,8 @@ class Job:
         sources = self.checkpoint.sources
         for source in sources:
             source.check_unchanged()
-        if self.in_place and not is_a_source(self.path, sources):
-            there = os.path.lexists(self.path)
-            what = "another file has taken its place" if there else "it has been removed"
-            raise WriteError(
-                f"{what} meanwhile; nothing was written",
-                file=self.path,
-                hint="-o writes the result to another file",
-            )
+        if self.in_place:
+            check_still_there(self.path, sources)
 
 
 class Plan(Protocol):
@@ -130,26 +121,15 @@ class NewFile:
                 verify(job.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
-        with (
-            self._alone(job),
-            atomic_output(
-                job.path,
-                self.size,
-                overwrite=job.overwrite or job.in_place,
-                mode=permissions(sources),
-                check=check,
-                progress=job.progress,
-            ) as output,
-        ):
+        with atomic_output(
+            job.path,
+            self.size,
+            overwrite=job.overwrite or job.in_place,
+            mode=permissions(sources),
+            check=check,
+            progress=job.progress,
+        ) as output:
             self._plan.write(output)
-
-    def _alone(self, job: Job) -> ExitStack:
-        """The lock on the file that is replaced in place, for as long as that takes."""
-        stack = ExitStack()
-        # Elsewhere a file that is open cannot be replaced.
-        if os.name == "posix" and job.in_place and os.path.lexists(job.path):
-            stack.enter_context(exclusive(job.path))
-        return stack
 
 
 class Edited:

@@ -17,7 +17,13 @@ from ckptool.transforms import single_state_dict
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.sharding import SHARD_FORMATS, parse_size, plan_shards
-from ckptool.writing.target import FLAT, check_target, is_a_source, target_format
+from ckptool.writing.target import (
+    FLAT,
+    check_still_there,
+    check_target,
+    is_a_source,
+    target_format,
+)
 
 __all__ = ["LEFT_OUT", "save"]
 
@@ -67,11 +73,13 @@ def save(
         WriteError: verification found a difference; or, in place, another file has taken the
             place of the source meanwhile.
     """
+    own = in_place and _names_a_source(path, checkpoint.sources)
+    if own:
+        check_still_there(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
-    own = in_place and _names_a_source(path, checkpoint.sources)
     anew = rewrite or max_shard_size is not None
     plan: Plan | None = None if not own or anew else _in_place(checkpoint, path, name)
     if plan is None:

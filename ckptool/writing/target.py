@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import TargetExists, UsageError
+from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
 from ckptool.formats import WRITABLE, writer
 from ckptool.writing.sharding import SHARD_FORMATS
 
-__all__ = ["FLAT", "check_target", "is_a_source", "target_format"]
+__all__ = ["FLAT", "check_still_there", "check_target", "is_a_source", "target_format"]
 
 FLAT = ("safetensors", *SHARD_FORMATS)
 """The formats that hold one flat state dict."""
@@ -94,6 +94,22 @@ def check_target(
             "is the source itself",
             file=path,
             hint="-o chooses another name; --in-place replaces the file",
+        )
+
+
+def check_still_there(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> None:
+    """Refuse to write in place of a source that is not at its path any more.
+
+    Raises:
+        WriteError: another file is, or none.
+    """
+    if not is_a_source(path, sources):
+        there = os.path.lexists(path)
+        what = "another file has taken its place" if there else "it has been removed"
+        raise WriteError(
+            f"{what} meanwhile; nothing was written",
+            file=path,
+            hint="-o writes the result to another file",
         )
 
 

@@ -10,9 +10,18 @@ import textwrap
 
 import pytest
 
-from ckptool.errors import NoSpace, TargetExists, TruncatedFile, WriteDenied, WriteError
+from ckptool.errors import (
+    FileBusy,
+    NoSpace,
+    TargetExists,
+    TruncatedFile,
+    WriteDenied,
+    WriteError,
+)
 from ckptool.files import atomic, system
 from ckptool.files.atomic import atomic_output
+from ckptool.files.journal import Journal, write_journal
+from ckptool.files.locking import exclusive
 from ckptool.files.system import lock, remove_unlocked
 
 OLD, NEW = b"the old content", b"something else altogether"
@@ -306,13 +315,32 @@ def test_the_debris_of_a_killed_run_is_removed_by_the_next(old):
     assert os.listdir(old.parent) == [old.name]
 
 
-def test_a_run_leaves_the_file_of_a_run_that_is_still_writing(old):
-    with atomic_output(old, len(NEW), overwrite=True) as output:
-        write(old, b"the other run", overwrite=True)
-        assert old.read_bytes() == b"the other run"
+@needs_posix
+@pytest.mark.parametrize("name", ["model.pth", "new.pth"])
+def test_a_run_is_told_of_a_run_that_is_still_writing(old, name):
+    path = old.parent / name
+    with atomic_output(path, len(NEW), overwrite=True) as output:
+        with pytest.raises(FileBusy, match=rf"{name}: is being .* by process {os.getpid()}"):
+            write(path, b"the other run", overwrite=True)
         output.write(NEW)
-    assert old.read_bytes() == NEW
-    assert os.listdir(old.parent) == [old.name]
+    assert path.read_bytes() == NEW
+    assert sorted(os.listdir(old.parent)) == sorted({old.name, name})
+
+
+@needs_posix
+def test_a_file_that_is_replaced_is_not_edited_meanwhile(old):
+    with atomic_output(old, len(NEW), overwrite=True) as output:
+        with pytest.raises(FileBusy, match=f"edited by process {os.getpid()}"), exclusive(old):
+            pass
+        output.write(NEW)
+
+
+@needs_posix
+def test_an_edit_that_is_cut_short_once_the_target_is_settled(old, monkeypatch):
+    monkeypatch.setattr(atomic, "settle", lambda _: write_journal(str(old), Journal("edit", {})))
+    with pytest.raises(WriteError, match="an edit of it was cut short"):
+        write(old, overwrite=True)
+    assert old.read_bytes() == OLD
 
 
 @pytest.mark.parametrize(
