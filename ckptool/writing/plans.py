@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.errors import WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.editing import apply_patch
@@ -49,6 +50,19 @@ class Job:
             source.check_unchanged()
         if self.in_place:
             check_still_there(self.path, sources)
+
+    def read_back(self, expected: Checkpoint, output: FileOutput) -> None:
+        """Compare a file that was written with what it should hold.
+
+        Raises:
+            UnreadableFile: it differs since a source has been written to.
+            WriteError: it differs.
+        """
+        try:
+            verify(expected, output.name, output.streamed, self.progress)
+        except WriteError:
+            self.check_sources()
+            raise
 
 
 class Plan(Protocol):
@@ -118,7 +132,7 @@ class NewFile:
 
         def check() -> None:
             if job.verify:
-                verify(job.checkpoint, output.name, output.streamed, job.progress)
+                job.read_back(job.checkpoint, output)
             job.check_sources()
 
         with atomic_output(
@@ -205,7 +219,7 @@ class NewSet:
         def check() -> None:
             if job.verify:
                 for shard, output in zip(self._plan.shards, written, strict=True):
-                    verify(shard.checkpoint, output.name, output.streamed, job.progress)
+                    job.read_back(shard.checkpoint, output)
             job.check_sources()
 
         with atomic_set(
