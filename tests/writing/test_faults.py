@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from tests.files.faults import KILL, Loss, needs_fork
 from tests.formats.shards import loaded as load_shards
 from tests.writing.kinds import KINDS, MATERIALS, apart, ends, materials, provide, tensors
+from tests.writing.meetings import disturbances
 
 POWER = (KILL, Loss(names=True, data=True), Loss(torn=1))
 POWER_KINDS = (
@@ -87,3 +88,41 @@ def test_the_end_of_the_process_at_any_call(name, folder, light):
     assert {end.state for end in found} == set(range(states))
     if not (KINDS[name].edits or KINDS[name].computed or name in SUMMED):
         assert {"copy_file_range", "sendfile"} & {end.crash.call for end in found if end.crash.half}
+
+
+DISTURBED = [
+    ("new-zip", "model.pth"),
+    ("new-safetensors", "model.pth"),
+    ("new-from-legacy", "model.pth"),
+    ("shards-new", "model.pth"),
+    ("merged", "model-00002-of-00002.safetensors"),
+    ("cast", "model.pth"),
+    ("average", "other.pth"),
+]
+
+
+@needs_fork
+@pytest.mark.parametrize("change", ["append", "overwrite", "shorten"])
+@pytest.mark.parametrize(("name", "source"), DISTURBED)
+def test_a_source_that_changes_while_it_is_read(name, source, change, folder, light):
+    """It is noticed, and nothing is kept; or all that was needed of it had been read before."""
+    found = where(name, light)(disturbances, name, change, source, folder)
+    for one in found:
+        assert one.kept if one.said else one.right, one
+        assert one.left == [], one
+    assert found[0].said.startswith(("UnreadableFile: ", "TruncatedFile: ")), found[0]
+    assert found[-1].said == ""
+
+
+@needs_fork
+@pytest.mark.parametrize("change", ["append", "overwrite", "shorten"])
+@pytest.mark.parametrize("name", ["edit-strip", "edit-header", "rewrite-legacy", "cast-in-place"])
+def test_a_file_that_changes_before_it_is_changed_in_place(name, change, folder, light):
+    """What the other program wrote stays."""
+    kind = KINDS[name]
+    found = where(name, light)(disturbances, name, change, kind.target, folder)
+    calls = [one.call for one in found]
+    begun = calls.index("unlink" if kind.edits else "replace")
+    for one in found[:begun]:
+        assert one.said.startswith(("UnreadableFile: ", "TruncatedFile: ")), one
+        assert one.left == [], one
