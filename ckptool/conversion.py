@@ -15,6 +15,8 @@ from ckptool.writing import FLAT, Receipt, save, target_format
 
 __all__ = ["Conversion", "convert", "without_objects"]
 
+SAFETENSORS = "safetensors"
+"""How the names of its formats begin, in one file and in shards."""
 _LISTS = frozenset({"include", "exclude", "rename", "keep", "visible_devices"})
 
 
@@ -75,13 +77,16 @@ class Conversion:
         device_rules(self.to, self.device_map)
         needless = self.keep or self.cast_optimizer or self.allow_overflow
         if self.cast is None and needless:
-            raise UsageError("there is no cast for keep, cast_optimizer or allow_overflow")
+            raise UsageError(
+                "keep, cast_optimizer and allow_overflow are about a cast, and there is none",
+                hint="--cast bfloat16",
+            )
 
     def applied(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         """The checkpoint changed, as a file of the format `target` wants it.
 
-        Safetensors holds one flat state dict, by tradition without wrappers; other formats all
-        there is, with the names that it has.
+        Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
+        other formats all there is, with the names that it has.
         """
         return self._placed(
             self._retyped(self._renamed(self._selected(checkpoint, target), target))
@@ -98,7 +103,7 @@ class Conversion:
         return checkpoint
 
     def _renamed(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
-        if self.wrappers == "strip" or (self.wrappers is None and target in FLAT):
+        if self.wrappers == "strip" or (self.wrappers is None and target.startswith(SAFETENSORS)):
             checkpoint = transforms.strip_module(checkpoint)
         if self.rename:
             rules = [transforms.regex_rule(rule) for rule in self.rename]
@@ -229,5 +234,8 @@ def device_rules(to: str | None, device_map: Mapping[str, str] | None) -> dict[s
         UsageError: both are given.
     """
     if to is not None and device_map:
-        raise UsageError("choose one device for all (to) or rules for some (device_map), not both")
+        raise UsageError(
+            "choose one device for all (to) or rules for some (device_map), not both",
+            hint="--device-map '*=cpu' is the rule for all others",
+        )
     return {"*": to} if to is not None else dict(device_map or {})

@@ -33,6 +33,7 @@ there is one, is the command or the step that helps.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 
@@ -82,13 +83,18 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         """The sentence, with the file in front where it is known and not named already."""
-        if self.file is None or self.file in self.message:
+        if self.file is None or _names(self.message, self.file):
             return self.message
         return f"{self.file}: {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a pickle between processes, keyword-only arguments and all."""
         return (_rebuild, (type(self), self.message, self.file, self.hint))
+
+
+def _names(message: str, file: str) -> bool:
+    """Whether the file is named in the message, not only as a part of a word."""
+    return re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", message) is not None
 
 
 def _rebuild(

@@ -12,7 +12,7 @@ from ckptool.cli.progress import Progress
 from ckptool.cli.targets import default_target
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.render.receipt import receipt_document, receipt_lines
+from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
 from ckptool.writing.sharding import SHARD_FORMATS
 
@@ -38,11 +38,13 @@ def write_changed(
         TargetExists: `--in-place` through a link, without `--force`.
         CheckpointError: whatever opening, changing or writing meets.
     """
-    chosen = _chosen(source, target)
+    chosen = _chosen(target)
     with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
         sharded = checkpoint.format in SHARD_FORMATS
-        if target.in_place and sharded:
-            chosen = checkpoint.path  # of a folder, the index in it
+        if target.in_place:
+            for file in checkpoint.sources:
+                _refuse_link(file.path, force=target.force)
+            chosen = checkpoint.path  # of a folder of shards, the index in it
         path = chosen or default_target(source, word, target.format, sharded=sharded)
         changed = change(checkpoint)
         receipt = save(
@@ -58,26 +60,22 @@ def write_changed(
             verify=target.verify,
             progress=progress,
         )
-    facts = (source, changed.changes, receipt)
-    say(receipt_lines(*facts), quiet=target.quiet)
+    say(receipt_lines(receipt), quiet=target.quiet)
     if target.as_json:
-        print_document(receipt_document(*facts))
+        print_document(receipt.to_dict())
     return receipt
 
 
-def _chosen(source: str, target: Target) -> str | None:
+def _chosen(target: Target) -> str | None:
     """The target, where the user has said which."""
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place exclude each other", hint="give one of them")
-    if target.in_place:
-        _refuse_link(source, force=target.force)
-        return source
     return target.output
 
 
 def _refuse_link(path: str, *, force: bool) -> None:
     """Refuse to edit in place what other names lead to as well."""
-    if force or not os.path.lexists(path):
+    if force:
         return
     if os.path.islink(path):
         raise TargetExists(
@@ -85,7 +83,7 @@ def _refuse_link(path: str, *, force: bool) -> None:
             file=path,
             hint="--force edits what it leads to",
         )
-    if os.stat(path).st_nlink > 1 and not os.path.isdir(path):
+    if os.stat(path).st_nlink > 1:
         raise TargetExists(
             "has several links, and the others would keep the old content",
             file=path,

@@ -97,7 +97,7 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
         raise WriteDenied("is not a regular file", file=path, hint="give the name of a file")
     if not overwrite:
         raise TargetExists(
-            "exists already", file=path, hint="--force replaces it; -o chooses another name"
+            "exists already", file=path, hint="--force replaces it; or choose another name"
         )
     return old
 

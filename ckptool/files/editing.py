@@ -228,11 +228,13 @@ def apply_patch(
 def _check_target(source: FileSource, path: str, fd: int) -> None:
     """Refuse to edit a file that is not, or not any more, the one that was read."""
     if not os.access(path, os.W_OK):
-        raise WriteDenied("the system does not let us write to it", hint="-o writes another file")
+        raise WriteDenied(
+            "the system does not let us write to it", hint="write the result to another file"
+        )
     if not leads_to(path, source.fileno()):
         raise WriteError(
             "another file has taken its place meanwhile; nothing was written",
-            hint="-o writes the result to another file",
+            hint="write the result to another file",
         )
     source.check_unchanged()
     if os.path.lexists(journal_path(path)):

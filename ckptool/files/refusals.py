@@ -38,7 +38,7 @@ def worded(path: str) -> Iterator[None]:
             ) from error
         if error.errno in _DENIED:
             raise WriteDenied(
-                f"cannot be written ({reason})", file=path, hint="choose another folder with -o"
+                f"cannot be written ({reason})", file=path, hint="choose another folder"
             ) from error
         raise WriteError(f"cannot be written ({reason})", file=path) from error
 
@@ -53,5 +53,5 @@ def check_space(folder: str, size: int) -> None:
     if size > free:
         raise NoSpace(
             f"needs {size:,} bytes, and the disk has {free:,} free",
-            hint="make room, or choose another disk with -o",
+            hint="make room, or choose another disk",
         )

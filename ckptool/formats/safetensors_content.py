@@ -12,7 +12,7 @@ from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
 from ckptool.paths import listed, printable
 
-__all__ = ["flat_tensors", "left_out", "overlapping", "reach", "remarks", "true_ties"]
+__all__ = ["flat_tensors", "left_out", "overlapping", "remarks", "true_ties"]
 
 _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
@@ -158,7 +158,7 @@ def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
         if len(group) == 1:
             continue
         end, widest = 0, ""
-        for start, stop, name in sorted((*reach(tensors[name]), name) for name in group):
+        for start, stop, name in sorted((*_reach(tensors[name]), name) for name in group):
             if start < end:
                 shared |= {widest, name}
             if stop > end:
@@ -168,7 +168,7 @@ def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
         yield f"tensors that share memory get bytes of their own: {names}"
 
 
-def reach(tensor: TensorRef) -> tuple[int, int]:
+def _reach(tensor: TensorRef) -> tuple[int, int]:
     """The first element of the storage that it looks at, and the one after the last, in bytes."""
     steps = [
         ((size or 0) - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)

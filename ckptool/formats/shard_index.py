@@ -20,15 +20,16 @@ from ckptool.files.journal import has_journal, journalled
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import Finding, few, quoted, shell
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.limits import Limits
+from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.paths import printable
 
-__all__ = ["ShardIndex", "open_index"]
+__all__ = ["ShardIndex", "open_index", "shards_named_by"]
 
 _WEIGHT_MAP = "weight_map"
 _MARK = f'"{_WEIGHT_MAP}"'.encode()
 _NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
 """How an index is called: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
+_INDEXED = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*)-\d{5,}-of-(\d{5,})(.*)")
 
 
@@ -97,9 +98,22 @@ def open_index(probe: Probe) -> ShardIndex | None:
         indexes = [index for index in found if index is not None]
         if len(indexes) > 1:
             raise _several(probe.path, indexes)
+        _refuse_rival(probe, indexes)
         if indexes:
             opened.pop_all()
         return indexes[0] if indexes else None
+
+
+def shards_named_by(path: str) -> tuple[str, ...]:
+    """The files that an index names which is about to be replaced; none, if it is no index."""
+    with suppress(CheckpointError):
+        source = FileSource(path)
+        try:
+            index = _index_of(source, DEFAULT_LIMITS)
+        finally:
+            source.close()
+        return index.shards if index else ()
+    return ()
 
 
 def _called_so(probe: Probe) -> Iterator[str]:
@@ -109,6 +123,17 @@ def _called_so(probe: Probe) -> Iterator[str]:
         path = os.path.join(probe.path, name)
         if os.path.isfile(path) or has_journal(path):
             yield path
+
+
+def _refuse_rival(probe: Probe, indexes: list[ShardIndex]) -> None:
+    """Refuse to choose between shards and the one file that would bear the name of all."""
+    for index in indexes:
+        name = os.path.basename(index.path)
+        whole = _INDEXED.sub("", name)
+        if whole in probe.entries:
+            what = f"a folder with {quoted(whole)} and, in shards, {quoted(name)}"
+            hint = f"give one: ckptool list {shell(os.path.join(probe.path, whole))}"
+            raise Finding(what, hint).error(probe.path)
 
 
 def _several(folder: str, indexes: list[ShardIndex]) -> CheckpointError:

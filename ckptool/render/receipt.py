@@ -1,18 +1,16 @@
-"""What a change did and what was written, for people and for programs."""
+"""What a change did and what was written, for people."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from ckptool.checkpoint import Change
 from ckptool.render.text import clean, plural, size
 from ckptool.writing import Receipt
-from ckptool.writing.save import LEFT_OUT
 
-__all__ = ["receipt_document", "receipt_lines"]
+__all__ = ["receipt_lines"]
 
 SCREEN = 40
 """Lines that are printed of one kind."""
@@ -20,13 +18,12 @@ WORST = 3
 """Tensors that are named for each way of losing what they held."""
 
 
-def receipt_lines(source: str, changes: Sequence[Change], receipt: Receipt) -> Iterator[str]:
+def receipt_lines(receipt: Receipt) -> Iterator[str]:
     """What changed, what was left out, what stays in the way, and the file."""
-    done = _done(changes)
-    for kind, alike in groupby(done, key=lambda change: change.kind):
+    for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
-    if all(change.kind == "warning" for change in done):
-        yield f"nothing to change in {clean(source)}"
+    if not receipt.left_out and all(change.kind == "warning" for change in receipt.changes):
+        yield f"nothing to change in {clean(receipt.source)}"
     yield from _told(receipt.outcomes)
     yield from _few(f"left out: {text}" for text in receipt.left_out)
     for text in receipt.notes:
@@ -77,33 +74,3 @@ def _written(receipt: Receipt) -> Iterator[str]:
         facts.append("verified")
     as_it_is = "" if receipt.written else " as it is"
     yield f"{done} {clean(receipt.path)}{as_it_is} ({', '.join(facts)})"
-
-
-def receipt_document(source: str, changes: Sequence[Change], receipt: Receipt) -> dict[str, Any]:
-    """The document `ckptool.receipt/1`."""
-    return {
-        "schema": "ckptool.receipt/1",
-        "source": source,
-        "file": receipt.path,
-        "format": receipt.format,
-        "size": receipt.size,
-        "tensors": receipt.tensors,
-        "written": receipt.written,
-        "files": [{"file": path, "size": length} for path, length in receipt.files],
-        "verified": receipt.verified,
-        "dry_run": receipt.dry_run,
-        "changes": _documents(_done(changes)),
-        "outcomes": _documents(receipt.outcomes),
-        "left_out": list(receipt.left_out),
-        "notes": list(receipt.notes),
-        "weights_only_blockers": list(receipt.blockers),
-    }
-
-
-def _done(changes: Sequence[Change]) -> list[Change]:
-    """The changes but those that the receipt tells among what was left out."""
-    return [change for change in changes if change.kind != LEFT_OUT]
-
-
-def _documents(changes: Sequence[Change]) -> list[dict[str, Any]]:
-    return [{"kind": change.kind, "text": change.text, "count": change.count} for change in changes]

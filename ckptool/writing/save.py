@@ -12,6 +12,7 @@ from ckptool.files.computed import ComputedSource
 from ckptool.files.output import Progress
 from ckptool.formats import WRITABLE, writer
 from ckptool.formats.base import EditableFormat
+from ckptool.formats.shard_index import shards_named_by
 from ckptool.paths import listed
 from ckptool.transforms import single_state_dict
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
@@ -130,18 +131,16 @@ def _sharded(
 ) -> Plan:
     """Shards and an index, or the one file that all of it fits in.
 
-    Shards of the source that the new index does not name stay, and are named.
+    Shards that the new index names no more stay, and are named.
     """
     most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     same_files = most is None and is_a_source(path, checkpoint.sources)
     plan = plan_shards(checkpoint, path, format=format, max_shard_size=most, same_files=same_files)
     if plan.index_path is None:
         return NewFile(plan.shards[0].plan, left_behind)
-    new = {os.path.realpath(shard.path) for shard in plan.shards}
-    index = os.path.realpath(plan.index_path)
-    own = {os.path.realpath(source.path): source.path for source in checkpoint.sources}
-    gone = [name for real, name in own.items() if index in own and real not in {*new, index}]
-    return NewSet(plan, plan.index_path, left_behind, tuple(map(os.path.basename, gone)))
+    new = {os.path.basename(shard.path) for shard in plan.shards}
+    gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
+    return NewSet(plan, plan.index_path, left_behind, gone)
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
@@ -153,10 +152,12 @@ def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_plac
 def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
     reports = () if dry_run else job.checkpoint.reports
     return Receipt(
-        path=job.path,
+        path=plan.files[-1][0] if plan.files else job.path,
         format=plan.format,
         size=plan.size,
         tensors=plan.tensors,
+        source=job.checkpoint.path,
+        changes=tuple(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
         left_out=plan.left_out,
         notes=plan.notes,
         blockers=plan.blockers,
@@ -208,7 +209,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
         raise NotRepresentable(
             f"the {checkpoint.format} file would lose something in place: {lost}",
             file=checkpoint.path,
-            hint="-o writes another file; --force does it all the same",
+            hint="write another file; or --force does it all the same",
         )
 
 

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import writer
 from ckptool.formats.base import WritePlan
-from ckptool.formats.safetensors_content import overlapping, reach, remarks
+from ckptool.formats.safetensors_content import overlapping, remarks
 from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
 from ckptool.formats.safetensors_writer import content_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
@@ -242,8 +242,7 @@ class _Parts:
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
     content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
-    runs = _overlaps(tensors)
-    anchors = {name: [ties.get(name, name), *runs.get(name, ())] for name in tensors}
+    anchors = {name: [ties.get(name, name)] for name in tensors}
     groups = [
         (sum(written[name].nbytes for name in group if name in written), group)
         for group in _together(anchors)
@@ -255,26 +254,6 @@ def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
         content.left_out,
         (*remarks(tensors, ties), *overlapping(written)),
     )
-
-
-def _overlaps(tensors: Mapping[str, TensorRef]) -> dict[str, list[tuple[int, int]]]:
-    """For each tensor with bytes the run of them that it is part of: storage, and where it begins.
-
-    Views that do not meet, as of one flat buffer, are of different runs.
-    """
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.nbytes:
-            spans.setdefault(id(tensor.storage), []).append((*reach(tensor), name))
-    runs: dict[str, list[tuple[int, int]]] = {}
-    for storage, found in spans.items():
-        begin = end = -1
-        for start, stop, name in sorted(found):
-            if start >= end:
-                begin = start
-            end = max(end, stop)
-            runs[name] = [(storage, begin)]
-    return runs
 
 
 def _torch_parts(checkpoint: Checkpoint) -> _Parts:

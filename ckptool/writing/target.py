@@ -93,7 +93,7 @@ def check_target(
         raise TargetExists(
             "is the source itself",
             file=path,
-            hint="-o chooses another name; --in-place replaces the file",
+            hint="choose another name; verbs that take --in-place change the file itself",
         )
 
 
@@ -109,7 +109,7 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[FileSource
         raise WriteError(
             f"{what} meanwhile; nothing was written",
             file=path,
-            hint="-o writes the result to another file",
+            hint="write the result to another file",
         )
 
 

@@ -9,7 +9,7 @@ from ckptool.inspection import info, list_tensors, show, tree
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines
 from ckptool.render.listing import listing_lines
-from ckptool.render.receipt import receipt_document, receipt_lines
+from ckptool.render.receipt import receipt_lines
 from ckptool.render.show import shown_lines
 from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.tree import tree_lines
@@ -192,16 +192,15 @@ def test_show_prints_a_tensor():
 def receipt(**options):
     fields = {
         "path": "out.pth", "format": "torch-zip", "size": 2048, "tensors": 2, "left_out": (),
-        "notes": (), "blockers": (), "written": 2048,
+        "notes": (), "blockers": (), "written": 2048, "source": "in.pth",
     }  # fmt: skip
     return Receipt(**{**fields, **options})
 
 
 def test_a_receipt_says_what_changed_and_what_was_written():
     changes = (Change("strip", "module taken off 2 names", 2), Change("warning", "look out"))
-    changes += (Change("left-out", "epoch", 1),)
-    made = receipt(left_out=("epoch",), notes=("tied",), blockers=("net.Net",))
-    assert list(receipt_lines("in.pth", changes, made)) == [
+    made = receipt(changes=changes, left_out=("epoch",), notes=("tied",), blockers=("net.Net",))
+    assert list(receipt_lines(made)) == [
         "module taken off 2 names",
         "warning: look out",
         "left out: epoch",
@@ -213,17 +212,19 @@ def test_a_receipt_says_what_changed_and_what_was_written():
 
 def test_of_many_changes_of_one_kind_a_screen_is_printed():
     changes = [Change("plain", f"a{at}: numpy.float64 becomes a float", 1) for at in range(100)]
-    made = receipt(left_out=tuple(f"b{at} (net.Net)" for at in range(50)))
-    lines = list(receipt_lines("in.pth", (*changes, Change("cast", "done")), made))
+    left_out = tuple(f"b{at} (net.Net)" for at in range(50))
+    made = receipt(changes=(*changes, Change("cast", "done")), left_out=left_out)
+    lines = list(receipt_lines(made))
     assert lines[39:42] == [changes[39].text, "and 60 more like that (--json names them)", "done"]
     assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more like that (--json names them)"]
-    assert len(receipt_document("in.pth", changes, made)["changes"]) == 100
+    assert len(made.to_dict()["changes"]) == 101
 
 
 def test_a_receipt_of_an_edit_a_check_and_a_computation():
     outcome = Change("underflow", "fc.weight: 3 elements become zero", 3)
-    made = receipt(written=512, verified=True, outcomes=(outcome,))
-    assert list(receipt_lines("in.pth", (Change("cast", "done"),), made))[1:] == [
+    done = (Change("cast", "done"),)
+    made = receipt(changes=done, written=512, verified=True, outcomes=(outcome,))
+    assert list(receipt_lines(made))[1:] == [
         "fc.weight: 3 elements become zero",
         "edited out.pth (torch-zip, 2 tensors, 2.0 KiB, 512 B of it new, verified)",
     ]
@@ -231,27 +232,29 @@ def test_a_receipt_of_an_edit_a_check_and_a_computation():
 
 def test_a_receipt_of_a_file_that_was_left_alone():
     for dry_run, word in ((False, "left"), (True, "would leave")):
-        *_, last = receipt_lines("in.pth", (), receipt(written=0, dry_run=dry_run))
+        *_, last = receipt_lines(receipt(written=0, dry_run=dry_run))
         assert last == f"{word} out.pth as it is (torch-zip, 2 tensors, 2.0 KiB)"
 
 
 def test_a_receipt_of_several_files_names_each():
-    made = receipt(files=(("out-1.pth", 1024), ("out-2.pth", 1024)))
-    assert list(receipt_lines("in.pth", (Change("cast", "done"),), made))[1:3] == [
+    files = (("out-1.pth", 1024), ("out-2.pth", 1024))
+    assert list(receipt_lines(receipt(changes=(Change("cast", "done"),), files=files)))[1:3] == [
         "out-1.pth  1.0 KiB",
         "out-2.pth  1.0 KiB",
     ]
 
 
 def test_nothing_changed_is_said():
-    lines = list(receipt_lines("in.pth", (), receipt(dry_run=True)))
+    lines = list(receipt_lines(receipt(dry_run=True)))
+    assert lines != list(receipt_lines(receipt(dry_run=True, left_out=("epoch",))))
     assert lines[0] == "nothing to change in in.pth"
     assert lines[-1].startswith("would write out.pth")
 
 
 def test_a_receipt_as_a_document():
-    changes = (Change("strip", "module taken off", 2),)
-    document = receipt_document("in.pth", changes, receipt())
+    made = receipt(changes=(Change("strip", "module taken off", 2),), files=(("a", 1), ("b", 2)))
+    document = made.to_dict()
     assert document["schema"] == "ckptool.receipt/1"
     assert (document["source"], document["file"], document["size"]) == ("in.pth", "out.pth", 2048)
     assert document["changes"] == [{"kind": "strip", "text": "module taken off", "count": 2}]
+    assert document["files"] == [{"file": "a", "size": 1}, {"file": "b", "size": 2}]
