@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import signal
+import sys
 import traceback
 import warnings
 from contextlib import suppress
@@ -11,12 +12,13 @@ from contextlib import suppress
 from tests.files.faults import CALLS
 
 READS = ("listdir", "lstat", "open", "pread", "preadv", "read", "stat")
+NEVER = sys.maxsize
 
 
 class Paused:
     """A forked process that does something, and waits before one of its calls."""
 
-    def __init__(self, action, number, calls=CALLS):
+    def __init__(self, action, number=NEVER, calls=CALLS):
         """Start `action` (its result is text); wait until it has come to that one of `calls`."""
         self._up, up = os.pipe()
         down, self._down = os.pipe()
@@ -50,7 +52,10 @@ class Paused:
 
     def _line(self):
         """What it says first, up to the end of the line."""
-        return b"".join(iter(lambda: os.read(self._up, 1), b"\n")).decode()
+        line = b""
+        while not line.endswith(b"\n"):
+            line += os.read(self._up, 1) or b"\n"
+        return line.decode().strip()
 
 
 def pauses(action, prepare, calls=CALLS):
