@@ -21,9 +21,14 @@ __all__ = ["command"]
 @click.option(
     "--discard", is_flag=True, help="Only remove the journal; leave the file as it is now."
 )
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Roll back a file that was copied or moved since, journal and all.",
+)
 @json_option
 @quiet_option
-def command(file: str, discard: bool, as_json: bool, quiet: bool) -> None:
+def command(file: str, discard: bool, force: bool, as_json: bool, quiet: bool) -> None:
     """Undo what a killed edit in place left of a file.
 
     An edit in place first notes in a journal beside the file, .FILE.ckptool-journal, what was
@@ -32,7 +37,7 @@ def command(file: str, discard: bool, as_json: bool, quiet: bool) -> None:
     the one that the journal tells of is never touched: that is an error, and --discard removes the
     journal alone.
     """
-    done = recover(file, discard=discard)
+    done = recover(file, discard=discard, force=force)
     say([f"{clean(done.path)}: {clean(done.text)}"], quiet=quiet)
     if as_json:
         print_document(done.to_dict())

@@ -121,16 +121,18 @@ class Edit:
         facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
-    def state(self, fd: int, path: str) -> State:
+    def state(self, fd: int, path: str, *, moved: bool = False) -> State:
         """How far this edit went in the open file, which is at `path`.
+
+        `moved` allows it to be a copy of the file that was edited, if its content is what the edit
+        left.
 
         Raises:
             CorruptFile: the file is another one, or something else has been done to it.
         """
+        if not moved and not self._is_of(os.fstat(fd)):
+            raise self._stranger(fd, path)
         status = os.fstat(fd)
-        # The system may number its devices otherwise after a restart.
-        if status.st_ino != self.inode or (self.boot == boot_id() and status.st_dev != self.device):
-            raise _foreign(path, "another file has taken its place")
         if not self.size <= status.st_size <= self.new_size:
             raise _foreign(path, f"it has {status.st_size:,} bytes, not {self.size:,}")
         if _tail(fd, self.size, self.offset, len(self.old)) != self.tail:
@@ -142,6 +144,19 @@ class Edit:
             return State.NEW
         self._check_sectors(found, path)
         return State.CUT
+
+    def _stranger(self, fd: int, path: str) -> CorruptFile:
+        """The error for a file that is not the one that was edited; it may be a copy of that."""
+        with suppress(CorruptFile):
+            if self.state(fd, path, moved=True) is State.CUT:
+                return _moved(path)
+        return _foreign(path, "another file has taken its place")
+
+    def _is_of(self, status: os.stat_result) -> bool:
+        """Whether it is the file that was edited."""
+        # The system may number its devices otherwise after a restart.
+        moved = self.boot == boot_id() and status.st_dev != self.device
+        return status.st_ino == self.inode and not moved
 
     def apply(self, fd: int) -> None:
         """Put the new bytes in and wait until they are on the disk."""
@@ -194,7 +209,7 @@ def apply_patch(
     After a kill, the next one who opens the file (`recovery.open_source`) sets it right.
 
     Args:
-        source: Still open, and not to be read any more afterwards.
+        source: Still open. What it has read of tensors stays true.
         patch: What to put in, and where.
         path: Where the file is, if not at `source.path`; links are resolved.
         check: Called when the edit is on the disk; what it raises takes the edit back.
@@ -221,6 +236,7 @@ def apply_patch(
         except BaseException:
             _take_back(edit, path, fd)
             raise
+        source.take_as_it_is()
         with suppress(OSError):  # all of the edit is there: whoever opens the file removes it
             remove_journal(path)
 
@@ -260,6 +276,14 @@ def _unusable(path: str) -> CorruptFile:
         "the journal beside it tells of no edit that is known here",
         file=path,
         hint=f"ckptool recover --discard {path}",
+    )
+
+
+def _moved(path: str) -> CorruptFile:
+    return CorruptFile(
+        "an edit of it was cut short, and then the file was copied or moved; nothing was touched",
+        file=path,
+        hint=f"roll the copy back: ckptool recover --force {path}",
     )
 
 

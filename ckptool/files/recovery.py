@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import sleep
 from typing import Any, TypeVar
 
-from ckptool.errors import FileBusy, FileMissing, WriteError, warn
+from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.editing import KIND, Edit, State
 from ckptool.files.journal import (
     has_journal,
@@ -109,10 +109,16 @@ def settle(path: str | os.PathLike[str]) -> None:
         warn(f"{done.path}: {done.text}")
 
 
-def recover(path: str | os.PathLike[str], *, discard: bool = False) -> Recovery:
+def recover(
+    path: str | os.PathLike[str], *, discard: bool = False, force: bool = False
+) -> Recovery:
     """Set right what a killed edit left of a file, and say what was done.
 
-    `discard` removes the journal alone, whatever it says, and leaves the file as it is.
+    Args:
+        path: The file.
+        discard: Remove the journal alone, whatever it says, and leave the file as it is.
+        force: Also a file that has been copied or moved since, journal and all, if its content is
+            what the edit left.
 
     Raises:
         FileMissing: there is no such file.
@@ -123,13 +129,15 @@ def recover(path: str | os.PathLike[str], *, discard: bool = False) -> Recovery:
     """
     path = os.fspath(path)
     with worded(path):
+        if discard and force:
+            raise UsageError("discard and force exclude each other", hint="choose one of them")
         if discard:
             return _discarded(path)
         if _finish_set(path):
             return Recovery(path, "completed", FINISHED)
         if not os.path.exists(path):
             raise FileMissing("there is no such file", file=path)
-        return _recovered(path)
+        return _recovered(path, moved=force)
 
 
 def _discarded(path: str) -> Recovery:
@@ -141,14 +149,15 @@ def _discarded(path: str) -> Recovery:
     return Recovery(path, "discarded", "the journal of an edit is removed, the file left as it is")
 
 
-def _recovered(path: str) -> Recovery:
+def _recovered(path: str, *, moved: bool) -> Recovery:
     if not has_journal(path):
         return Recovery(path, "nothing", _NOTHING)
     with _held(path) as fd:
         edit = _leftover(path)
         if edit is None:
             return Recovery(path, "nothing", _NOTHING)
-        state = edit.state(fd, path)
+        state = edit.state(fd, path, moved=moved)
+        _check_access(path)
         _set_right(edit, state, fd)
         remove_journal(path)
     return Recovery(path, *_outcome(edit, state))

@@ -174,6 +174,12 @@ class FileSource:
             return f"it had {self._stored:,} bytes and has {status.st_size:,}"
         return "its content was written again" if status.st_mtime_ns != self._mtime else None
 
+    def take_as_it_is(self) -> None:
+        """Take what has been done to the file for what it was read as: we did it ourselves."""
+        status = os.fstat(self.fileno())
+        self._stored = self._size = status.st_size
+        self._mtime = status.st_mtime_ns
+
     def check_unchanged(self) -> None:
         """Refuse a file whose bytes may be of two states.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, WriteError
+from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.output import Progress, Streamed
 from ckptool.files.strided import swapped
@@ -32,6 +32,8 @@ class _Run:
     expected: Callable[[], Iterator[bytes]]
     crc32: int | None = None
     """Of what should be there, where a source states it."""
+    source: str = ""
+    """The file that states it."""
     sample: Callable[[int, int], bytes] | None = None
     """Some of what should be there, where that is cheaper than all of it."""
 
@@ -51,16 +53,16 @@ def verify(
 
     Raises:
         WriteError: something differs; the message names it.
+        CorruptFile: a source is damaged: its bytes are not what its own directory says.
     """
     try:
-        with open_checkpoint(path, source=FileSource(path)) as found:
-            flat = found.format == "safetensors"
-            runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
-            _compare(runs, streamed, progress)
-    except WriteError:
-        raise
+        found = open_checkpoint(path, source=FileSource(path))
     except CheckpointError as error:
         raise _wrong(f"it cannot be read back ({error.message})") from error
+    with found:
+        flat = found.format == "safetensors"
+        runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
+        _compare(runs, streamed, progress)
 
 
 def _wrong(fact: str) -> WriteError:
@@ -83,7 +85,10 @@ def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progr
 
 def _matches(run: _Run, streamed: Mapping[int, Streamed]) -> bool:
     if run.crc32 is not None:
-        return _crc32(run.found.blocks()) == run.crc32
+        if _crc32(run.found.blocks()) == run.crc32:
+            return True
+        _check_source(run)
+        return False
     there = streamed.get(run.found.offset)
     if there is not None and there.length == run.found.length and run.sample is not None:
         return _crc32(run.found.blocks()) == there.crc32 and _ends_match(run, run.sample)
@@ -93,6 +98,21 @@ def _matches(run: _Run, streamed: Mapping[int, Streamed]) -> bool:
             return False
         position += len(block)
     return position == run.found.length
+
+
+def _check_source(run: _Run) -> None:
+    """Tell a source whose bytes never were what its directory says from a copy that failed.
+
+    Raises:
+        CorruptFile: it is the source that is damaged.
+    """
+    if _crc32(run.expected()) != run.crc32:
+        raise CorruptFile(
+            f"{printable(run.name)} is damaged: its bytes do not have the CRC-32 that the zip "
+            "directory states",
+            file=run.source,
+            hint="--no-verify copies it all the same",
+        )
 
 
 def _crc32(blocks: Iterable[bytes]) -> int:
@@ -130,7 +150,7 @@ def _storage_run(want: Encoded, index: int, found: ByteRange) -> _Run:
         swap = BY_NAME[want.dtypes[index]].swap_size
         return _Run(name, found, lambda: swapped(data.blocks(), swap))
     plain_crc = None if storage.compressed else storage.crc32
-    return _Run(name, found, data.blocks, plain_crc, data.read)
+    return _Run(name, found, data.blocks, plain_crc, data.source.name, data.read)
 
 
 def _data(storage: Storage, name: str) -> ByteRange:
@@ -163,4 +183,5 @@ def _tensor_run(name: str, tensor: TensorRef, found: ByteRange) -> _Run:
         return _Run(name, found, tensor.content)
     whole = tensor.nbytes == storage.nbytes and not storage.compressed
     crc = storage.crc32 if whole else None
-    return _Run(name, found, tensor.content, crc, tensor.data.read)
+    data = tensor.data
+    return _Run(name, found, tensor.content, crc, data.source.name, data.read)

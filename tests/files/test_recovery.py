@@ -18,6 +18,7 @@ from ckptool.errors import (
     FileBusy,
     FileMissing,
     UnreadableFile,
+    UsageError,
     WriteDenied,
     WriteError,
 )
@@ -151,7 +152,7 @@ def other_of_the_same_length(path):
 
 def renamed_over(path):
     with open(path + ".other", "wb") as file:
-        file.write(cut_at(APPEND, 700))
+        file.write(OLD)
     os.replace(path + ".other", path)
 
 
@@ -259,6 +260,35 @@ def test_a_byte_that_is_neither_old_nor_new_is_noticed(path, patch, data):
 
 
 @pytest.mark.parametrize("patch", BOTH)
+def test_a_copy_of_a_cut_edit_is_rolled_back_where_that_is_asked_for(path, patch):
+    cut = OLD[: patch.offset] + patch.data[:600] + OLD[patch.offset + 600 :]
+    begun(path, patch, cut)
+    shutil.copyfile(path, path + ".copy")
+    os.replace(path + ".copy", path)
+    for attempt in (open_source, recover):
+        with pytest.raises(CorruptFile, match="copied or moved") as caught:
+            attempt(path)
+        assert caught.value.hint == f"roll the copy back: ckptool recover --force {path}"
+    with open(path, "rb") as file:
+        assert file.read() == cut
+    assert recover(path, force=True).action == "rolled-back"
+    with open(path, "rb") as file:
+        assert file.read() == OLD
+    assert os.listdir(os.path.dirname(path)) == ["model.pth"]
+
+
+def test_force_touches_no_file_of_other_content(path):
+    other = OLD[:-1] + b"!" + APPEND.data[:600]
+    begun(path, APPEND, other)
+    with pytest.raises(CorruptFile, match="of other content"):
+        recover(path, force=True)
+    with open(path, "rb") as file:
+        assert file.read() == other
+    with pytest.raises(UsageError):
+        recover(path, force=True, discard=True)
+
+
+@pytest.mark.parametrize("patch", BOTH)
 def test_the_old_file_copied_back(path, patch, tmp_path):
     shutil.copyfile(path, tmp_path / "backup.pth")
     begun(path, patch, cut_at(patch, 700))
@@ -269,7 +299,7 @@ def test_the_old_file_copied_back(path, patch, tmp_path):
 def test_numbers_of_devices_change_with_a_restart(path):
     device = os.stat(path).st_dev
     begun(path, APPEND, cut_at(APPEND, 700), device=device + 1)
-    with pytest.raises(CorruptFile, match="another file has taken its place"):
+    with pytest.raises(CorruptFile, match="copied or moved"):
         recover(path)
     begun(path, APPEND, cut_at(APPEND, 700), device=device + 1, boot="before the restart")
     assert recover(path).action == "rolled-back"

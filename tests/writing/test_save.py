@@ -204,6 +204,14 @@ def test_in_place_what_is_asked_for_is_written_anew(checkpoint, tmp_path):
     assert list(torch.load(path)) == ["v"]
 
 
+def test_a_file_is_edited_in_place_twice_by_the_same_checkpoint(checkpoint, tmp_path):
+    path = tmp_path / "model.pth"
+    for name in ("v", "u"):
+        assert save(checkpoint.with_root({name: checkpoint["w"]}), path, in_place=True).edited
+        assert list(torch.load(path)) == [name]
+    assert checkpoint["w"].read() == TENSORS["w"].numpy().tobytes()
+
+
 def test_in_place_a_file_that_holds_it_already_is_left_alone(checkpoint, tmp_path):
     before = (tmp_path / "model.pth").stat()
     receipt = save(checkpoint.strip_module(), tmp_path / "model.pth", in_place=True)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from ckptool.errors import WriteError
+from ckptool.errors import CorruptFile, WriteError
 from ckptool.files.computed import ComputedSource
 from ckptool.files.output import FileOutput
 from ckptool.files.source import ByteRange
@@ -58,6 +58,21 @@ def test_a_flipped_bit_anywhere_in_the_tensors_is_noticed(source, tmp_path, form
             path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             with pytest.raises(WriteError, match="verification failed"):
                 verify(source, str(path), streamed)
+
+
+@pytest.mark.parametrize("format", WRITABLE)
+def test_a_source_that_was_damaged_before_is_told_from_a_copy_that_failed(tmp_path, format):
+    source = tmp_path / "m.pth"
+    torch.save({"w": torch.arange(float(BIG))}, source)
+    with open_checkpoint(source) as before:
+        place = before["w"].storage.data.offset
+    content = source.read_bytes()
+    source.write_bytes(content[:place] + b"!" + content[place + 1 :])
+    with open_checkpoint(source) as damaged:
+        streamed = written(damaged, format, tmp_path / "out")
+        with pytest.raises(CorruptFile, match=r"is damaged") as caught:
+            verify(damaged, str(tmp_path / "out"), streamed)
+    assert caught.value.file == str(source)
 
 
 def swapped(state):
