@@ -111,9 +111,9 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
         ({"ties": "cut"}, "'keep' or 'copy'"),
         ({"to": "cpu", "device_map": {"cuda:0": "cpu"}}, "not both"),
         ({"to": "cpu", "visible_devices": [0]}, "not both"),
-        ({"keep": {"*": None}}, "no cast"),
-        ({"cast_optimizer": True}, "no cast"),
-        ({"allow_overflow": True}, "no cast"),
+        ({"keep": {"*": None}}, "there is none"),
+        ({"cast_optimizer": True}, "there is none"),
+        ({"allow_overflow": True}, "there is none"),
         ({"include": "*.weight"}, "takes a list"),
         ({"rename": ["a"]}, "REGEX=>REPL"),
         ({"cast": "float12"}, "float12"),
@@ -132,3 +132,24 @@ def test_a_conversion_is_applied_to_an_open_checkpoint(source):
         changed = Conversion(wrappers="strip", key="state_dict").applied(checkpoint, "torch-zip")
         assert "body.weight" in changed.root
         assert Conversion().applied(checkpoint, "torch-zip") is checkpoint
+
+
+@pytest.mark.parametrize(
+    "options", [{"include": ["head"]}, {"exclude": ["head", "rest"]}, {"key": "part"}]
+)
+def test_bytes_that_only_what_is_left_out_saw_are_left_out(tmp_path, options):
+    big = torch.randn(1000, 100)
+    torch.save({"head": big[:2], "part": {"a": big[2:4]}, "rest": big}, tmp_path / "in.pth")
+    target = tmp_path / "out.pth"
+    receipt = ckptool.convert(tmp_path / "in.pth", target, **options)
+    assert target.stat().st_size < 4000
+    cut = [one for one in receipt.changes if "cut down from 400,000 to 800 bytes" in one.text]
+    assert len(cut) == 1
+    plain = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", key="part")
+    assert not any("cut down" in one.text for one in plain.changes)
+
+
+def test_where_nothing_is_left_out_storages_stay_as_they_are(tmp_path):
+    torch.save({"model": {"a.b": torch.randn(1000)[:2]}, "epoch": 1}, tmp_path / "in.pth")
+    ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", model_only=True)
+    assert torch.load(tmp_path / "out.pth")["a.b"].untyped_storage().nbytes() == 4000

@@ -87,6 +87,11 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
         "load that with torch_xla.utils.serialization.load and save it with torch.save",
     ),
     FolderKind(
+        (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
+        "a checkpoint in shards whose index is none",
+        "ckptool list {entry} says what is wrong with it",
+    ),
+    FolderKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)",),
         "a checkpoint in shards without their index, which tells what is in which",
         _SHARDS,

@@ -32,6 +32,7 @@ def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: Ordere
         storage_bytes=sum(details.storage_bytes for details in all_of),
         dead_bytes=sum(details.dead_bytes for details in all_of),
         notes=(
+            *(() if index.weight_map else ("the index names no tensor",)),
             *_total_size(index, root),
             *_by_shard({file: shard.details.notes for file, shard in shards.items()}),
         ),

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import WriteError
+from ckptool.errors import WriteError, warn
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.editing import apply_patch
 from ckptool.files.file_set import atomic_set
+from ckptool.files.locking import leads_to
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
@@ -41,6 +42,8 @@ class Job:
     def check_sources(self) -> None:
         """Refuse to keep what was read of a file that changed; in place, it must still be there.
 
+        A source of which another file has taken the place stays what it was, and is told.
+
         Raises:
             UnreadableFile: a source has been written to.
             WriteError: in place, another file has taken the place of the source, or none.
@@ -50,6 +53,13 @@ class Job:
             source.check_unchanged()
         if self.in_place:
             check_still_there(self.path, sources)
+            return
+        for source in sources:
+            if not leads_to(source.path, source.fileno()):
+                warn(
+                    f"{source.path}: has been replaced or removed meanwhile; "
+                    "the result is of the file that was there before"
+                )
 
     def read_back(self, expected: Checkpoint, output: FileOutput) -> None:
         """Compare a file that was written with what it should hold.

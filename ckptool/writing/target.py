@@ -9,7 +9,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
-from ckptool.formats import WRITABLE, writer
+from ckptool.formats import WRITABLE
 from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = ["FLAT", "check_still_there", "check_target", "is_a_source", "target_format"]
@@ -53,7 +53,12 @@ def target_format(
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
     """The format of a target that is one file, or of shards where `format` says so."""
     if format is not None:
-        return format if format in SHARD_FORMATS else writer(format).name
+        if format not in (*WRITABLE, *SHARD_FORMATS):
+            raise UsageError(
+                f"{format!r} cannot be written; the format is one of "
+                f"{', '.join((*WRITABLE, *SHARD_FORMATS))}"
+            )
+        return format
     ending = os.path.splitext(name)[1]
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]

@@ -225,3 +225,68 @@ def test_a_format_in_shards_can_be_asked_for(ckptool, tmp_path):
     done = ckptool("convert", HUB, tmp_path / "model.bin", "--format", "torch-sharded")
     assert done.code == 0, done.err
     assert torch.load(tmp_path / "model.bin", weights_only=True)
+
+
+def linked(folder, to):
+    """A folder as a hub's cache has it: names that lead to files elsewhere."""
+    to.mkdir()
+    folder.mkdir()
+    for file in WRAPPED.iterdir():
+        shutil.copyfile(file, to / file.name)
+        (folder / file.name).symlink_to(to / file.name)
+
+
+def test_in_place_a_set_of_links_is_refused_without_force(ckptool, tmp_path):
+    linked(tmp_path / "set", tmp_path / "blobs")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "blobs").iterdir()}
+    done = ckptool("strip-module", tmp_path / "set", "--in-place")
+    assert done.code == 2
+    assert "is a link to" in done.err
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "blobs").iterdir()}
+    assert ckptool("strip-module", tmp_path / "set", "--in-place", "--force").code == 0
+
+
+def test_shards_of_torch_keep_their_wrappers(ckptool, tmp_path):
+    torch.save({"module.w": torch.ones(2), "module.b": torch.ones(2)}, tmp_path / "in.pth")
+    done = ckptool(
+        "convert", tmp_path / "in.pth", tmp_path / "o.bin", "--max-shard-size", 8, "--json"
+    )
+    assert done.document["file"] == str(tmp_path / "o.bin.index.json")
+    assert list(json.loads((tmp_path / "o.bin.index.json").read_text())["weight_map"]) == [
+        "module.w",
+        "module.b",
+    ]
+
+
+def test_what_is_left_of_an_older_set_is_named(ckptool, tmp_path):
+    for size in ("40", "1MB"):
+        target = tmp_path / INDEX
+        done = ckptool("convert", HUB, target, "--max-shard-size", size, "--force")
+        assert done.code == 0, done.err
+    assert "note: shards that the new index does not name stay: model-00001-of-" in done.err
+
+
+def test_a_folder_with_shards_and_the_whole_is_not_guessed_between(ckptool, tmp_path):
+    folder = shutil.copytree(HUB, tmp_path / "set")
+    assert ckptool("convert", HUB, folder / "model.safetensors").code == 0
+    done = ckptool("list", folder)
+    assert done.code == 2
+    assert "'model.safetensors' and, in shards, 'model.safetensors.index.json'" in done.err
+    assert ckptool("list", folder / INDEX).code == 0
+
+
+def test_an_index_that_is_none_is_told_from_one_that_is_missing(ckptool, tmp_path):
+    folder = shutil.copytree(HUB, tmp_path / "set")
+    (folder / INDEX).write_bytes(b"")
+    done = ckptool("list", folder)
+    assert "in shards whose index is none" in done.err
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    assert "the index names no tensor" in ckptool("info", folder).out
+
+
+def test_shards_without_a_target_are_refused_by_the_name_of_the_folder(
+    ckptool, tmp_path, monkeypatch
+):
+    shutil.copytree(WRAPPED, tmp_path / "p")
+    monkeypatch.chdir(tmp_path)
+    assert ckptool("strip-module", "p").err.startswith("ckptool: p: is a checkpoint in shards")

@@ -352,7 +352,8 @@ FOLDERS = {
     16: ["config.json", "model.weights.h5"],
     17: ["Manifest.json", "Data/"],
     18: ["tensor_0.pt", "tensor_1.pt"],
-    19: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+    19: ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
+    20: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
 }
 
 

@@ -479,7 +479,7 @@ def test_a_folder_of_shards_without_their_index(shards):
 def test_an_index_that_leads_nowhere_is_none(shards):
     shards.unlink()
     shards.symlink_to("gone")
-    refused(shards.parent, UnsupportedFormat, "in shards without their index")
+    refused(shards.parent, UnsupportedFormat, "in shards whose index is none")
 
 
 def test_a_folder_is_opened_though_the_write_of_its_index_was_cut_short(shards, monkeypatch):

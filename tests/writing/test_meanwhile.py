@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from ckptool.errors import UnreadableFile, WriteError
+from ckptool.errors import CheckpointWarning, UnreadableFile, WriteError
 from ckptool.formats import open_checkpoint
 from ckptool.writing import save
 
@@ -102,7 +102,10 @@ def test_a_source_that_is_written_to_gives_no_file(path, change, in_place):
 
 def test_a_source_that_is_replaced_may_still_be_written_elsewhere(path):
     shutil.copy(path, path.parent / "copy.pth")
-    with open_checkpoint(path) as checkpoint:
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.warns(CheckpointWarning, match=r"model\.pth: has been replaced"),
+    ):
         save(checkpoint, path.parent / "out.pth", progress=meanwhile(lambda: replace(path)))
     found, wanted = (torch.load(path.parent / name) for name in ("out.pth", "copy.pth"))
     assert found["w"].equal(wanted["w"])
