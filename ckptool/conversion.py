@@ -93,14 +93,18 @@ class Conversion:
         )
 
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
-        asked = self.model_only or self.key is not None
+        asked, before = self.model_only or self.key is not None, checkpoint
         if asked or target in FLAT:
             alone = transforms.single_state_dict(checkpoint, self.key)
             checkpoint = _wanted(checkpoint, alone) if asked else alone
         if self.include or self.exclude:
-            part = transforms.extract(checkpoint, include=self.include, exclude=self.exclude)
+            part = transforms.extract(
+                checkpoint, include=self.include, exclude=self.exclude, trim=False
+            )
             checkpoint = _wanted(checkpoint, part)
-        return checkpoint
+        if target.startswith(SAFETENSORS):  # which writes tensors, and no storages
+            return checkpoint
+        return transforms.without_unseen(before, checkpoint)
 
     def _renamed(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         if self.wrappers == "strip" or (self.wrappers is None and target.startswith(SAFETENSORS)):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
 __all__ = [
+    "counted",
     "everything",
     "held_items",
     "listed",
@@ -84,6 +85,11 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     given = list(names)
     shown = ", ".join(map(printable, given[:most]))
     return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
+
+
+def counted(count: int, noun: str) -> str:
+    """So many of something for a sentence: `1 name`, `1,200 names`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def walk(

@@ -12,7 +12,7 @@ from ckptool._lazy import importer
 if TYPE_CHECKING:
     from ckptool.transforms.averaging import average
     from ckptool.transforms.casting import cast, floating_type
-    from ckptool.transforms.compacting import compact
+    from ckptool.transforms.compacting import compact, without_unseen
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.extraction import extract
     from ckptool.transforms.memory import (
@@ -58,12 +58,13 @@ __all__ = [
     "to_plain",
     "untie",
     "visible_devices",
+    "without_unseen",
 ]
 
 _HOMES = {
     "averaging": ("average",),
     "casting": ("cast", "floating_type"),
-    "compacting": ("compact",),
+    "compacting": ("compact", "without_unseen"),
     "devices": ("remap", "visible_devices"),
     "extraction": ("extract",),
     "memory": ("add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"),

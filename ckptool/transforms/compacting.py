@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from ckptool.files import ByteRange
 from ckptool.files.gathered import gathered
 from ckptool.files.joined import joined
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import everything, listed, name_of, rebuild, walk
+from ckptool.paths import counted, everything, listed, name_of, rebuild, walk
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
 
-__all__ = ["compact"]
+__all__ = ["compact", "without_unseen"]
 
 _MOST_TOLD = 20
 """Storages that have a line of their own."""
@@ -34,18 +34,52 @@ def compact(checkpoint: Checkpoint) -> Checkpoint:
     or whose elements share bytes, are left whole. What nothing in the file refers to goes with
     the old file; the changes count it.
     """
-    trimmed = {
-        storage: plan
-        for storage, places in _places(checkpoint.root).items()
-        if (plan := _trimmed(storage, places)) is not None
-    }
+    trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:
         return checkpoint
     root = rebuild(checkpoint.root, _Mover(trimmed).moved) if trimmed else checkpoint.root
-    saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
-    changes = (*_told(checkpoint.root, trimmed), *_total(checkpoint, saved, len(trimmed)))
+    changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
     settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
     return settled.with_root(root, *changes)
+
+
+def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
+    """What is left of `before`, in storages without the bytes that only went with the rest.
+
+    A storage that lost a tensor is cut down as `compact` does it; others stay as they are.
+    """
+    if after.root is before.root:
+        return after
+    then, now = _seen(before.root), _seen(after.root)
+    less = {storage for storage, places in now.items() if then.get(storage, places) - places}
+    trimmed = _plans(after.root, less) if less else {}
+    if not trimmed:
+        return after
+    root = rebuild(after.root, _Mover(trimmed).moved)
+    what = f"{_sizes(trimmed)}, without what only the tensors left out saw"
+    text = f"{counted(len(trimmed), 'storage')} cut down from {what}"
+    return after.with_root(root, Change("compact", text, len(trimmed)))
+
+
+def _seen(root: Any) -> dict[Storage, set[Any]]:
+    """What is seen of each storage: places of tensors, and all of those that are values."""
+    seen: dict[Storage, set[Any]] = defaultdict(set)
+    for node in everything(root):
+        if isinstance(node, StorageRef):
+            seen[node.storage].add(StorageRef)
+        for tensor in _over_storages(node):
+            if tensor.storage is not None:
+                seen[tensor.storage].add(place_of(tensor))
+    return seen
+
+
+def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
+    """What becomes of the storages that can be trimmed, of the `chosen` ones or of all."""
+    return {
+        storage: plan
+        for storage, places in _places(root).items()
+        if (chosen is None or storage in chosen) and (plan := _trimmed(storage, places)) is not None
+    }
 
 
 def _places(root: Any) -> dict[Storage, set[Place]]:
@@ -233,20 +267,30 @@ def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
 
 def _sentence(names: list[str], old: list[Storage], new: list[_Trimmed]) -> str:
     what = f"{len(old):,} more storages go" if len(old) > 1 else "the storage"
-    before, after = sum(one.nbytes for one in old), sum(one.storage.nbytes for one in new)
+    sizes = _sizes(dict(zip(old, new, strict=True)))
     repacked = sum(one.repacked for one in new)
     verb = "" if len(old) > 1 else " goes"
     views = "a view" if repacked == 1 else f"{repacked:,} views"
     holes = f"; {views} made contiguous" if repacked else ""
     seen = f" of {listed(dict.fromkeys(names), most=4)}" if names else ""
-    return f"{what}{seen}{verb} from {before:,} to {after:,} bytes{holes}"
+    return f"{what}{seen}{verb} from {sizes}{holes}"
 
 
-def _total(checkpoint: Checkpoint, saved: int, storages: int) -> Iterator[Change]:
+def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
+    before = sum(storage.nbytes for storage in trimmed)
+    after = sum(plan.storage.nbytes for plan in trimmed.values())
+    return f"{before:,} to {after:,} bytes"
+
+
+def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
+    """What was dead, and what all storages took and take: a file has more, such as alignment."""
     details = checkpoint.details
     for text in details.unreferenced:
         yield Change("compact", text)
     if details.dead_bytes:
         yield Change("compact", f"{details.dead_bytes:,} dead bytes are left behind")
-    of = f" of {details.size:,}" if details.size else ""
-    yield Change("compact", f"saves {saved + details.dead_bytes:,}{of} bytes", storages)
+    if trimmed:
+        every = sum(storage.nbytes for storage in _seen(checkpoint.root) if storage.data)
+        saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
+        text = f"saves {saved:,} of the {every:,} bytes of its storages"
+        yield Change("compact", text, len(trimmed))

@@ -10,6 +10,7 @@ from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.model import Opaque, Path, Storage, TensorRef
 from ckptool.paths import listed, name_of, printable, resolve, selected
 from ckptool.statedict import model_state_dict
+from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.nearest import similar
 from ckptool.transforms.pruning import pruned
 from ckptool.transforms.selection import beside, state_dict_alone
@@ -27,6 +28,7 @@ def extract(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
     model_only: bool = False,
+    trim: bool = True,
 ) -> Checkpoint:
     """A part of the checkpoint, and all else named among the changes, kind `left-out`.
 
@@ -38,6 +40,8 @@ def extract(
         exclude: Globs; the tensors that match one go.
         model_only: The one state dict of a model (below `key`), and nothing beside it; a pickled
             module becomes one.
+        trim: Cut storages that lost a tensor down to what is still seen of them, sharing kept; for
+            formats that have no storages there is no need.
 
     What is no tensor stays unless `model_only`; what cannot do without a tensor goes as a whole
     (`pruning.pruned`). Globs with a `/` are held against the names as they were. Nothing goes: the
@@ -46,7 +50,8 @@ def extract(
     Raises:
         AmbiguousName: several answer to `key`; with `model_only`, several state dicts.
         NotFound: nothing answers to it, to a glob of `include`, or nothing is left.
-        UsageError: `key` names a plain value; or a list or an object would lose some tensors.
+        UsageError: `key` is empty or names a plain value; or a list or an object would lose some
+            tensors.
     """
     globs = _Globs(include, exclude)
     part, where = _part(checkpoint, key, model_only)
@@ -54,11 +59,18 @@ def extract(
         part = _chosen(checkpoint, part, where, globs)
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
-    return part.with_root(part.root, *_totals(checkpoint, part))
+    cut = without_unseen(checkpoint, part) if trim else part
+    return cut.with_root(cut.root, *_totals(checkpoint, cut))
 
 
 def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
     """What `key` and `model_only` choose, and the path that its root had."""
+    if key == "":
+        raise UsageError(
+            "what has an empty name cannot be addressed",
+            file=checkpoint.path or None,
+            hint="without --key, the whole file is chosen",
+        )
     if model_only:
         model = model_state_dict(checkpoint, key)
         return state_dict_alone(checkpoint, model), model.path

@@ -99,7 +99,8 @@ def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     """The table in a file, old name to new: a JSON object, or two columns.
 
-    White space, a tab or a comma stands between the columns; what follows a `#` is a comment.
+    A tab stands between the columns, else a comma, else white space: before a tab or a comma names
+    may have blanks. What follows a `#` is a comment.
 
     Raises:
         FileMissing: there is no such file.
@@ -128,10 +129,15 @@ def _columns(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str
         content = re.sub(r"(^|\s)#.*", "", row).strip()
         if not content:
             continue
-        words = re.split(r"\s*,\s*|\s+", content)
+        words = [word.strip() for word in content.split(_between(content))]
         if len(words) != 2 or not all(words):
             raise _wrong(path, line, f"{printable(row)!r} is not two names, the old and the new")
         yield line, words[0], words[1]
+
+
+def _between(content: str) -> str | None:
+    """What parts the columns: a tab before a comma before white space, for names have these too."""
+    return next((mark for mark in "\t," if mark in content), None)
 
 
 def _json_rows(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str, str]]:

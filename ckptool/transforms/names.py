@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
-from ckptool.paths import listed, printable
+from ckptool.paths import counted, listed, printable
 from ckptool.statedict import (
     MODEL_KINDS,
     Section,
@@ -111,13 +111,13 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
     names = wrapped_names(part.node)
     renamed = changed(names, prefixed(wrapper, at))
     before = f"{at}.{wrapper}." if at else f"{wrapper}."
-    counted = [name for name in renamed if counts(name)]
-    if counted and all(name.startswith(before) for name in counted):
+    own = [name for name in renamed if counts(name)]
+    if own and all(name.startswith(before) for name in own):
         text = f"the names in {place(part)} began with {before} before"
         plan.changes.append(Change("warning", text, len(renamed)))
     plan.rename(part, names, renamed, add_name(wrapper, at))
     if renamed:
-        text = f"{before} put before {len(renamed)} names in {place(part)}"
+        text = f"{before} put before {counted(len(renamed), 'name')} in {place(part)}"
         plan.changes.append(Change("add", text, len(renamed)))
 
 
@@ -125,8 +125,8 @@ def _stripped(
     part: Section, kinds: tuple[str, ...], levels: int, renamed: dict[str, str] | int
 ) -> Change:
     count = renamed if isinstance(renamed, int) else len(renamed)
-    going = "1 level" if levels == 1 else f"{levels} levels"
-    text = f"{', '.join(kinds)} taken off {count} names in {place(part)} ({going})"
+    names, going = counted(count, "name"), counted(levels, "level")
+    text = f"{', '.join(kinds)} taken off {names} in {place(part)} ({going})"
     return Change("strip", text, count)
 
 

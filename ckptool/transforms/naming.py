@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap
-from ckptool.paths import printable, rebuild
+from ckptool.paths import counted, printable, rebuild
 from ckptool.statedict import Section, is_optimizer
 from ckptool.transforms.metadata import moved_metadata
 from ckptool.wrappers import Rename, check_collisions
@@ -119,7 +119,8 @@ class NamePlan:
                 for key, value in group.items()
             ]
             self.instead[id(group)] = _with_items(group, items)
-        text = f"{len(renamed)} names in the optimizer {place(part)} follow"
+        verb = "follows" if len(renamed) == 1 else "follow"
+        text = f"{counted(len(renamed), 'name')} in the optimizer {place(part)} {verb}"
         self.changes.append(Change("follow", text, len(renamed)))
 
     def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from ckptool.checkpoint import Change
 from ckptool.errors import UsageError
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module
-from ckptool.paths import listed, name_of, printable, rebuild, walk
+from ckptool.paths import counted, listed, name_of, printable, rebuild, walk
 from ckptool.statedict import MODEL_KINDS, Section, sections, wrapped_names
 from ckptool.transforms.metadata import remaining_metadata
 
@@ -33,7 +33,7 @@ class Pruned:
     """The same object where nothing went; None where nothing is left."""
     left_out: tuple[Change, ...] = ()
     stale: tuple[str, ...] = ()
-    """Optimizers that stay although weights of a model went."""
+    """Optimizers that stay, with a state, although weights of a model went."""
 
 
 @dataclass(eq=False)
@@ -62,9 +62,10 @@ class _Visit:
     @property
     def place(self) -> str:
         """Its address, with what it is where that says more."""
+        where = self.name if self.path else f"at {self.name}"
         if self.part is not None:
-            return f"the {self.part.kind} {self.name}"
-        return f"the object {self.name}" if isinstance(self.node, Opaque) else self.name
+            return f"the {self.part.kind} {where}"
+        return f"the object {where}" if isinstance(self.node, Opaque) else self.name
 
     def note(self, key: Any, value: Any, chosen: bool) -> None:
         """Take down that an entry is chosen, or is not."""
@@ -231,7 +232,8 @@ def _stale(staying: list[_Visit]) -> Iterator[str]:
     kinds = {visit.part.kind for visit in staying if visit.part is not None and visit.lost}
     if not kinds.isdisjoint(MODEL_KINDS):
         for visit in staying:
-            if visit.part is not None and visit.part.kind == "optimizer":
+            part = visit.part
+            if part is not None and part.kind == "optimizer" and part.node["state"]:
                 yield visit.place
 
 
@@ -244,7 +246,7 @@ def _told(visits: list[_Visit], staying: set[_Visit]) -> Iterator[Change]:
         if visit in staying:
             names = [str(key) for key, chosen in visit.chosen.items() if not chosen]
             if names:
-                text = f"{_counted(len(names), 'name')} of {visit.name}: {listed(names)}"
+                text = f"{counted(len(names), 'name')} of {visit.name}: {listed(names)}"
                 told.append((text, len(names)))
         elif visit in above:
             told.append((_whole(visit), visit.kept + visit.lost))
@@ -252,8 +254,8 @@ def _told(visits: list[_Visit], staying: set[_Visit]) -> Iterator[Change]:
         yield Change("left-out", text, count)
     if len(told) > _MOST_TOLD:
         count = sum(count for _, count in told[_MOST_TOLD:])
-        places = _counted(len(told) - _MOST_TOLD, "more place")
-        yield Change("left-out", f"{_counted(count, 'name')} in {places}", count)
+        places = counted(len(told) - _MOST_TOLD, "more place")
+        yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
 
 
 def _whole(visit: _Visit) -> str:
@@ -265,10 +267,6 @@ def _whole(visit: _Visit) -> str:
             inner.append(one.place)
         else:
             todo.extend(one.inside)
-    count = _counted(visit.kept + visit.lost, "tensor")
+    count = counted(visit.kept + visit.lost, "tensor")
     text = f"{visit.place} ({count}{': ' + listed(inner) if inner else ''})"
     return f"{text}, as not all of it is chosen" if visit.kept else text
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.model import Global, Opaque, OrderedMap, Storage
+from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.transforms import extract
-from tests.trees import checkpoint, module, opened, scalar, state_dict, storage, tensor
+from tests.trees import checkpoint, module, opened, state_dict, storage, tensor
 
 
 def part(root, **options):
@@ -293,18 +295,48 @@ def test_many_places_are_folded():
     assert (left_out[-1].text, left_out[-1].count) == ("10 names in 10 more places", 10)
 
 
-def test_kept_views_of_large_storages_are_told():
-    large = storage(1 << 20)
-    root = {"a": tensor(2, over=large), "b": tensor(4, over=large), "c": scalar()}
-    made = part(root, include=["a", "b"])
+def test_storages_that_lost_a_tensor_are_cut_down_and_others_stay():
+    large, other = storage(1 << 20), storage(1 << 20)
+    root = {"a": tensor(2, over=large), "b": tensor(4, over=large), "c": tensor(9, over=large)}
+    root["view"] = tensor(2, over=other)
+    made = part(root, include=["a", "b", "view"])
+    assert told(made, "compact") == [
+        "1 storage cut down from 1,048,576 to 16 bytes, without what only the tensors left out saw"
+    ]
+    assert made.root["a"].storage is made.root["b"].storage is not large
+    assert made.root["view"] is root["view"]
     assert told(made, "note") == [
-        "the tensors kept use 24 of the 1,048,576 bytes of their storages, which a torch file "
+        "the tensors kept use 24 of the 1,048,592 bytes of their storages, which a torch file "
         "holds whole: ckptool compact trims them"
     ]
-    whole = Storage("0", large.data, large.nbytes)
-    assert (
-        told(part({"a": tensor(1 << 18, over=whole), "c": scalar()}, include=["a"]), "note") == []
-    )
+    assert part(root, include=["a", "b"], trim=False).root["a"] is root["a"]
+    untied = part({**root, "tie": replace(root["b"])}, exclude=["tie"]).root
+    assert untied["a"].storage is large  # of which every byte is seen as before
+
+
+def test_a_key_and_the_weights_alone_leave_bytes_behind_too():
+    large = storage(1 << 20)
+    root = {"model": {"a.w": tensor(2, over=large)}, "whole": tensor(1 << 18, over=large)}
+    for options in ({"key": "model"}, {"key": "a.w"}, {"model_only": True}):
+        made = part(root, **options)
+        assert [one.storage.nbytes for _, one in made.tensors()] == [8]
+
+
+def test_the_empty_name_is_no_address(run):
+    for options in ({}, {"model_only": True}):
+        with pytest.raises(UsageError, match="empty name"):
+            part(run, key="", **options)
+
+
+def test_an_optimizer_without_a_state_says_nothing(run):
+    run["opt"] = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    assert told(part(run, exclude=["b.w"]), "warning") == []
+
+
+def test_what_is_at_the_root_is_said_to_be_there():
+    with pytest.raises(NotFound) as caught:
+        part(state_dict(["a.b", "c.d"]), exclude=["*"])
+    assert "the state_dict at the root (2 tensors)" in caught.value.hint
 
 
 NAMES = st.lists(

@@ -108,6 +108,13 @@ def test_a_table_in_a_file(tmp_path, text):
     assert read_map_file(str(path)) == read_map_file(path)
 
 
+def test_names_with_blanks_are_parted_by_a_tab_or_a_comma(tmp_path):
+    text = "with space.w\tno_space.w\na b.w , c d.w\nx,y\tz # a comment\n"
+    assert read_map_file(written(tmp_path, text)) == {
+        "with space.w": "no_space.w", "a b.w": "c d.w", "x,y": "z",
+    }  # fmt: skip
+
+
 def test_a_hash_inside_a_name_is_no_comment(tmp_path):
     assert read_map_file(written(tmp_path, "a#1 b#1")) == {"a#1": "b#1"}
 

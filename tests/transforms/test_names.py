@@ -39,7 +39,7 @@ def test_every_state_dict_of_the_file_is_treated_and_order_and_tensors_stay():
     ]
     assert texts(made) == [
         ("strip", "module taken off 2 names in model (1 level)"),
-        ("strip", "module taken off 1 names in ema (1 level)"),
+        ("strip", "module taken off 1 name in ema (1 level)"),
     ]
     assert [change.count for change in made.changes] == [2, 1]
 
@@ -202,8 +202,8 @@ def test_adding_to_every_state_dict_and_its_followers():
     assert made.root["model"].metadata[""] == {"version": 1}
     assert names_of(made.root["opt"]) == (["module.a.w"],) * 3
     assert texts(made) == [
-        ("add", "module. put before 1 names in model"),
-        ("follow", "1 names in the optimizer opt follow"),
+        ("add", "module. put before 1 name in model"),
+        ("follow", "1 name in the optimizer opt follows"),
     ]
 
 

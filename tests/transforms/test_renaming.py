@@ -124,7 +124,7 @@ def test_optimizers_that_hold_names_follow():
     assert texts(made) == [
         ("rename", "a=>c changed 3 names: a.w -> c.w"),
         ("follow", "2 names in the optimizer opt follow"),
-        ("follow", "1 names in the optimizer b follow"),
+        ("follow", "1 name in the optimizer b follows"),
     ]
 
 
