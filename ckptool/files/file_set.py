@@ -9,25 +9,22 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptool.errors import CheckpointError, FileBusy, UsageError, WriteDenied, WriteError, warn
+from ckptool.errors import UsageError, WriteError, warn
 from ckptool.files.atomic import refuse_target
-from ckptool.files.journal import Journal, journal_path, read_journal, remove_unfinished
-from ckptool.files.locking import leads_to
+from ckptool.files.journal import journal_path, read_journal, remove_unfinished
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.recovery import settle
 from ckptool.files.refusals import check_space, worded
 from ckptool.files.renames import FINISHED, PART, Move, finish_renames, rename_all, state_of
-from ckptool.files.system import lock_holder, reserve, try_lock
+from ckptool.files.settling import only_writer, remove
+from ckptool.files.system import reserve
 from ckptool.files.temporary import beside, folder_of, found_beside, private, seal
 
-__all__ = ["FileSet", "atomic_set", "settle_set"]
-
-_LOCK = ".ckptool-lock"
-"""How the name of a set's lock ends, behind that of the index."""
+__all__ = ["FileSet", "atomic_set"]
 
 _Path = TypeVar("_Path", str, os.PathLike[str])
 
@@ -69,7 +66,7 @@ def atomic_set(
     """
     path, target = os.fspath(index), os.path.realpath(index)
     parts = _parts(target, {os.fspath(one): size for one, size in sizes.items()}, mode)
-    with worded(path), folder_of(target) as folder, _only_writer(target, path) as alone:
+    with worded(path), folder_of(target) as folder, only_writer(target, path) as alone:
         journal = read_journal(target)
         if journal is not None:
             finish_renames(target, journal)
@@ -166,34 +163,6 @@ class _Part:
         return Move(*names, self.inode or 0, self.size, state_of(self.old))
 
 
-def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
-    """Finish the write of a set that was cut short when its files were being renamed.
-
-    `journal` is what `read_journal` gave for the index at `path`; nothing is done where it has
-    been settled by another process meanwhile.
-
-    Raises:
-        FileBusy: another process is writing the set, and alive.
-        CorruptFile: the journal tells of no set, or a file has been changed since; no file was
-            touched.
-        WriteDenied: the system does not let us rename the files.
-    """
-    path, target = os.fspath(path), os.path.realpath(path)
-    try:
-        with _only_writer(target, path):
-            if read_journal(target) == journal:
-                finish_renames(target, journal)
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise WriteDenied(
-            "the write of this index and its files was cut short, and the system does not let us "
-            f"finish it ({error.strerror or error})",
-            file=path,
-            hint=f"ckptool recover {path}, as one who may write to the folder",
-        ) from error
-
-
 @contextmanager
 def _cleared(target: str, parts: Sequence[_Part]) -> Iterator[None]:
     """Where the block fails, no temporary file stays, unless a journal still needs it."""
@@ -202,51 +171,8 @@ def _cleared(target: str, parts: Sequence[_Part]) -> Iterator[None]:
     except BaseException:
         if not os.path.lexists(journal_path(target)):
             for part in parts:
-                _remove(part.temporary)
+                remove(part.temporary)
         raise
-
-
-@contextmanager
-def _only_writer(target: str, path: str) -> Iterator[bool]:
-    """A lock on the set: whether there is such a thing on this system.
-
-    It is on a file of its own, since the index may not be there yet, and is another one afterwards.
-    """
-    name = beside(target, _LOCK)
-    while True:
-        fd, taken, ours = _open_lock(name), None, False
-        try:
-            taken = try_lock(fd)
-            if taken is False:
-                raise _busy(lock_holder(fd), path)
-            ours = leads_to(name, fd)  # else it was removed before it was locked
-            if ours:
-                yield bool(taken)
-                return
-        finally:
-            if ours and taken:  # while it is locked, so that it is nobody else's
-                _remove(name)
-            os.close(fd)
-            if ours and not taken:  # Windows removes no open file
-                _remove(name)
-
-
-def _open_lock(name: str) -> int:
-    flags = getattr(os, "O_NOFOLLOW", 0)
-    try:
-        return os.open(name, os.O_RDWR | os.O_CREAT | flags, 0o666)
-    except PermissionError:
-        if not os.path.lexists(name):
-            raise
-        return os.open(name, os.O_RDONLY | flags)  # another user's
-
-
-def _busy(pid: int | None, path: str) -> FileBusy:
-    return FileBusy(
-        f"is being written, with its files, by {f'process {pid}' if pid else 'another process'}",
-        file=path,
-        hint="try again when it has finished",
-    )
 
 
 def _parts(target: str, sizes: Mapping[str, int], mode: int | None) -> list[_Part]:
@@ -273,10 +199,4 @@ def _remove_debris(target: str) -> None:
     """Remove what killed runs left; the lock is ours and no journal needs it."""
     remove_unfinished(target)
     for found in found_beside(target, PART):
-        _remove(found)
-
-
-def _remove(path: str) -> None:
-    """Remove a file, as far as the system lets us."""
-    with suppress(OSError):
-        os.unlink(path)
+        remove(found)

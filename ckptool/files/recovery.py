@@ -21,6 +21,7 @@ from ckptool.files.journal import (
 from ckptool.files.locking import exclusive
 from ckptool.files.refusals import worded
 from ckptool.files.renames import FINISHED
+from ckptool.files.settling import settle_set
 from ckptool.files.source import FileSource
 
 __all__ = ["Recovery", "open_source", "recover", "settle"]
@@ -222,8 +223,6 @@ def _finish_set(path: str) -> bool:
     journal = read_journal(path)
     if journal is None or journal.kind == KIND:
         return False
-    from ckptool.files.file_set import settle_set
-
     _patiently(lambda: settle_set(path, journal))
     return True
 

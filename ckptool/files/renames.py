@@ -2,7 +2,7 @@
 
 The journal of the index tells which finished file is to get which name. A kill before it is there
 leaves the old files. A kill after it leaves some old and some new ones, until the renames are
-finished by the next that opens or writes the index with ckptool (`file_set.settle_set`): a program
+finished by the next that opens or writes the index with ckptool (`settling.settle_set`): a program
 that knows nothing of the journal may see that mixture, and no other.
 """
 

@@ -14,10 +14,11 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.files import file_set, recovery, renames, system
+from ckptool.files import recovery, renames, settling, system
 from ckptool.files.editing import Edit, Patch
-from ckptool.files.file_set import atomic_set, settle_set
+from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import has_journal, journal_path, read_journal, write_journal
+from ckptool.files.settling import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, lay, needs_posix, write
 
 needs_refusals = pytest.mark.skipif(
@@ -325,7 +326,7 @@ def test_a_lock_that_is_removed_before_it_is_taken(old, monkeypatch, taken):
                 system.lock(others[0].fileno())
         return system.try_lock(fd)
 
-    monkeypatch.setattr(file_set, "try_lock", try_lock)
+    monkeypatch.setattr(settling, "try_lock", try_lock)
     if taken:
         with pytest.raises(FileBusy):
             write(old, NEW, overwrite=True)
@@ -355,7 +356,7 @@ def test_a_reader_leaves_the_journal_that_is_being_written(old, monkeypatch):
 
 
 def test_a_system_without_locks_keeps_what_may_be_anothers(old, monkeypatch):
-    monkeypatch.setattr(file_set, "try_lock", lambda _: None)
+    monkeypatch.setattr(settling, "try_lock", lambda _: None)
     debris = f".{INDEX}.ckptool-0123456789ab-00001.part"
     (old / debris).write_bytes(b"whose?")
     write(old, NEW, overwrite=True)

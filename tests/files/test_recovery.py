@@ -22,7 +22,7 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.files import FileSource, file_set, recovery
+from ckptool.files import FileSource, recovery
 from ckptool.files.atomic import atomic_output
 from ckptool.files.copying import copy_bytes
 from ckptool.files.editing import Edit, Patch, apply_patch
@@ -642,7 +642,7 @@ def test_the_journal_of_a_set_is_for_the_set(path, exists, monkeypatch):
         rewrite_new(path)
         os.unlink(journal_path(target))
 
-    monkeypatch.setattr(file_set, "settle_set", settle_set)
+    monkeypatch.setattr(recovery, "settle_set", settle_set)
     if exists:
         rewrite_new(path)
     assert settled(path) == b"index"

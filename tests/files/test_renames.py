@@ -6,9 +6,9 @@ import os
 import pytest
 
 from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDenied
-from ckptool.files.file_set import settle_set
 from ckptool.files.journal import Journal, write_journal
 from ckptool.files.recovery import open_source, recover
+from ckptool.files.settling import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, lay, needs_posix, write
 
 
