@@ -14,6 +14,7 @@ __all__ = [
     "child_modules",
     "is_module",
     "module_state",
+    "modules_below",
     "own_tensors",
     "unread_submodules",
 ]
@@ -106,7 +107,7 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     if not is_module(node):
         return None
     names, metadata = OrderedMap(), OrderedMap()
-    for prefix, module in _modules_below(node, limits):
+    for prefix, module in modules_below(node, limits):
         metadata[prefix[:-1]] = {"version": _version(module)}
         names.update((f"{prefix}{name}", value) for name, value in own_tensors(module).items())
     names.attributes["_metadata"] = metadata
@@ -124,13 +125,13 @@ def unread_submodules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str
     """
     return {
         f"{prefix}{name}": child
-        for prefix, module in _modules_below(node, limits)
+        for prefix, module in modules_below(node, limits)
         for name, child in module.attributes.get("_modules", {}).items()
         if isinstance(child, Opaque) and not is_module(child)
     }
 
 
-def _modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
+def modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
     """A module and those in it, each before its children, with the prefix of its names."""
     visits = Visits(limits)
     open_ids = {id(node)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NotRepresentable
+from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.model import (
     Global,
     Opaque,
@@ -16,10 +16,11 @@ from ckptool.model import (
     TensorRef,
     find_tensors,
 )
-from ckptool.modules import is_module, module_state, unread_submodules
-from ckptool.paths import everything, listed, name_of, printable, rebuild
-from ckptool.statedict import Section
-from ckptool.transforms.plain_forms import plain_form, plain_tensor
+from ckptool.modules import is_module, module_state
+from ckptool.paths import counted, everything, listed, name_of, printable, rebuild, walk
+from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.transforms.module_rest import module_rest
+from ckptool.transforms.plain_forms import plain_form, plain_tensor, tuple_items
 from ckptool.transforms.refusals import class_of, is_refused, located, refusals
 from ckptool.transforms.selection import plain_state_dict
 
@@ -35,20 +36,20 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
     paths, moments, `Decimal` and the like text; members of an Enum their values; a pickled module
-    its `state_dict()`. What was shared stays shared. With `drop`, what remains is left out
-    (`drop_objects`), and of a module what only its class can read.
+    its `state_dict()`, unless it holds more data than that has (`module_rest`): tensors, dicts and
+    objects among its attributes, hooks, buffers that do not persist. A namedtuple remains: the
+    names of its fields are in its class. What was shared stays shared. With `drop`, what remains
+    is left out (`drop_objects`), and of a module what its state dict has not.
 
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
         NameCollision: two keys of one dict would become equal.
     """
-    plainer = _Plainer(checkpoint, partly=drop)
-    root = rebuild(checkpoint.root, plainer.form)
-    changes = list(plainer.changes())
-    result = checkpoint.with_root(root, *changes) if changes else checkpoint
+    plainer = _Plainer(checkpoint, _plain_forms(checkpoint, partly=drop))
+    result = plainer.applied()
     if drop:
-        return drop_objects(result)
-    remaining = [f"{_name(path)} ({class_of(node)})" for path, node in refusals(root)]
+        return _dropped(result, hint=None)
+    remaining = [_remaining(path, node) for path, node in refusals(result.root)]
     if remaining:
         raise NotRepresentable(
             f"{len(remaining):,} of its objects have no plain form that loses nothing: "
@@ -63,25 +64,52 @@ def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
     """What `torch.load(weights_only=True)` refuses left out, each named among the changes.
 
     An entry of a dict or set leaves, its key being an object as well as its value; in a list or
-    tuple None takes the place, so that the others keep theirs. A tensor of a class of its own stays
-    as a tensor of torch.
+    tuple None takes the place, so that the others keep theirs. Tensors stay: an array, and a tensor
+    of a class of its own, as a tensor of torch; the items of a namedtuple as a tuple.
 
     Raises:
-        NotRepresentable: nothing would remain.
+        NotRepresentable: nothing would remain, or no tensor of a model.
     """
+    return _dropped(checkpoint, hint="--plain makes plain data of what it can")
+
+
+def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
+    kept = _Plainer(checkpoint, _kept_form).applied()
     found = [
         Change("left-out", _sentence(path, node), 1, wanted=True)
-        for path, node in refusals(checkpoint.root)
+        for path, node in refusals(kept.root)
     ]
     if not found:
-        return checkpoint
-    if is_refused(checkpoint.root):
+        return kept
+    if is_refused(kept.root):
         raise NotRepresentable(
-            f"all of it is one object ({class_of(checkpoint.root)}): nothing would remain",
+            f"all of it is one object ({class_of(kept.root)}): nothing would remain",
             file=checkpoint.path or None,
-            hint="--plain makes plain data of what it can",
+            hint=hint,
         )
-    return checkpoint.with_root(rebuild(checkpoint.root, _kept, _with_kept_entries), *found)
+    result = kept.with_root(rebuild(kept.root, _kept, _with_kept_entries), *found)
+    _check_models(kept, result, hint)
+    return result
+
+
+def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
+    """Refuse to lose every tensor of a state dict, or every model that there is.
+
+    Raises:
+        NotRepresentable: naming it.
+    """
+    models = [part for part in before.sections if part.kind in MODEL_KINDS and part.tensors()]
+    staying = {path for path, _ in after.tensors()}
+    lost = [part for part in models if staying.isdisjoint(path for path, _ in part.tensors())]
+    for part in lost:
+        if part.kind == "state_dict" or len(lost) == len(models):
+            where = f"the {part.kind} {printable(part.name) or 'at the root'}"
+            raise NotRepresentable(
+                f"{where} would lose its {counted(len(part.tensors()), 'tensor')}, which are "
+                "objects, or in one",
+                file=before.path or None,
+                hint=hint,
+            )
 
 
 def _name(path: Path) -> str:
@@ -94,54 +122,122 @@ def _sentence(path: Path, node: Any) -> str:
     return f"{_name(path)} ({printable(class_of(node))}{inside})"
 
 
-class _Plainer:
-    """One pass that turns objects into plain data, and what it did."""
+def _remaining(path: Path, node: Any) -> str:
+    lost = module_rest(node).lost if is_module(node) else ()
+    beside = f", beside its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
+    return f"{_name(path)} ({class_of(node)}{beside})"
 
-    def __init__(self, checkpoint: Checkpoint, *, partly: bool) -> None:
-        """`partly`: of modules too that only their class can read in whole."""
+
+Forms = Callable[[Any], Any]
+"""The form of a tensor or object; itself where it has none."""
+
+
+def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
+    """Plain forms; with `partly` of modules too that hold more than their state dict."""
+
+    def form(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            return plain_tensor(leaf)
+        if not is_module(leaf):
+            return plain_form(leaf)
+        state = module_state(leaf)
+        if state is None or (not partly and module_rest(leaf).lost):
+            return leaf
+        return plain_state_dict(checkpoint, Section((), "module", state, leaf))
+
+    return form
+
+
+def _kept_form(leaf: Any) -> Any:
+    """What stays of a tensor or object that is refused: its elements, its items."""
+    if isinstance(leaf, TensorRef):
+        form = plain_tensor(leaf) if is_refused(leaf) else leaf
+        return leaf if is_refused(form) else form
+    items = tuple_items(leaf)
+    return leaf if items is None else items
+
+
+class _Plainer:
+    """One pass that turns objects into what they are without their class, and what it did."""
+
+    def __init__(self, checkpoint: Checkpoint, form_of: Forms) -> None:
         self._checkpoint = checkpoint
-        self._partly = partly
+        self._form_of = form_of
         self._hashed = set(_hashed(checkpoint.root))
         self._forms: dict[int, Any] = {}
 
-    def form(self, leaf: Any) -> Any:
-        """The plain form of a leaf; itself where it has none or is plain."""
-        if isinstance(leaf, TensorRef):
-            return plain_tensor(leaf)
-        if not isinstance(leaf, Opaque):
+    def applied(self) -> Checkpoint:
+        """The checkpoint with every form in place; itself where there is none.
+
+        Raises:
+            NameCollision: two keys of one dict would become equal.
+        """
+        try:
+            root = rebuild(self._checkpoint.root, self._form)
+        except NameCollision as error:
+            raise self._collision() or error from error
+        changes = list(self.changes())
+        return self._checkpoint.with_root(root, *changes) if changes else self._checkpoint
+
+    def _form(self, leaf: Any) -> Any:
+        """The form of a leaf; itself where it has none or is plain."""
+        if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
-        form = self._state_dict(leaf) if is_module(leaf) else plain_form(leaf)
-        if isinstance(form, (dict, list, Opaque)) and id(leaf) in self._hashed:
+        form = self._form_of(leaf)
+        if id(leaf) in self._hashed and not _can_be_hashed(form):
             return leaf  # a dict key or an item of a set must stay one that can be hashed
         if form is not leaf:
             self._forms[id(leaf)] = form
         return form
 
-    def _state_dict(self, module: Opaque) -> Any:
-        state = module_state(module)
-        if state is None or (unread_submodules(module) and not self._partly):
-            return module
-        return plain_state_dict(self._checkpoint, Section((), "module", state, module))
+    def _collision(self) -> NameCollision | None:
+        """The error for the first dict of which two keys become equal."""
+        found: list[NameCollision] = []
+
+        def enter(path: Path, node: Any) -> bool:
+            new: dict[Any, Any] = {}
+            for key in node if isinstance(node, dict) and not found else ():
+                other = new.setdefault(rebuild(key, self._form), key)
+                if other is not key:
+                    keys = f"{name_of((other,))} and {name_of((key,))}"
+                    found.append(
+                        NameCollision(
+                            f"the keys {printable(keys)} of {_name(path)} would become equal",
+                            file=self._checkpoint.path or None,
+                            hint="--drop-objects without --plain leaves out what has such a key",
+                        )
+                    )
+            return not found
+
+        for _ in walk(self._checkpoint.root, enter=enter):
+            pass
+        return found[0] if found else None
 
     def changes(self) -> Iterator[Change]:
         """What has become of every object and array, in the order of the file."""
+        settings: dict[str, None] = {}
         for path, node in located(self._checkpoint.root, enter=self._has_more):
             is_tensor = isinstance(node, TensorRef)
-            form = plain_tensor(node) if is_tensor else self._forms.get(id(node), node)
+            form = self._form_of(node) if is_tensor else self._forms.get(id(node), node)
             if form is node:
                 continue
-            text = f"{_name(path())}: {printable(_old_class(node))} becomes {_described(form)}"
-            yield Change("plain", text, 1)
-            if isinstance(node, Opaque) and is_module(node):
-                section = Section(path(), "module", OrderedMap(), node)
-                for unread in section.unread:
-                    yield Change("left-out", unread, 1, wanted=True)
+            name = _name(path())
+            text = f"{name}: {printable(_old_class(node))} becomes {_described(form)}"
+            yield Change("plain", f"{text}{_without(node)}", 1)
+            if is_module(node):
+                rest = module_rest(node)
+                settings.update(dict.fromkeys(rest.settings))
+                for lost in rest.lost:
+                    yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
+        if settings:
+            text = f"what a state_dict does not have of a module: {listed(settings)}"
+            yield Change("left-out", text, len(settings), wanted=True)
 
     def _has_more(self, node: Any) -> bool:
         """Whether what it holds is in the result: not of numbers, modules, and what remains."""
         form = self._forms.get(id(node))
         return not is_refused(node) or (
-            isinstance(form, (dict, list, Opaque)) and not is_module(node)
+            isinstance(form, (dict, list, tuple, Opaque)) and not is_module(node)
         )
 
 
@@ -158,6 +254,25 @@ def _hashed(root: Any) -> Iterator[int]:
             key = todo.pop()
             yield id(key)
             todo.extend(key if isinstance(key, tuple) else ())
+
+
+def _can_be_hashed(form: Any) -> bool:
+    if isinstance(form, tuple):
+        return not any(isinstance(item, (dict, list, tuple, Opaque)) for item in form)
+    return not isinstance(form, (dict, list, Opaque))
+
+
+def _without(node: Any) -> str:
+    """What a plain form does not say of an object whose class is one of the standard library."""
+    args = node.args if isinstance(node, Opaque) and isinstance(node.args, tuple) else ()
+    match node.class_name if args else "", args:
+        case "collections.deque", (_, int() as length):
+            return f" without its largest length {length}"
+        case "collections.defaultdict", (Global() as factory,):
+            return f" without its factory {printable(factory.qualified)}"
+        case "collections.defaultdict", (Opaque() as factory,):
+            return f" without its factory {printable(factory.class_name)}"
+    return ""
 
 
 def _old_class(node: Any) -> str:

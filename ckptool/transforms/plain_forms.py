@@ -18,7 +18,7 @@ from ckptool.paths import held_items
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.refusals import CARRIER, is_refused
 
-__all__ = ["plain_form", "plain_tensor"]
+__all__ = ["plain_form", "plain_tensor", "tuple_items"]
 
 _LONGEST_RANGE = 100_000
 _VALUES = (bool, int, float, complex, str, bytes)
@@ -113,6 +113,25 @@ def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     made = OrderedMap(items)
     made.attributes = attributes
     return made
+
+
+def tuple_items(node: Opaque) -> tuple[Any, ...] | None:
+    """The items of a namedtuple, or of another class derived from tuple; None for anything else.
+
+    `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` where the class has no fields; as
+    protocols 0 and 1 spell it, `copyreg._reconstructor(cls, tuple, items)`. A class with attributes
+    beside its items is none.
+    """
+    if not isinstance(node.func, Global) or node.kwargs is not None or node.steps:
+        return None
+    match node.func.qualified, node.args:
+        case "copyreg._reconstructor", (Global(), Global(name="tuple"), tuple() as items):
+            return items
+        case _, (tuple() as items,) if node.maker == "newobj":
+            return items
+        case _, (_, _, *_) if node.maker == "newobj":
+            return tuple(node.args)
+    return None
 
 
 def plain_tensor(tensor: TensorRef) -> TensorRef:
