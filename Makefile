@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO = build/demo
 
-.PHONY: demo test lint bench compat clean
+.PHONY: demo test lint bench compat soak clean
 
 # Made once, renewed when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -40,6 +40,9 @@ bench: $(VENV)/.ready
 
 compat: $(VENV)/.ready
 	$(BIN)/python tests/compat/run.py $(ARGS)
+
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import WriteError, warn
+from ckptool.errors import CheckpointError, TruncatedFile, warn
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.editing import apply_patch
@@ -61,17 +62,20 @@ class Job:
                     "the result is of the file that was there before"
                 )
 
-    def read_back(self, expected: Checkpoint, output: FileOutput) -> None:
-        """Compare a file that was written with what it should hold.
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Where a source has been written to, what is found wrong with it comes from that.
 
         Raises:
-            UnreadableFile: it differs since a source has been written to.
-            WriteError: it differs.
+            UnreadableFile: it has, and something went wrong that is no refusal of the system.
+            TruncatedFile: it has become shorter.
         """
         try:
-            verify(expected, output.name, output.streamed, self.progress)
-        except WriteError:
-            self.check_sources()
+            yield
+        except CheckpointError as error:
+            if not isinstance(error, (OSError, TruncatedFile)):
+                for source in self.checkpoint.sources:
+                    source.check_unchanged()
             raise
 
 
@@ -142,17 +146,20 @@ class NewFile:
 
         def check() -> None:
             if job.verify:
-                job.read_back(job.checkpoint, output)
+                verify(job.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
-        with atomic_output(
-            job.path,
-            self.size,
-            overwrite=job.overwrite or job.in_place,
-            mode=permissions(sources),
-            check=check,
-            progress=job.progress,
-        ) as output:
+        with (
+            job.reading(),
+            atomic_output(
+                job.path,
+                self.size,
+                overwrite=job.overwrite or job.in_place,
+                mode=permissions(sources),
+                check=check,
+                progress=job.progress,
+            ) as output,
+        ):
             self._plan.write(output)
 
 
@@ -229,17 +236,20 @@ class NewSet:
         def check() -> None:
             if job.verify:
                 for shard, output in zip(self._plan.shards, written, strict=True):
-                    job.read_back(shard.checkpoint, output)
+                    verify(shard.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
-        with atomic_set(
-            self._index,
-            dict(self.files),
-            overwrite=job.overwrite or job.in_place,
-            mode=permissions(sources),
-            check=check,
-            progress=job.progress,
-        ) as new:
+        with (
+            job.reading(),
+            atomic_set(
+                self._index,
+                dict(self.files),
+                overwrite=job.overwrite or job.in_place,
+                mode=permissions(sources),
+                check=check,
+                progress=job.progress,
+            ) as new,
+        ):
             for shard in self._plan.shards:
                 with new.file(shard.path) as output:
                     shard.plan.write(output)

@@ -107,14 +107,13 @@ def mount(folder):
     user, group = os.getuid(), os.getgid()
     if libc.unshare(NEW_MOUNTS | (NEW_USERS if user else 0)):
         return False
-    if user:
-        for file, line in (
-            ("setgroups", "deny"),
-            ("uid_map", f"0 {user} 1"),
-            ("gid_map", f"0 {group} 1"),
-        ):
+    maps = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
+    try:
+        for file, line in maps.items() if user else ():
             with open(f"/proc/self/{file}", "w") as mapping:
                 mapping.write(line)
+    except OSError:
+        return False
     target = os.fsencode(folder)
     private = libc.mount(b"none", b"/", None, PRIVATE, None)
     return not (private or libc.mount(b"tmpfs", target, b"tmpfs", 0, b"size=%d" % SIZE))

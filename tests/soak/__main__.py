@@ -1,0 +1,78 @@
+"""`make soak`: real processes, killed at random times; a table of what they left."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from tabulate import tabulate
+
+from tests.soak.killing import soak
+from tests.soak.works import MIXED, WORKS, make_sources
+
+COLUMNS = {
+    "kills": "kills",
+    "cut": "while it wrote",
+    "old": "old",
+    "new": "new",
+    "settled": "settled",
+    "refused": "refused",
+}
+
+
+def run(options, above):
+    """Every kind, some at a time; the tallies in order."""
+    sources = above / "sources"
+    sources.mkdir()
+    make_sources(sources)
+    tallies = {}
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        futures = [
+            pool.submit(soak, kind, options.kills, sources, above / f"{number}", options.seed)
+            for number, kind in enumerate(options.kinds)
+        ]
+        for future in as_completed(futures):
+            tally = future.result()
+            tallies[tally.kind] = tally
+            print(
+                f"{tally.kind}: {dict(tally.found)}", *tally.failures, sep="\n  ", file=sys.stderr
+            )
+    return [tallies[kind] for kind in options.kinds]
+
+
+def parsed():
+    every = [*WORKS, MIXED]
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, metavar="KIND")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kinds at a time")
+    parser.add_argument("--folder", help="where the files are (default: build/)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main():
+    options = parsed()
+    os.makedirs(options.folder or "build", exist_ok=True)
+    above = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder or "build")).absolute()
+    begin = time.perf_counter()
+    try:
+        tallies = run(options, above)
+    finally:
+        shutil.rmtree(above)
+    rows = [
+        [tally.kind, *(tally.found[name] for name in COLUMNS), len(tally.failures)]
+        for tally in tallies
+    ]
+    print(tabulate(rows, ["kind", *COLUMNS.values(), "failures"], tablefmt="github"))
+    print(f"\n{sum(row[1] for row in rows):,} kills in {time.perf_counter() - begin:.0f} s")
+    return 1 if any(tally.failures for tally in tallies) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
