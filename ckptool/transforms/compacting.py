@@ -14,6 +14,7 @@ from ckptool.files.gathered import gathered
 from ckptool.files.joined import joined
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.paths import counted, everything, listed, name_of, rebuild, walk
+from ckptool.transforms.cutting import Cut, cut
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
 
@@ -29,10 +30,11 @@ def compact(checkpoint: Checkpoint) -> Checkpoint:
     """Storages without the bytes that no tensor sees; what shared bytes still shares them.
 
     The runs of a storage that tensors reach are put one behind the other. A tensor that shares no
-    byte with another and has holes (a column of a matrix) gets strides without them; expanded
-    tensors stay expanded. Storages that are values themselves, that lie inside the pickle (arrays),
-    or whose elements share bytes, are left whole. What nothing in the file refers to goes with
-    the old file; the changes count it.
+    byte with another and has holes (a column of a matrix) gets strides without them; so do some
+    that share bytes, where all stay regular (`cutting.cut`): a row and a column that cross cannot
+    lie closer. Expanded tensors stay expanded. Storages that are values themselves, that lie inside
+    the pickle (arrays), or whose elements share bytes, are left whole. What nothing in the file
+    refers to goes with the old file; the changes count it.
     """
     trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:
@@ -120,20 +122,36 @@ def _is_movable(tensor: TensorRef) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of the new storage: a run of the old one, or one place of it without its holes."""
+    """A part of the new storage: a run of the old one, or what places see of it without holes."""
 
     start: int
     end: int
     """In the old storage, bytes."""
     packed: Place | None = None
+    cut: Cut | None = None
+    itemsize: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the new storage."""
+        if self.cut is not None:
+            return self.cut.size * self.itemsize
         return self.end - self.start if self.packed is None else self.packed.packed_bytes
+
+    def placed(self, place: Place) -> tuple[int, tuple[int, ...]]:
+        """Where a place is in it: bytes from its start, and the stride."""
+        if self.cut is not None:
+            offset, stride = self.cut.placed[place]
+            return offset * self.itemsize, stride
+        if self.packed is not None:
+            return 0, place.packed_stride()
+        return place.offset * place.itemsize - self.start, place.stride
 
     def data(self, old: ByteRange) -> ByteRange:
         """Its content."""
+        if self.cut is not None:
+            size = self.itemsize
+            return joined([old.slice(at * size, (end - at) * size) for at, end in self.cut.runs])
         if self.packed is None:
             return old.slice(self.start, self.nbytes)
         place = self.packed
@@ -167,8 +185,7 @@ def _trimmed(storage: Storage, places: set[Place]) -> _Trimmed | None:
     position = 0
     for piece, inside in pieces:
         for place in inside:
-            stride = place.packed_stride() if piece.packed else place.stride
-            within = 0 if piece.packed else place.offset * place.itemsize - piece.start
+            within, stride = piece.placed(place)
             moved[place] = (position + within) // place.itemsize, stride
         position += piece.nbytes
     runs = [piece.data(storage.data) for piece, _ in pieces]
@@ -209,6 +226,8 @@ def _pieces(group: list[Place], unit: int, nbytes: int) -> list[tuple[_Piece, li
         run = _run(together, unit, nbytes)
         if alone and alone.distinct and alone.itemsize == unit and alone.packed_bytes < run.nbytes:
             run = replace(run, packed=alone)
+        elif not alone and together[0].itemsize == unit and (less := cut(together)):
+            run = replace(run, cut=less, itemsize=unit)
         parts.append((run, together))
     parts.sort(key=lambda part: part[0].start)
     return parts if sum(run.nbytes for run, _ in parts) < whole.nbytes else [(whole, group)]

@@ -60,7 +60,7 @@ def extract(
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
     cut = without_unseen(checkpoint, part) if trim else part
-    return cut.with_root(cut.root, *_totals(checkpoint, cut))
+    return cut.with_root(cut.root, *_totals(checkpoint, cut), *(_whole(cut) if trim else ()))
 
 
 def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
@@ -178,11 +178,15 @@ def _nothing_left(left_out: Iterable[Change]) -> str:
 
 
 def _totals(before: Checkpoint, after: Checkpoint) -> Iterator[Change]:
-    """How much is kept of how much; and how much of its storages."""
+    """How much is kept of how much."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
     text = f"{len(kept):,} of {len(every):,} tensors kept"
     yield Change("extract", f"{text}, {_bytes(kept):,} of {_bytes(every):,} bytes", len(kept))
-    used, whole = _storages(kept)
+
+
+def _whole(kept: Checkpoint) -> Iterator[Change]:
+    """What a torch file holds beside what tensors see of their storages."""
+    used, whole = _storages(tensor for _, tensor in kept.tensors())
     if whole - used >= max(used, _WORTH_A_NOTE):
         yield Change(
             "note",

@@ -51,8 +51,9 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
         return _dropped(result, hint=None)
     remaining = [_remaining(path, node) for path, node in refusals(result.root)]
     if remaining:
+        verb = "has" if len(remaining) == 1 else "have"
         raise NotRepresentable(
-            f"{len(remaining):,} of its objects have no plain form that loses nothing: "
+            f"{len(remaining):,} of its objects {verb} no plain form that loses nothing: "
             f"{listed(remaining, _MOST_NAMED)}",
             file=checkpoint.path or None,
             hint="--drop-objects leaves them out",

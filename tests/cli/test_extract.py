@@ -138,6 +138,7 @@ def test_in_place_needs_force_because_the_rest_is_lost(ckptool, model):
     [
         ([], "at least one of --key, --include, --exclude, --model-only", "--model-only"),
         (["--key", "nothing"], "there is nothing named 'nothing'", "ckptool list"),
+        (["--key", ""], "an empty name cannot be addressed", "without --key"),
         (["--key", "epoch"], "'epoch' is a value", "ckptool show"),
         (["--include", "conv1*"], "no tensor matches 'conv1*'; there is module.conv1", "list"),
         (["--exclude", "*"], "no tensor would be left", "the state_dict state_dict"),

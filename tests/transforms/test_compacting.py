@@ -101,6 +101,18 @@ def test_a_row_and_a_column_that_cross_stay_crossed(tmp_path):
     assert after["column"][50] == 5.0
 
 
+def test_columns_that_share_elements_lie_close_and_share_them(tmp_path):
+    big = torch.randn(1000, 1000)
+    content = {"a": big[:, 3], "b": big[:, 3:5], "c": big[200:, 4], "far": big[7:9, 90:]}
+    before, after, _, _ = compacted(saved(tmp_path, content))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert after["a"].untyped_storage().nbytes() == (2000 + 2 * 910) * 4
+    for name, other in product(before, repeat=2):
+        assert shares(after[name], after[other]) == shares(before[name], before[other])
+    after["b"][200, 1] = 5.0
+    assert after["c"][0] == 5.0
+
+
 def test_the_order_of_the_dimensions_in_memory_is_kept(tmp_path):
     images = torch.randn(2, 8, 10, 10).to(memory_format=torch.channels_last)[:, :, :3]
     before, after, _, _ = compacted(saved(tmp_path, {"images": images}))
