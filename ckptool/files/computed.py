@@ -11,20 +11,18 @@ from functools import cache
 from ckptool.errors import TruncatedFile
 from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource
 
-__all__ = ["ComputedSource", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
 THREADS = 2
-"""That compute while the reader's own writes: one for each block ahead."""
+"""That compute while the reader's own writes."""
+DEPTH = 3
+"""Blocks that are kept ready or are being computed."""
 
 
 class ComputedSource:
-    """A source (`source.Source`) whose bytes are computed block by block, and not kept.
-
-    Where several threads may compute at once and it is read from front to back, the next blocks are
-    computed while the last one is used.
-    """
+    """A source (`source.Source`) whose bytes are computed block by block, and not kept."""
 
     def __init__(
         self,
@@ -32,19 +30,19 @@ class ComputedSource:
         size: int,
         fill: Callable[[int, memoryview], None],
         *,
-        parallel: bool = False,
+        ahead: Ahead | None = None,
     ) -> None:
         """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
 
-        `parallel`: it may be called from several threads at once (`may_be_shared`).
+        `ahead`: it may be called from several threads at once (`may_be_shared`), which compute the
+        next blocks, of this source and of those after it, while the last one is used.
         """
         self._name = name
         self._size = size
-        self._fill = fill
-        self._parallel = parallel
-        self._next = 0
-        self._ahead: deque[tuple[int, int, Future[bytearray]]] = deque()
-        """Offset and length of the blocks from `_next` on that are being computed."""
+        self.fill = fill
+        self._ahead = ahead if size >= WORTH else None
+        if self._ahead is not None:
+            self._ahead.expect(self)
 
     @property
     def name(self) -> str:
@@ -66,36 +64,10 @@ class ComputedSource:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
         self._check(offset, len(buffer))
-        if not self._from_ahead(offset, buffer):
-            self._fill(offset, buffer)
-        follows, self._next = offset == self._next, offset + len(buffer)
-        if self._parallel and follows and WORTH <= len(buffer) <= BLOCK:
-            self._go_ahead(len(buffer))
-
-    def _from_ahead(self, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` with a block that was computed ahead, if it is the right one."""
-        ahead = self._ahead
-        if ahead and ahead[0][0] == offset and ahead[0][1] == len(buffer):
-            buffer[:] = ahead.popleft()[2].result()
-            return True
-        while ahead:  # in vain, and to be out of the way
-            ahead.popleft()[2].cancel()
-        return False
-
-    def _go_ahead(self, length: int) -> None:
-        """Have the blocks after the last one computed."""
-        while len(self._ahead) < THREADS:
-            start = self._next + sum(block[1] for block in self._ahead)
-            length = min(length, self._size - start)
-            if length < WORTH:
-                return
-            block = _threads().submit(self._computed, start, length)
-            self._ahead.append((start, length, block))
-
-    def _computed(self, offset: int, length: int) -> bytearray:
-        data = bytearray(length)
-        self._fill(offset, memoryview(data))
-        return data
+        if self._ahead is None or len(buffer) < WORTH:
+            self.fill(offset, buffer)
+        else:
+            self._ahead.read_into(self, offset, buffer)
 
     def _check(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self._size:
@@ -103,6 +75,73 @@ class ComputedSource:
                 f"{length:,} bytes are wanted at offset {offset:,} of {self._size:,} computed ones",
                 file=self._name,
             )
+
+
+class Ahead:
+    """The next blocks of some sources, computed by other threads.
+
+    The sources are expected to be read in the order in which they were made, each from front to
+    back; where that turns out to be wrong more often than right, each is looked at alone.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is expected yet."""
+        self._order: dict[int, int] = {}
+        self._sources: list[ComputedSource] = []
+        self._blocks: deque[tuple[ComputedSource, int, int, Future[None], bytearray]] = deque()
+        self._spare: list[bytearray] = []
+        self._next = (0, 0)
+        """The place of a source, and the offset in it, that was read up to."""
+        self._right = 1
+        """How often the source that came next was guessed, less how often it was not."""
+
+    def expect(self, source: ComputedSource) -> None:
+        """Take it that this source is read after those before it."""
+        self._order[id(source)] = len(self._sources)
+        self._sources.append(source)
+
+    def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from a block computed ahead, if there is the right one, or now."""
+        place, length = self._order[id(source)], len(buffer)
+        if not self._take(source, offset, buffer):
+            source.fill(offset, buffer)
+        follows, self._next = self._next == (place, offset), (place, offset + length)
+        if (follows or offset == 0) and length <= BLOCK:
+            self._go_ahead(place, offset + length, length)
+
+    def _take(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
+        if not self._blocks:
+            return False
+        known, start, length, block, data = self._blocks[0]
+        if (known, start, length) == (source, offset, len(buffer)):
+            self._blocks.popleft()
+            block.result()
+            buffer[:] = memoryview(data)[:length]
+            self._spare.append(data)
+            self._right += not offset
+            return True
+        self._right -= 2 * (known is not source)
+        while self._blocks:  # in vain, and to be out of the way
+            self._blocks.popleft()[3].cancel()
+        return False
+
+    def _go_ahead(self, place: int, offset: int, length: int) -> None:
+        """Have the blocks after the last one computed."""
+        if self._blocks:
+            source, start, size, *_ = self._blocks[-1]
+            place, offset = self._order[id(source)], start + size
+        while len(self._blocks) < DEPTH:
+            source = self._sources[place]
+            size = min(length, source.size - offset)
+            if size < WORTH:
+                place, offset, length = place + 1, 0, BLOCK
+                if self._right <= 0 or place == len(self._sources):
+                    return
+                continue
+            data = self._spare.pop() if self._spare else bytearray(BLOCK)
+            block = _threads().submit(source.fill, offset, memoryview(data)[:size])
+            self._blocks.append((source, offset, size, block, data))
+            offset += size
 
 
 def may_be_shared(data: ByteRange) -> bool:

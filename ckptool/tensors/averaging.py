@@ -9,11 +9,13 @@ from threading import local
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import TruncatedFile
+from ckptool.errors import NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource, may_be_shared
+from ckptool.files.checksums import Checked
+from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.casting import CHUNK
+from ckptool.paths import printable
+from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked
 from ckptool.tensors.runtime import require_torch, torch_dtype
 
 if TYPE_CHECKING:
@@ -29,13 +31,16 @@ class Elements:
     dtype: str
     data: ByteRange
     byteorder: str = "little"
+    storage: Storage | None = None
+    """What they are in: it is checked first, by the CRC-32 that its file states."""
 
 
 def elements_of(tensor: TensorRef) -> Elements:
     """All elements of a tensor in row-major order, wherever they lie."""
     if tensor.is_contiguous and not tensor.flags and tensor.storage is not None:
-        return Elements(tensor.dtype, tensor.data, tensor.storage.byteorder)
-    return Elements(tensor.dtype, ByteRange(_Content(tensor), 0, tensor.nbytes))
+        return Elements(tensor.dtype, tensor.data, tensor.storage.byteorder, tensor.storage)
+    data = ByteRange(_Content(tensor), 0, tensor.nbytes)
+    return Elements(tensor.dtype, data, storage=tensor.storage)
 
 
 class _Content:
@@ -96,20 +101,35 @@ class Averager:
     def __init__(self) -> None:
         """Torch is imported when the first element is wanted."""
         self._kernels = local()
+        self._ahead = Ahead()
+        self._checked: dict[int, Checked] = {}
+        """By the identity of a storage: several tensors may be in it."""
 
-    def mean(self, runs: Sequence[Elements], like: Storage, dtype: str) -> Storage:
+    def mean(self, runs: Sequence[Elements], like: Storage, dtype: str, name: str = "") -> Storage:
         """The mean of runs of equally many elements, accumulated in float64 in their order.
 
-        It is rounded to `dtype`, as torch does it; key and device are those of `like`.
+        It is rounded to `dtype`, as torch does it; key and device are those of `like`. Reading a
+        mean that is finite and does not fit `dtype` is an error (`NotRepresentable`, with `name`),
+        and so is one of bytes that are not those that a file states (`CorruptFile`).
         """
+        for run in runs:
+            held = run.storage
+            if held is not None and held.data is not None:
+                self._checked.setdefault(id(held), checked(held, held.data))
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
         size = count * BY_NAME[dtype].itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
-            self._fill(runs, dtype, offset, buffer)
+            for run in runs:
+                if id(run.storage) in self._checked:
+                    self._checked[id(run.storage)].check()
+            try:
+                self._fill(runs, dtype, offset, buffer)
+            except OverflowError as error:
+                raise _refused(name, dtype, str(error), runs[0].data.source.name) from error
 
-        parallel = all(may_be_shared(run.data) for run in runs)
-        source = ComputedSource(runs[0].data.source.name, size, fill, parallel=parallel)
+        ahead = self._ahead if all(may_be_shared(run.data) for run in runs) else None
+        source = ComputedSource(runs[0].data.source.name, size, fill, ahead=ahead)
         return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
 
     def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:
@@ -144,6 +164,9 @@ class _Kernel:
         require_torch()
         import torch
 
+        self._kind = target
+        self._others = any(source != target for source in sources)
+        self._widest = any(source in ("float64", "complex128") for source in sources)
         wide = torch.complex128 if target.startswith("complex") else torch.float64
         self._raw: dict[str, tuple[bytearray, torch.Tensor]] = {}
         for name in sources:
@@ -155,15 +178,52 @@ class _Kernel:
         self._next = torch.empty(CHUNK, dtype=wide)
 
     def mean(self, runs: Sequence[Elements], start: int, stop: int) -> memoryview:
-        """The bytes of the elements from `start` up to `stop`, until the next call."""
+        """The bytes of the elements from `start` up to `stop`, until the next call.
+
+        Raises:
+            OverflowError: one is finite and not so in the target's type; the text tells it.
+        """
         count = stop - start
-        total, following = self._sum[:count], self._next[:count]
-        total.zero_()
-        for run in runs:
-            following.copy_(self._read(run, start, count))
-            total.add_(following)
-        self._target[:count].copy_(total.div_(len(runs)))
+        mean, target = self._added(runs, start, count), self._target[:count]
+        _real(mean).div_(len(runs))  # by a complex number there would be no -0.0
+        if self._widest and not bool(mean.isfinite().all()):
+            mean = self._halved(mean.clone(), runs, start)
+        target.copy_(mean)
+        if self._others:
+            self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
         return memoryview(self._made)[: count * self._target.element_size()]
+
+    def _added(
+        self, runs: Sequence[Elements], start: int, count: int, scale: float = 1.0
+    ) -> torch.Tensor:
+        total, following = self._sum[:count], self._next[:count]
+        for at, run in enumerate(runs):
+            part = following if at else total  # a sum that begins with 0.0 has no -0.0
+            part.copy_(self._read(run, start, count))
+            if scale != 1.0:
+                _real(part).mul_(scale)
+            if at:
+                total.add_(following)
+        return total
+
+    def _halved(self, mean: torch.Tensor, runs: Sequence[Elements], start: int) -> torch.Tensor:
+        """The mean where the sum is beyond float64: of numbers made smaller first."""
+        import torch
+
+        scale = 2.0 ** len(runs).bit_length()
+        again = self._added(runs, start, len(mean), 1 / scale)
+        plain, again = _real(mean), _real(again).div_(len(runs)).mul_(scale)
+        plain.copy_(torch.where(plain.isfinite(), plain, again))
+        return mean
+
+    def _refuse_overflow(self, mean: torch.Tensor, made: torch.Tensor) -> None:
+        kind = FLOATS.get(self._kind)
+        over = mean.isfinite() & ~made.isfinite()
+        over |= mean.isfinite() & (mean.abs() > SATURATES.get(self._kind, float("inf")))
+        if kind is not None and not kind.signed:
+            over |= mean < 0
+        if bool(over.any()):
+            raise OverflowError(f"{float(mean[over].abs().max()):.5g}")
 
     def _read(self, run: Elements, start: int, count: int) -> torch.Tensor:
         """Elements of one file, in this machine's byte order."""
@@ -176,3 +236,20 @@ class _Kernel:
             rows = elements[:count].view(torch.uint8).view(-1, swap)
             rows.copy_(rows.flip(1))
         return elements[:count]
+
+
+def _real(elements: torch.Tensor) -> torch.Tensor:
+    """The real numbers that they are made of."""
+    import torch
+
+    return torch.view_as_real(elements) if elements.is_complex() else elements
+
+
+def _refused(name: str, dtype: str, magnitude: str, file: str) -> NotRepresentable:
+    return NotRepresentable(
+        f"the mean of {printable(name)!r} does not fit {dtype}, which it has in the first file "
+        f"(the magnitude is {magnitude})",
+        file=file,
+        hint="name a file with a wider type first, or widen the first: "
+        "ckptool cast FIRST --dtype float32",
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from shlex import quote
@@ -15,9 +16,11 @@ from threading import Lock, local
 from typing import TYPE_CHECKING
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import NotRepresentable
+from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource, may_be_shared
+from ckptool.files.checksums import Checked
+from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
+from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
 from ckptool.tensors.coverage import Grid, Owners, Piece, Spans
@@ -26,7 +29,7 @@ from ckptool.tensors.runtime import require_torch, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLOATS", "Caster", "Losses", "is_exact"]
+__all__ = ["FLOATS", "SATURATES", "Caster", "Losses", "checked", "is_exact"]
 
 CHUNK = 1 << 15
 """Elements handled at a time: they stay in the processor's cache, and below what torch divides
@@ -65,7 +68,7 @@ FLOATS = {
 }
 """The types that are cast from and to."""
 
-_SATURATES = {"float8_e4m3fn": 464.0}
+SATURATES = {"float8_e4m3fn": 464.0}
 """Types of which torch makes what is too large the largest: beyond this nothing rounds to it."""
 
 
@@ -97,6 +100,8 @@ class Losses:
     """Another value now, neither of the above."""
     largest: float = 0.0
     """The largest magnitude of those that overflow."""
+    zeros: int = 0
+    """Zero, and the smallest value now, as the type has no zero."""
 
     def add(self, other: Losses) -> None:
         """Count those too."""
@@ -104,17 +109,28 @@ class Losses:
         self.overflow += other.overflow
         self.underflow += other.underflow
         self.precision += other.precision
+        self.zeros += other.zeros
         self.largest = max(self.largest, other.largest)
 
 
 class Caster:
     """Casts storages from one floating type to another, with one set of buffers a thread."""
 
-    def __init__(self, source: str, target: str, *, allow_overflow: bool, file: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        *,
+        allow_overflow: bool,
+        file: str = "",
+        ahead: Ahead | None = None,
+    ) -> None:
         """Cast `source` to `target`; `file` is for messages.
 
         Torch is imported when the first element is wanted. Unless overflow is allowed, reading the
-        first element that does is an error (`NotRepresentable`).
+        first element that does is an error (`NotRepresentable`), and so is reading the last byte
+        of a storage that does not have the CRC-32 that its file states (`CorruptFile`). Casters
+        with one `ahead` make storages that are read in the order in which they are made.
         """
         self.source = source
         self.target = target
@@ -124,6 +140,7 @@ class Caster:
         self.lock = Lock()
         """To be held while something is counted."""
         self._file = file or None
+        self._ahead = Ahead() if ahead is None else ahead
         self._kernels = local()
 
     def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
@@ -136,9 +153,9 @@ class Caster:
         size = count * BY_NAME[self.target].itemsize
         data = None
         if storage.data is not None:
-            run = _Run(self, storage.data, storage.byteorder != sys.byteorder, Owners(views))
-            parallel = may_be_shared(storage.data)
-            source = ComputedSource(storage.data.source.name, size, run.fill, parallel=parallel)
+            run = _Run(self, storage, storage.data, Owners(views))
+            ahead = self._ahead if may_be_shared(storage.data) else None
+            source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
             data = ByteRange(source, 0, size)
         return Storage(storage.key, data, size, storage.device, sys.byteorder)
 
@@ -156,50 +173,94 @@ class Caster:
         reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
         own = re.sub(r"([*?[])", r"[\1]", name.rpartition("/")[2])
         return NotRepresentable(
-            f"{printable(name)!r} cannot be cast: {losses.overflow:,} of its "
-            f"{losses.elements:,} elements do not fit {self.target}, {reach} "
+            f"{printable(name)!r} cannot be cast: {_some_of(losses)} {self.target}, {reach} "
             f"(the largest magnitude is {losses.largest:.5g})",
             file=self._file,
-            hint="--allow-overflow casts it all the same; "
+            hint="--allow-overflow casts it all the same, and lists every tensor that overflows; "
             f"--keep {quote(f'{own}={self.source}')} keeps this one",
         )
+
+
+def _some_of(losses: Losses) -> str:
+    """How many elements overflow."""
+    if losses.elements == 1:
+        return "its one element does not fit"
+    return f"{losses.overflow:,} of its {losses.elements:,} elements do not fit"
+
+
+def checked(storage: Storage, data: ByteRange) -> Checked:
+    """The bytes of a storage, to be checked by the CRC-32 that its file states, if it does."""
+    return Checked(
+        data,
+        storage.crc32,
+        lambda: CorruptFile(
+            f"storage {storage.key!r} is damaged: its bytes do not have the CRC-32 that the file "
+            "states",
+            file=data.source.name,
+            hint="fetch the file again, or take another copy of it",
+        ),
+    )
 
 
 class _Run:
     """One storage on its way."""
 
-    def __init__(self, caster: Caster, data: ByteRange, swap: bool, owners: Owners) -> None:
+    def __init__(self, caster: Caster, storage: Storage, data: ByteRange, owners: Owners) -> None:
         self._caster = caster
         self._data = data
-        self._swap = swap
+        self._checked = checked(storage, data)
+        self._swap = storage.byteorder != sys.byteorder
         self._owners = owners
         self._counted = Spans()
+        self._left = data.length // BY_NAME[caster.source].itemsize
+        """Elements that were not counted yet."""
+        self._refused: NotRepresentable | None = None
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Put the bytes of the cast storage from `offset` into `buffer`."""
+        if self._refused is not None:
+            raise self._refused
         size = BY_NAME[self._caster.target].itemsize
         first, last = offset // size, -(-(offset + len(buffer)) // size)
-        kernel = self._caster.kernel
+        checked = self._checked.is_settled
+        kernel, crc = self._caster.kernel, 0
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
-            made = kernel.cast(self._data, start, stop, swap=self._swap)
+            crc = kernel.read(self._data, start, stop, None if checked else crc)
+            made = kernel.cast(swap=self._swap)
             at = start * size - offset
             skipped = max(-at, 0)
             made = made[skipped : len(buffer) - at]
             buffer[at + skipped : at + skipped + len(made)] = made
-            self._count(kernel, start, stop)
+            if self._left:
+                self._count(kernel, start, stop)
+        if not checked:
+            self._check(first, last, crc, regular=offset % BLOCK == 0)
+
+    def _check(self, first: int, last: int, crc: int, *, regular: bool) -> None:
+        """Check the storage by the parts that were read; where they are no blocks, all at once."""
+        size = BY_NAME[self._caster.source].itemsize
+        length = (last - first) * size
+        block = BLOCK // BY_NAME[self._caster.target].itemsize * size
+        if regular and (length == block or (length < block and last * size == self._data.length)):
+            self._checked.met(first * size, length, crc)
+        else:
+            self._checked.check()
 
     def _count(self, kernel: _Kernel, start: int, stop: int) -> None:
         """Count what was lost in the chunk that was just cast, unless it was counted before."""
         with self._caster.lock:
             fresh = self._counted.add(start, stop)
+            self._left -= sum(last - first for first, last in fresh)
         for run in fresh:
             for piece in self._owners.pieces(*run):
                 losses = kernel.losses(start, piece)
                 with self._caster.lock:
                     self._caster.losses.setdefault(piece.name, Losses()).add(losses)
                 if losses.overflow and not self._caster.allow_overflow:
-                    raise self._caster.refused(piece.name, self._whole(piece.name))
+                    self._checked.check()  # a damaged file is not to blame on its numbers
+                    self._refused = self._caster.refused(piece.name, self._whole(piece.name))
+                    raise self._refused
 
     def _whole(self, name: str) -> Losses:
         """The losses of a whole tensor, wherever its elements lie."""
@@ -207,7 +268,8 @@ class _Run:
         first, last = self._owners.extent(name)
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
-            kernel.cast(self._data, start, stop, swap=self._swap)
+            kernel.read(self._data, start, stop)
+            kernel.cast(swap=self._swap)
             for piece in self._owners.pieces(start, stop):
                 if piece.name == name:
                     whole.add(kernel.losses(start, piece))
@@ -229,7 +291,7 @@ class _Kernel:
 
         self._exact = is_exact(source, target)
         self._kind = FLOATS[target]
-        self._limit = _SATURATES.get(target, float("inf"))
+        self._limit = SATURATES.get(target, float("inf"))
         self._itemsize = BY_NAME[source].itemsize
         wide = torch.float64 if source == "float64" else torch.float32
         self._bits = torch.int64 if source == "float64" else torch.int32
@@ -239,58 +301,93 @@ class _Kernel:
         self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
         # Both types in one that has all their values, where they can be compared.
         self._back = torch.empty(CHUNK, dtype=wide)
+        self._size = torch.empty(CHUNK, dtype=wide)
+        self._low_bits: torch.Tensor | None = None
+        if (source, target) == ("float32", "bfloat16"):  # the lower half of the bits goes
+            halves = self._source.view(torch.int16)
+            self._low_bits = halves[sys.byteorder == "big" :: 2]
         self._old = self._source
         if self._source.dtype != wide and not self._exact:
             self._old = torch.empty(CHUNK, dtype=wide)
         self._count = 0
         self._widened = False
 
-    def cast(self, data: ByteRange, start: int, stop: int, *, swap: bool) -> memoryview:
-        """The elements from `start` up to `stop` in the target's type, until the next call."""
-        import torch
+    def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
+        """Take the elements from `start` up to `stop`; the CRC-32 that goes on from `crc`."""
+        self._count, self._widened = stop - start, False
+        raw = memoryview(self._raw)[: self._count * self._itemsize]
+        data.read_into(raw, start * self._itemsize)
+        return 0 if crc is None else zlib.crc32(raw, crc)
 
-        count, size = stop - start, self._itemsize
-        data.read_into(memoryview(self._raw)[: count * size], start * size)
-        source = self._source[:count]
+    def cast(self, *, swap: bool) -> memoryview:
+        """The elements that were read in the target's type, until the next are."""
+        source, size = self._source[: self._count], self._itemsize
         if swap and size > 1:
+            import torch
+
             rows = source.view(torch.uint8).view(-1, size)
             rows.copy_(rows.flip(1))
-        self._target[:count].copy_(source)
-        self._count, self._widened = count, False
-        return memoryview(self._made)[: count * self._target.element_size()]
+        self._target[: self._count].copy_(source)
+        return memoryview(self._made)[: self._count * self._target.element_size()]
 
     def losses(self, start: int, piece: Piece) -> Losses:
-        """What became of a piece of the chunk that was just cast, which began at `start`."""
+        """What became of a piece of the chunk that was just cast, which began at `start`.
+
+        Few passes where nothing overflows and there is no NaN, which is nearly everywhere.
+        """
         chosen = slice(piece.start - start, piece.stop - start)
         if self._exact:
             mask = None if piece.grid is None else _own(piece)
             count = chosen.stop - chosen.start if mask is None else int(mask.sum())
             return Losses(count)
+        if self._low_bits is not None and piece.grid is None:
+            return self._halved(chosen)
         if not self._widened:
-            cast = slice(self._count)
-            self._back[cast].copy_(self._target[cast])
-            if self._old is not self._source:
-                self._old[cast].copy_(self._source[cast])
-            self._widened = True
+            self._widen()
         old, back = self._old[chosen], self._back[chosen]
         if piece.grid is not None:
             mask = _own(piece)
             old, back = old[mask], back[mask]
         return self._compared(old, back) if old.numel() else Losses()
 
-    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
-        """Few passes where nothing overflows and there is no NaN, which is nearly everywhere."""
+    def _widen(self) -> None:
+        """Have the chunk before and after in a type where both can be compared."""
+        cast = slice(self._count)
+        self._back[cast].copy_(self._target[cast])
+        if self._old is not self._source:
+            self._old[cast].copy_(self._source[cast])
+        self._widened = True
+
+    def _reach(self, old: torch.Tensor) -> tuple[float, float]:
+        """The least and the largest magnitude; NaN where there is one."""
         import torch
 
-        low, high = (float(end) for end in torch.aminmax(old.abs()))
+        size = torch.abs(old, out=self._size[: old.numel()])
+        low, high = torch.aminmax(size)
+        return low.item(), high.item()
+
+    def _halved(self, chosen: slice) -> Losses:
+        """The losses where the higher half of the bits is what remains, rounded."""
+        old, low_bits = self._source[chosen], self._low_bits
+        low, high = self._reach(old)
+        if not high <= self._kind.largest or low_bits is None:
+            return self._sorted_out(old, self._target[chosen].to(old.dtype))
+        gone = 0
+        if low < 2.0**self._kind.lowest:
+            gone = _nonzero(old) - _nonzero(self._target[chosen])
+        return Losses(old.numel(), 0, gone, _nonzero(low_bits[chosen]) - gone)
+
+    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
+        low, high = self._reach(old)
         kind = self._kind
         if not high <= kind.largest or not (kind.signed or float(old.min()) >= 0):
             return self._sorted_out(old, back)
         gone = 0
         if low < 2.0**kind.lowest and kind.signed:
-            gone = int(torch.count_nonzero(old)) - int(torch.count_nonzero(back))
-        changed = int(torch.count_nonzero((back - old).view(self._bits)))
-        return Losses(old.numel(), 0, gone, changed - gone)
+            gone = _nonzero(old) - _nonzero(back)
+        zeros = 0 if kind.signed else old.numel() - _nonzero(old)
+        changed = _nonzero((back - old).view(self._bits))
+        return Losses(old.numel(), 0, gone, changed - gone - zeros, zeros=zeros)
 
     def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
         """The same with NaN, infinities and what overflows told apart."""
@@ -307,7 +404,15 @@ class _Kernel:
         changed = rest & (old != back)
         overflow, underflow = int(over.sum()), int(gone.sum())
         largest = float(size[over].max()) if overflow else 0.0
-        return Losses(old.numel(), overflow, underflow, int(changed.sum()) - underflow, largest)
+        zeros = 0 if self._kind.signed else old.numel() - _nonzero(old)
+        precision = int(changed.sum()) - underflow - zeros
+        return Losses(old.numel(), overflow, underflow, precision, largest, zeros)
+
+
+def _nonzero(elements: torch.Tensor) -> int:
+    import torch
+
+    return int(torch.count_nonzero(elements))
 
 
 def _own(piece: Piece) -> torch.Tensor:

@@ -49,7 +49,7 @@ def averaged_groups(named: Sequence[tuple[str, Tensors]], files: Sequence[str]) 
 def _group(averager: Averager, members: list[tuple[str, Tensors]], files: Sequence[str]) -> Group:
     every = [tensors for _, tensors in members]
     if _laid_out_alike(every):
-        return Group(tuple(_together(averager, every)))
+        return Group(tuple(_together(averager, members[0][0], every)))
     apart: dict[object, list[tuple[str, Tensors]]] = {}
     for name, tensors in members:
         apart.setdefault(tuple(map(_place, tensors)), []).append((name, tensors))
@@ -63,7 +63,7 @@ def _group(averager: Averager, members: list[tuple[str, Tensors]], files: Sequen
                     file=files[0],
                     hint=f"ckptool convert --ties copy {files[0]} OUT, and average that",
                 )
-    made = [pair for tied in apart.values() for pair in _alone(averager, [t for _, t in tied])]
+    made = [pair for tied in apart.values() for pair in _alone(averager, tied)]
     warnings = []
     if len(apart) > 1:
         names = listed(name for name, _ in members)
@@ -99,7 +99,9 @@ def _steps(tensor: TensorRef) -> list[int]:
     return [step for step, size in pairs if size != 1]
 
 
-def _together(averager: Averager, every: list[Tensors]) -> Iterator[tuple[TensorRef, TensorRef]]:
+def _together(
+    averager: Averager, name: str, every: list[Tensors]
+) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Each tensor over one mean of all that they look at, in the order of the storage."""
     from ckptool.tensors.averaging import Elements
 
@@ -113,8 +115,8 @@ def _together(averager: Averager, every: list[Tensors]) -> Iterator[tuple[Tensor
         size = BY_NAME[tensor.dtype].itemsize
         start = (low + tensor.offset - first.offset) * size if reach else 0
         run = data.slice(start, (high - low) * size)
-        runs.append(Elements(tensor.dtype, run, held.byteorder))
-    storage = averager.mean(runs, _stored(first)[0], first.dtype)
+        runs.append(Elements(tensor.dtype, run, held.byteorder, held))
+    storage = averager.mean(runs, _stored(first)[0], first.dtype, name)
     for tensors in every:
         at = tensors[0].offset - low if tensors[0].numel else 0
         yield tensors[0], replace(tensors[0], storage=storage, offset=at)
@@ -136,11 +138,13 @@ def _extent(tensor: TensorRef) -> tuple[int, int]:
     return tensor.offset, tensor.offset + last + 1
 
 
-def _alone(averager: Averager, tied: list[Tensors]) -> Iterator[tuple[TensorRef, TensorRef]]:
+def _alone(
+    averager: Averager, tied: list[tuple[str, Tensors]]
+) -> Iterator[tuple[TensorRef, TensorRef]]:
     """One tensor under its names, over a mean of its own; its strides stay if it has no holes."""
     from ckptool.tensors.averaging import elements_of
 
-    tensors = tied[0]
+    name, tensors = tied[0]
     first = tensors[0]
     order = sorted(range(len(first.stride)), key=lambda axis: -first.stride[axis])
     if not _permuted(first, order).is_contiguous:
@@ -150,8 +154,8 @@ def _alone(averager: Averager, tied: list[Tensors]) -> Iterator[tuple[TensorRef,
     for axis in reversed(order):
         stride[axis] = step
         step *= max(first.shape[axis] or 0, 1)
-    storage = averager.mean(runs, _stored(first)[0], first.dtype)
-    for one in dict.fromkeys(tensors[0] for tensors in tied):
+    storage = averager.mean(runs, _stored(first)[0], first.dtype, name)
+    for one in dict.fromkeys(tensors[0] for _, tensors in tied):
         yield one, replace(one, storage=storage, offset=0, stride=tuple(stride), flags=())
 
 

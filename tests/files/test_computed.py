@@ -9,7 +9,7 @@ import pytest
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, ComputedSource, may_be_shared
+from ckptool.files.computed import WORTH, Ahead, ComputedSource, may_be_shared
 
 
 def counting(size):
@@ -44,7 +44,7 @@ def patterned(size, calls, parallel=True):
         calls.append((threading.current_thread() is threading.main_thread(), offset, len(buffer)))
         buffer[:] = bytes(at % 251 for at in range(offset, offset + len(buffer)))
 
-    return ComputedSource("model.pth", size, fill, parallel=parallel)
+    return ComputedSource("model.pth", size, fill, ahead=Ahead() if parallel else None)
 
 
 def test_the_next_blocks_are_computed_by_other_threads():
@@ -78,7 +78,7 @@ def test_an_error_ahead_is_raised_where_its_block_is_read():
         if offset:
             raise ValueError("beyond the first block")
 
-    source = ComputedSource("model.pth", 4 * WORTH, fill, parallel=True)
+    source = ComputedSource("model.pth", 4 * WORTH, fill, ahead=Ahead())
     source.read(0, WORTH)
     with pytest.raises(ValueError, match="beyond"):
         source.read(WORTH, WORTH)
@@ -93,3 +93,25 @@ def test_plain_bytes_may_be_read_by_several_threads(tmp_path):
         inflated = InflatedSource(ByteRange(MemorySource(packed, "f"), 0, len(packed)), 1000)
         assert not may_be_shared(ByteRange(inflated, 0, 10))
         assert not may_be_shared(ByteRange(counting(10), 0, 10))
+
+
+def test_the_sources_that_come_next_are_computed_too():
+    calls, ahead, sources = [], Ahead(), []
+    for size in (WORTH, 10, WORTH + 1, WORTH):
+        fill = patterned(size, calls).fill
+        sources.append(ComputedSource("model.pth", size, fill, ahead=ahead))
+    for source in sources:
+        assert source.read(0, source.size) == bytes(at % 251 for at in range(source.size))
+    assert sorted(calls) == [
+        (False, 0, WORTH), (False, 0, WORTH + 1), (True, 0, 10), (True, 0, WORTH),
+    ]  # fmt: skip
+
+
+def test_sources_that_are_read_in_another_order_are_right_and_looked_at_alone():
+    calls, ahead = [], Ahead()
+    fill = patterned(WORTH, calls).fill
+    sources = [ComputedSource("model.pth", WORTH, fill, ahead=ahead) for _ in range(40)]
+    wanted = bytes(at % 251 for at in range(WORTH))
+    for source in reversed(sources):
+        assert source.read(0, WORTH) == wanted
+    assert len(calls) < 50

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors import averaging
@@ -34,12 +35,13 @@ def mean(tensors, dtype, **options):
 
 
 def judged(tensors, dtype):
-    """Torch's mean; of numbers as wide as the sum in their order, of which torch has several."""
+    """Torch's mean in their order: `mean` of a stack begins with 0.0, and so has no -0.0."""
     wide = torch.complex128 if tensors[0].is_complex() else torch.float64
     every = [tensor.to(wide) for tensor in tensors]
-    if tensors[0].dtype == wide:
-        return sum(every[1:], start=every[0]) / len(every)
-    return torch.stack(every).mean(0).to(getattr(torch, dtype))
+    total = sum(every[1:], start=every[0])
+    parts = torch.view_as_real(total) if total.is_complex() else total
+    parts /= len(every)
+    return total.to(getattr(torch, dtype))
 
 
 def values(dtype, seed, count=1000):
@@ -107,3 +109,41 @@ def test_the_elements_of_a_view_are_in_row_major_order(view):
     assert found.data.read() == wanted
     for start in (20, 3, 50, 50, 0):  # forwards and back
         assert found.data.read(start, 9) == wanted[start : start + 9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_the_same_is_the_same(dtype):
+    kind = getattr(torch, dtype)
+    ends = [0.0, -0.0, 1.0, -1.0]
+    if not kind.is_complex:
+        ends += [torch.finfo(kind).max, torch.finfo(kind).min, torch.finfo(kind).tiny]
+    tensor = torch.tensor(ends, dtype=torch.complex128 if kind.is_complex else torch.float64)
+    tensor = tensor.to(kind)
+    for count in (2, 4):
+        assert mean([tensor] * count, dtype).data.read() == raw(tensor)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fits"),
+    [(65519.0, "float16", True), (1e6, "float16", False), (1e6, "float8_e4m3fn", False),
+     (464.0, "float8_e4m3fn", True), (float("inf"), "float16", True),
+     (-2.0, "float8_e8m0fnu", False)],
+)  # fmt: skip
+def test_a_mean_that_does_not_fit_is_refused(value, dtype, fits):
+    small = torch.tensor([0.0, 1.0]).to(getattr(torch, dtype))
+    runs = [elements(small), elements(torch.tensor([2 * value - float(small[0]), 1.0]))]
+    made = Averager().mean(runs, Storage("0", None, 0, "cpu"), dtype, "some.weight")
+    if fits:
+        assert len(made.data.read()) == 2 * small.element_size()
+    else:
+        with pytest.raises(NotRepresentable, match=r"some\.weight") as caught:
+            made.data.read()
+        assert "cast FIRST" in caught.value.hint
+
+
+def test_a_source_that_is_damaged_is_refused():
+    run = elements(torch.ones(9))
+    held = Storage("7", run.data, 36, "cpu", crc32=1)
+    runs = [elements(torch.ones(4)), Elements("float32", run.data.slice(0, 16), storage=held)]
+    with pytest.raises(CorruptFile, match="'7'"):
+        Averager().mean(runs, held, "float32").data.read()

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import zlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import NotRepresentable
+from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors import casting
@@ -91,9 +93,12 @@ def expected_losses(source, target):
         over |= old < 0
     rest = finite & ~over
     gone = rest & (old != 0) & (new == 0)
-    changed = rest & ~gone & (old != new)
+    zeros = (old == 0) & (new != 0)
+    changed = rest & ~gone & ~zeros & (old != new)
     largest = float(old[over].abs().max()) if over.any() else 0.0
-    return Losses(old.numel(), int(over.sum()), int(gone.sum()), int(changed.sum()), largest)
+    return Losses(
+        old.numel(), int(over.sum()), int(gone.sum()), int(changed.sum()), largest, int(zeros.sum())
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
@@ -207,3 +212,35 @@ def test_a_storage_without_bytes_stays_one():
 def test_torch_is_wanted_only_when_bytes_are():
     caster, _ = cast(torch.ones(3), "float16")
     assert not hasattr(caster._kernels, "own")
+
+
+@pytest.mark.parametrize("blocks", [None, 1000, 4 << 20])
+@pytest.mark.parametrize("byteorder", ["little", "big"])
+def test_bytes_that_are_not_those_that_the_file_states_are_refused(blocks, byteorder):
+    over = storage_of(torch.arange(3 << 20).float(), byteorder)
+    raw = over.data.read()
+    for crc32, whole in ((zlib.crc32(raw), True), (zlib.crc32(raw) ^ 1, False)):
+        stated = replace(over, crc32=crc32)
+        caster = Caster("float32", "bfloat16", allow_overflow=False)
+        made = caster.cast(stated, []).data
+        if whole:
+            assert len(b"".join(made.blocks(blocks or made.length))) == made.length
+            assert made.read(5, 7) == made.read()[5:12]
+        else:
+            with pytest.raises(CorruptFile, match="storage '0' is damaged"):
+                list(made.blocks(blocks or made.length))
+
+
+def test_a_damaged_byte_is_told_before_the_overflow_that_it_makes():
+    over = replace(storage_of(torch.tensor([1.0, 1e38])), crc32=1)
+    caster = Caster("float32", "float16", allow_overflow=False)
+    made = caster.cast(over, [("w", TensorRef("float32", (2,), (1,), 0, over, "cpu"))])
+    with pytest.raises(CorruptFile):
+        made.data.read()
+
+
+def test_an_overflow_is_an_error_every_time():
+    _, made = cast(torch.tensor([1e6]), "float16", allow_overflow=False)
+    for _ in range(2):
+        with pytest.raises(NotRepresentable):
+            made.data.read()

@@ -1,0 +1,70 @@
+"""The CRC-32 of bytes that are read in parts."""
+
+import itertools
+import random
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.files import ByteRange, MemorySource
+from ckptool.files.checksums import Checked, combined
+
+CONTENT = bytes(range(256)) * 5
+CRC = zlib.crc32(CONTENT)
+
+
+class Damaged(Exception):
+    """What is raised where the bytes are not the right ones."""
+
+
+def checked(crc32=CRC):
+    source = MemorySource(CONTENT, "m.pth")
+    return Checked(ByteRange(source, 0, len(CONTENT)), crc32, Damaged)
+
+
+def parts(length):
+    return [(at, len(CONTENT[at : at + length]), zlib.crc32(CONTENT[at : at + length]))
+            for at in range(0, len(CONTENT), length)]  # fmt: skip
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_two_checksums_combine_to_that_of_both(first, second):
+    found = combined(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert found == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("length", [1, 100, 256, 5000])
+def test_parts_are_met_in_any_order_and_more_than_once(length):
+    every = parts(length) * 2
+    random.Random(length).shuffle(every)
+    right, wrong = checked(), checked(1)
+    for part in every:
+        right.met(*part)
+    assert right.is_settled
+    with pytest.raises(Damaged):
+        list(itertools.starmap(wrong.met, every))
+    assert not wrong.is_settled
+
+
+def test_nothing_is_said_before_all_was_met():
+    wrong = checked(1)
+    for part in parts(100)[1:]:
+        wrong.met(*part)
+    assert not wrong.is_settled
+
+
+def test_all_can_be_read_at_once():
+    right = checked()
+    right.check()
+    assert right.is_settled
+    with pytest.raises(Damaged):
+        checked(1).check()
+
+
+def test_where_no_checksum_is_known_nothing_is_wrong():
+    unknown = checked(None)
+    assert unknown.is_settled
+    unknown.met(0, len(CONTENT), 1)
+    unknown.check()
