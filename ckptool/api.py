@@ -103,6 +103,12 @@ def average(
         UsageError: tensors of different shapes, integers that differ, fewer than two sources.
         WriteError: nothing was written.
     """
+    if isinstance(sources, (str, os.PathLike)):
+        raise UsageError(
+            "average takes a list of files, and this is one",
+            file=sources,
+            hint='ckptool.average(["a.pth", "b.pth"], "mean.pth")',
+        )
     with ExitStack() as stack:
         opened = [stack.enter_context(_opened(source)) for source in sources]
         return save(transforms.average(opened, ints=ints, key=key), target, **options)

@@ -149,9 +149,13 @@ def without_objects(checkpoint: Checkpoint, *, plain: bool, drop: bool) -> Check
 
 
 def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
-    """What went from `before` to `after` went because the user asked for that."""
+    """What went from `before` to `after` went because the user asked for that.
+
+    Not so the weights of a module that only its class can read.
+    """
     made = after.changes[len(before.changes) :]
-    marked = (replace(change, wanted=True) for change in made)
+    unread = {text for section in before.sections for text in section.unread} if made else ()
+    marked = (replace(change, wanted=change.text not in unread) for change in made)
     return replace(after, changes=(*before.changes, *marked))
 
 
@@ -222,8 +226,8 @@ def _conversion(changes: Mapping[str, Any]) -> Conversion:
     if unknown:
         raise UsageError(f"convert has no option {unknown[0]!r}; there are {', '.join(known)}")
     fields = dict(changes)
-    if isinstance(fields.get("keep"), Mapping):
-        fields["keep"] = fields["keep"].items()
+    if fields.get("keep") is not None:
+        fields["keep"] = transforms.kept(fields["keep"])
     for name in _LISTS & fields.keys():
         if isinstance(fields[name], str):
             raise UsageError(f"{name} takes a list, not a string")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import Target, file_argument, target_options, verb
 from ckptool.transforms import cast, floating_type
@@ -46,16 +46,21 @@ def command(
     """Cast the floating tensors to another type.
 
     Integers, booleans and optimizer state stay as they are. What the type cannot hold is counted
-    and told; overflow is an error. A GLOB is matched with a tensor's own name, or with its whole
-    path if it has a slash. The result goes to FILE with the type before its ending.
+    and told; overflow is an error. It is judged after rounding to the nearest value: 65519.99 fits
+    float16 (as 65504), 65520 does not. A GLOB is matched with a tensor's own name, or with its
+    whole path if it has a slash. The result goes to FILE with the type before its ending.
     """
     name = floating_type(dtype)
     rules = parsed_keep(keep)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return cast(
+        made = cast(
             checkpoint, name, keep=rules, everything=everything, allow_overflow=allow_overflow
         )
+        if target.dry_run and made.root is not checkpoint.root:
+            text = "whether an element overflows is known only when all are computed"
+            made = made.with_root(made.root, Change("note", text))
+        return made
 
     write_changed(file, change, target, word=name)
 

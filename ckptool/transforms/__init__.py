@@ -11,7 +11,7 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.transforms.averaging import average
-    from ckptool.transforms.casting import cast, floating_type
+    from ckptool.transforms.casting import cast, floating_type, kept
     from ckptool.transforms.compacting import compact, without_unseen
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.extraction import extract
@@ -44,6 +44,7 @@ __all__ = [
     "drop_objects",
     "extract",
     "floating_type",
+    "kept",
     "prefix_rule",
     "read_map_file",
     "regex_rule",
@@ -63,7 +64,7 @@ __all__ = [
 
 _HOMES = {
     "averaging": ("average",),
-    "casting": ("cast", "floating_type"),
+    "casting": ("cast", "floating_type", "kept"),
     "compacting": ("compact", "without_unseen"),
     "devices": ("remap", "visible_devices"),
     "extraction": ("extract",),

@@ -9,11 +9,11 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
-from ckptool.model import OrderedMap, TensorRef
+from ckptool.model import OrderedMap, Path, TensorRef
 from ckptool.paths import listed, name_of, printable, rebuild
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.transforms.casting import FLOATING
-from ckptool.transforms.elements import Originals, over_elements
+from ckptool.transforms.elements import Originals, over_elements, tensors_placed
 from ckptool.transforms.means import Group, averaged_groups
 from ckptool.transforms.selection import single_state_dict
 from ckptool.wrappers import strip_names
@@ -50,6 +50,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     if ints not in (_SAME, _FIRST):
         raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
     first, models = _models(checkpoints, key)
+    first, models = _untied(first, models)
     plan = _Plan(checkpoints, first, ints)
     for part, others in models:
         plan.add(part, others)
@@ -76,6 +77,33 @@ def _models(
         model_state_dict(first)
     found = [_counterparts(first, parts, other) for other in others]
     return first, [(part, [one[at] for one in found]) for at, part in enumerate(parts)]
+
+
+def _untied(
+    first: Checkpoint, models: list[tuple[Section, list[Section]]]
+) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
+    """The first with a tensor for each name, where one under several is not one everywhere."""
+    placed: dict[Path, TensorRef] = {}
+    groups: dict[tuple[int, ...], TensorRef] = {}
+    met: set[int] = set()
+    for part, others in models:
+        there = [_tensors(other) for other in others]
+        for path, tensor in part.tensors():
+            name = name_of(path[len(part.path) :])
+            group = (id(tensor), *(id(names.get(name)) for names in there))
+            if group not in groups:
+                groups[group] = replace(tensor) if id(tensor) in met else tensor
+                met.add(id(tensor))
+            if groups[group] is not tensor:
+                placed[path] = groups[group]
+    if not placed:
+        return first, models
+    made = replace(first, root=tensors_placed(first.root, placed))
+    parts = {
+        part.path: part
+        for part in (Section((), "state_dict", made.root, made.root), *sections(made.root))
+    }
+    return made, [(parts[part.path], others) for part, others in models]
 
 
 def _parts(checkpoint: Checkpoint) -> list[Section]:
@@ -215,7 +243,14 @@ class _Plan:
 
     def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
         for at, tensor in enumerate(tensors[1:], start=1):
-            if tensor.dtype != tensors[0].dtype or _digest(tensor) != _digest(tensors[0]):
+            if tensor.dtype != tensors[0].dtype:
+                raise self._error(
+                    f"{printable(name)!r} is {tensor.dtype} here and {tensors[0].dtype} in "
+                    f"{self.checkpoints[0].path}, and integers must agree",
+                    at,
+                    "--ints first takes those of the first file",
+                )
+            if _digest(tensor) != _digest(tensors[0]):
                 raise self._error(
                     f"{printable(name)!r} ({tensors[0].dtype}) is not what it is in "
                     f"{self.checkpoints[0].path}, and there is no mean of integers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,12 @@ from ckptool.modules import child_modules, own_tensors
 from ckptool.paths import everything as every_node
 from ckptool.paths import listed, name_of, printable, rebuild, selected, walk
 from ckptool.statedict import sections
-from ckptool.transforms.elements import Originals, over_elements
+from ckptool.transforms.elements import Originals, over_elements, tensors_placed
 
 if TYPE_CHECKING:
     from ckptool.tensors.casting import Caster, Losses
 
-__all__ = ["FLOATING", "cast", "floating_type"]
+__all__ = ["FLOATING", "cast", "floating_type", "kept"]
 
 FLOATING = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -33,7 +33,7 @@ FLOATING = (
 _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
 _OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
 """Keys under which an optimizer's state stands, whatever its form."""
-Keep = Iterable[tuple[str, str | None]]
+Keep = Mapping[str, Any] | Iterable[Any]
 
 
 def floating_type(word: Any) -> str:
@@ -72,28 +72,70 @@ def cast(
     Args:
         checkpoint: Whose tensors are cast.
         dtype: A name, or a `torch.dtype`.
-        keep: Exceptions, globs (`paths.selected`) with the type that such tensors get, or None
-            for the one that they have. The first glob that matches a tensor decides.
+        keep: Exceptions (`kept`). The first glob that matches a tensor decides.
         everything: Optimizers too.
         allow_overflow: Take what torch makes of elements that the type cannot hold. Otherwise
             writing them is an error (`NotRepresentable`).
 
     Raises:
-        UsageError: `dtype`, or one of `keep`, is no type that can be cast to.
+        UsageError: `dtype`, or one of `keep`, is no type that can be cast to; `keep` is no such.
     """
     rules: dict[str, str | None] = {}
-    for glob, kept in keep:
-        rules.setdefault(glob, None if kept is None else floating_type(kept))
-    plan = _Plan(checkpoint, floating_type(dtype), rules)
-    plan.choose(set() if everything else _optimizer_tensors(checkpoint))
+    for glob, wanted in kept(keep):
+        rules.setdefault(glob, wanted)
+    spared = set() if everything else _optimizer_tensors(checkpoint)
+    plan = _Plan(_with_own(checkpoint, spared), floating_type(dtype), rules)
+    plan.choose(spared)
     changes = list(plan.changes())
     if not plan.wanted:
-        warnings = [change for change in changes if change.kind == "warning"]
-        return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
+        told = [change for change in changes if change.kind == "warning" or not plan.has_fixed]
+        return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
     work = _Work(plan, allow_overflow=allow_overflow)
-    root = rebuild(checkpoint.root, work.leaf)
+    root = rebuild(plan.checkpoint.root, work.leaf)
     made = checkpoint.with_root(root, *changes, *plan.parted())
     return replace(made, reports=(*made.reports, work.report))
+
+
+def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
+    """Exceptions from a cast: globs, each with a type, or None for the one that there is.
+
+    Args:
+        keep: A mapping of globs (`paths.selected`) to types or None, or an iterable of such pairs
+            and of globs alone.
+
+    Raises:
+        UsageError: it is none; a type is none that can be cast to.
+    """
+    items = keep.items() if isinstance(keep, Mapping) else keep
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise UsageError(f"keep takes a list of globs, or globs with types, not {keep!r}")
+    rules: list[tuple[str, str | None]] = []
+    for item in items:
+        match item:
+            case str() as glob:
+                rules.append((glob, None))
+            case (str() as glob, None):
+                rules.append((glob, None))
+            case (str() as glob, dtype):
+                rules.append((glob, floating_type(dtype)))
+            case _:
+                raise UsageError(
+                    f"keep takes globs, or pairs of a glob and a type, and {item!r} is none",
+                    hint='keep={"*.norm.*": "float32", "*.bias": None}',
+                )
+    return tuple(rules)
+
+
+def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
+    """The checkpoint with tensors of their own at the paths `spared`, over the same memory."""
+    others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
+    own: dict[int, TensorRef] = {}
+    placed = {
+        path: own.setdefault(id(tensor), replace(tensor))
+        for path, tensor in checkpoint.tensors()
+        if path in spared and id(tensor) in others
+    }
+    return replace(checkpoint, root=tensors_placed(checkpoint.root, placed))
 
 
 def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
@@ -215,6 +257,11 @@ class _Plan:
             if wish.dtype != wanted:
                 self._disputed.append(name)
 
+    @property
+    def has_fixed(self) -> bool:
+        """Whether a tensor has the type already that it is to have."""
+        return bool(self._fixed)
+
     def changes(self) -> Iterator[Change]:
         """What is cast, what is not and why."""
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
@@ -263,8 +310,10 @@ class _Work:
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
         # Here, so that no other transform waits for this room.
+        from ckptool.files.computed import Ahead
         from ckptool.tensors.casting import Caster
 
+        ahead = Ahead()
         self._plan = plan
         self._casters: dict[tuple[str, str], Caster] = {}
         chosen = (wish.tensor for wish in plan.wanted.values())
@@ -279,7 +328,9 @@ class _Work:
             pair, storage = wishes[0].pair, wishes[0].tensor.storage
             if pair not in self._casters:
                 file = plan.checkpoint.path
-                self._casters[pair] = Caster(*pair, allow_overflow=allow_overflow, file=file)
+                self._casters[pair] = Caster(
+                    *pair, allow_overflow=allow_overflow, file=file, ahead=ahead
+                )
             if storage is not None:
                 views = [(wish.names[0], wish.tensor) for wish in wishes]
                 self._storages[key] = self._casters[pair].cast(storage, views)
@@ -313,6 +364,11 @@ class _Work:
             if done:
                 count = sum(len(wish.names) for wish in done)
                 yield _total(pair, count, caster.losses.values())
+        ties = {
+            wish.names[0]: f"{printable(wish.names[0])} (and {listed(wish.names[1:])})"
+            for wish in self._plan.wanted.values()
+            if len(wish.names) > 1
+        }
         for kind, verb in _LOSSES.items():
             found = [
                 (getattr(losses, kind), name, new, losses)
@@ -322,13 +378,18 @@ class _Work:
             ]
             for count, name, new, losses in sorted(found, key=lambda item: (-item[0], item[1])):
                 share = f"{count:,} of {_counted(losses.elements, 'element')}"
-                text = f"{printable(name)}: {share} {verb} in {new}"
+                text = f"{ties.get(name) or printable(name)}: {share} {verb} in {new}"
                 if kind == "overflow":
                     text += f" (the largest magnitude is {losses.largest:.5g})"
                 yield Change(kind, text, count)
 
 
-_LOSSES = {"overflow": "overflow", "underflow": "underflow to zero", "precision": "lose precision"}
+_LOSSES = {
+    "overflow": "overflow",
+    "underflow": "underflow to zero",
+    "zeros": "become 5.9e-39 for want of a zero",
+    "precision": "lose precision",
+}
 
 
 def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import NotFound, TargetExists, UsageError
+from ckptool.errors import CorruptFile, NotFound, NotRepresentable, TargetExists, UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import average
 from ckptool.writing import save
@@ -119,10 +119,6 @@ def test_a_tie_that_one_file_has_not_comes_apart_with_a_warning(tmp_path):
     for name in "ab":
         assert torch.equal(loaded[name], judged(roots[0][name], roots[1][name]))
     assert texts(made, "warning") == ["memory that not every file shares is shared no longer: a, b"]
-    same = {"a": shared, "b": shared}
-    with opened(tmp_path, same, roots[1]) as found, pytest.raises(UsageError) as caught:
-        average(found)
-    assert "--ties copy" in caught.value.hint
 
 
 def test_files_may_lay_a_tensor_out_differently(tmp_path):
@@ -268,3 +264,49 @@ def test_planning_a_mean_never_imports_torch(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "m.pth")]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_one_tensor_under_two_names_gets_two_means_where_another_file_has_two(tmp_path):
+    shared, other = torch.randn(4), torch.randn(4)
+    roots = [{"a": shared, "b": shared, "c": shared}, {"a": other, "b": other + 1, "c": other}]
+    loaded, made, _ = mean_of(tmp_path, *roots)
+    for name in "abc":
+        assert torch.equal(loaded[name], judged(roots[0][name], roots[1][name]))
+    assert loaded["a"].data_ptr() == loaded["c"].data_ptr() != loaded["b"].data_ptr()
+    assert texts(made, "warning") == [
+        "memory that not every file shares is shared no longer: a, b, c"
+    ]
+
+
+def test_a_mean_beyond_the_first_files_type_is_refused_and_nothing_written(tmp_path):
+    roots = [{"w": torch.ones(2).half()}, {"w": torch.tensor([1.0, 1e6])}]
+    with pytest.raises(NotRepresentable, match="'w' does not fit float16"):
+        mean_of(tmp_path, *roots)
+    assert not (tmp_path / "mean.pth").exists()
+
+
+def test_integers_of_two_types_are_told_as_such(tmp_path):
+    roots = [{"w": torch.ones(1), "n": torch.ones(1, dtype=kind)}
+             for kind in (torch.int64, torch.int32)]  # fmt: skip
+    with pytest.raises(UsageError, match="'n' is int32 here and int64 in"):
+        mean_of(tmp_path, *roots)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_source_is_refused_and_nothing_written(tmp_path, damaged):
+    values = torch.randn(1000)
+    with opened(tmp_path, {"w": values}, {"w": values}) as found:
+        path = tmp_path / f"{damaged}.pth"
+        content = bytearray(path.read_bytes())
+        content[content.index(values.numpy().tobytes()) + 99] ^= 1
+        with open(path, "r+b") as file:
+            file.write(content)
+        paths = [one.path for one in found]
+    with pytest.raises(CorruptFile, match="storage '0' is damaged"):
+        ckptool.average(paths, tmp_path / "mean.pth")
+    assert not (tmp_path / "mean.pth").exists()
+
+
+def test_one_file_in_place_of_a_list_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="list of files"):
+        ckptool.average("a.pth", tmp_path / "mean.pth")

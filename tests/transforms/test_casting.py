@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import NotRepresentable, UsageError
+from ckptool.errors import CorruptFile, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import cast, floating_type, single_state_dict
-from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.casting import FLOATING, kept
 from ckptool.writing import save
 from tests import trees
 
@@ -400,3 +400,77 @@ def test_planning_a_cast_never_imports_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_optimizers_tensor_that_is_a_weight_too_stays_as_it_is(tmp_path):
+    weight = torch.randn(4)
+    state = {0: {"z": weight, "l": [weight, 1]}}
+    root = {
+        "model": {"w": weight},
+        "optimizer": {"state": state, "param_groups": [{"params": [0]}]},
+    }
+    with saved(tmp_path / "m.pth", root) as checkpoint:
+        made = cast(checkpoint, "bfloat16")
+        loaded, _ = written(made, tmp_path / "out.pth")
+    assert loaded["model"]["w"].dtype == torch.bfloat16
+    held = loaded["optimizer"]["state"][0]
+    assert torch.equal(held["z"], weight)
+    assert held["l"][0] is held["z"]
+    assert "memory that was shared with others is no longer: model/w" in texts(
+        made.changes, "warning"
+    )
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_a_damaged_source_is_refused_and_nothing_written(tmp_path, target):
+    values = torch.arange(100_000).float()
+    torch.save({"w": values}, tmp_path / "m.pth")
+    content = bytearray((tmp_path / "m.pth").read_bytes())
+    content[content.index(values.numpy().tobytes()) + 99] ^= 1
+    (tmp_path / "m.pth").write_bytes(content)
+    with open_checkpoint(tmp_path / "m.pth") as checkpoint:
+        made = cast(checkpoint, "bfloat16")
+        with pytest.raises(CorruptFile, match="storage '0' is damaged"):
+            save(made, tmp_path / target)
+    assert not (tmp_path / target).exists()
+
+
+@pytest.mark.parametrize(
+    "keep", [{"b": "float32", "c": None}, [("b", "fp32"), "c"], (("b", "F32"), ("c", None))]
+)
+def test_exceptions_are_a_mapping_or_pairs_or_globs(keep):
+    assert kept(keep) == (("b", "float32"), ("c", None))
+
+
+@pytest.mark.parametrize("keep", ["b", 5, None, [5], [("b",)], [("b", "int8")], [(1, "half")]])
+def test_other_exceptions_are_refused(keep):
+    with pytest.raises(UsageError):
+        kept(keep)
+    checkpoint = trees.checkpoint({"w": trees.tensor()})
+    with pytest.raises(UsageError):
+        cast(checkpoint, "half", keep=keep)
+
+
+def test_where_nothing_is_there_to_be_cast_it_is_told():
+    checkpoint = trees.checkpoint({"n": trees.tensor(dtype="complex64")})
+    made = cast(checkpoint, "half")
+    assert texts(made.changes, "keep") == ["not cast: 1 tensor of other types (complex64)"]
+    assert made.root is checkpoint.root
+
+
+def test_tied_names_are_told_together(tmp_path):
+    tied = torch.full((3,), 0.1)
+    with saved(tmp_path / "m.pth", {"a": tied, "b": tied, "c": tied}) as checkpoint:
+        _, receipt = written(cast(checkpoint, "half"), tmp_path / "out.pth")
+    assert texts(receipt.outcomes, "precision") == [
+        "a (and b, c): 3 of 3 elements lose precision in float16"
+    ]
+
+
+def test_zeros_of_a_type_without_zero_have_a_word_of_their_own(tmp_path):
+    with saved(tmp_path / "m.pth", {"a": torch.tensor([0.0, 1.0, 3.0])}) as checkpoint:
+        _, receipt = written(cast(checkpoint, "float8_e8m0fnu"), tmp_path / "out.pth")
+    assert texts(receipt.outcomes, "zeros") == [
+        "a: 1 of 3 elements become 5.9e-39 for want of a zero in float8_e8m0fnu"
+    ]
+    assert len(texts(receipt.outcomes, "precision")) == 1
