@@ -15,9 +15,9 @@ __all__ = ["Ahead", "ComputedSource", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
-THREADS = 2
-"""That compute while the reader's own writes."""
-DEPTH = 3
+THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
+"""That compute while the reader's own writes: no more than there are processors for."""
+DEPTH = 2
 """Blocks that are kept ready or are being computed."""
 
 
