@@ -1,12 +1,15 @@
 """The registry: every entry is what it says, and only what may fit is imported."""
 
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 import ckptool
-from ckptool.formats import REGISTRY, WRITABLE, WritableFormat, writer
+from ckptool import formats
+from ckptool.formats import REGISTRY, WRITABLE, WritableFormat, open_checkpoint, writer
 
 
 @pytest.mark.parametrize("entry", REGISTRY, ids=lambda entry: entry.name)
@@ -32,3 +35,42 @@ def test_a_torch_zip_imports_no_other_format(fixtures):
     loaded = {name.rpartition(".")[2] for name in run.stdout.decode().split()}
     others = {entry.module for entry in REGISTRY} - {"torch_zip"}
     assert not loaded & others
+
+
+@pytest.fixture
+def changing(fixtures, tmp_path, monkeypatch):
+    """A file that is written to while it is read, so many times; the reads that there were."""
+    path = shutil.copy(fixtures / "torch-2.13.0" / "dp.pth", tmp_path / "model.pth")
+
+    def change(times, *, error=None):
+        reads = []
+        read = formats._read
+
+        def changed(probe):
+            reads.append(probe)
+            found = read(probe)
+            if len(reads) <= times:
+                os.utime(path, ns=(0, len(reads)))
+                if error:
+                    raise error
+            return found
+
+        monkeypatch.setattr(formats, "_read", changed)
+        return path, reads
+
+    return change
+
+
+@pytest.mark.parametrize("error", [None, ckptool.CorruptFile("half old, half new")])
+def test_a_file_that_changes_while_it_is_read_is_read_again(changing, error):
+    path, reads = changing(2, error=error)
+    open_checkpoint(path).close()
+    assert len(reads) == 3
+    assert all(probe.source._fd < 0 for probe in reads)
+
+
+@pytest.mark.parametrize("error", [None, ckptool.CorruptFile("half old, half new")])
+def test_a_file_that_never_stays_as_it_is(changing, error):
+    path, _ = changing(9, error=error)
+    with pytest.raises(ckptool.UnreadableFile, match=r"model\.pth: changed whenever it was read"):
+        open_checkpoint(path)

@@ -93,6 +93,7 @@ class Killed:
         self.tally = Tally(kind)
         self.loaded = set()
         self.patch = None
+        self.there = {}
         folder.mkdir()
         self.old = {name: digest(sources / source) for name, source in work.before}
         self.new, self.writing = self.measure()
@@ -111,9 +112,10 @@ class Killed:
             _, err = process.communicate()
             assert process.returncode == 0, err
             times.append((time.perf_counter() - begin, last - first))
+            self.there = digests(self.folder)
         self.tally.seconds = min(whole for whole, _ in times)
-        self.check_loads(new := digests(self.folder))
-        return new, min(writing for _, writing in times)
+        self.check_loads()
+        return self.there, min(writing for _, writing in times)
 
     def wait_for_files(self, process, before):
         """When the first file of its own appears that was not there before, or it ends."""
@@ -123,12 +125,12 @@ class Killed:
 
     def lay(self):
         """Put the files back that are not as they were before."""
-        there = digests(self.folder)
-        for name in there.keys() - self.old.keys():
+        for name in self.there.keys() - self.old.keys():
             (self.folder / name).unlink()
         for name, source in self.work.before:
-            if there.get(name) != self.old[name]:
+            if self.there.get(name) != self.old[name]:
                 shutil.copyfile(self.sources / source, self.folder / name)
+        self.there = dict(self.old)
         if self.work.cut_short:
             self.cut_short()
 
@@ -164,7 +166,7 @@ class Killed:
     def kill(self, process, before):
         if self.chance.random() < WHILE_IT_WRITES:
             self.wait_for_files(process, before)
-            delay = self.chance.uniform(0, 1.1 * self.writing)
+            delay = self.chance.uniform(0, 1.3 * self.writing)
         else:
             delay = self.chance.uniform(0, self.tally.seconds)
         try:
@@ -183,17 +185,18 @@ class Killed:
             except Exception as error:
                 self.tally.failures.append(f"{type(error).__name__}: {error}")
                 return
-        there = digests(self.folder)
-        state = "old" if there == self.old else "new" if there == self.new else ""
+        self.there = digests(self.folder)
+        state = "old" if self.there == self.old else "new" if self.there == self.new else ""
         if not state or (state == "old" and not killed and self.old != self.new):
-            self.tally.failures.append(f"neither old nor new: {there}")
+            self.tally.failures.append(f"neither old nor new: {self.there}")
         elif killed:
             self.tally.found[state] += 1
             self.tally.found["settled"] += bool(said)
-        self.check_loads(there)
+        self.check_loads()
 
-    def check_loads(self, contents):
-        for name, content in contents.items():
+    def check_loads(self):
+        """Torch reads every file, once for each content."""
+        for name, content in self.there.items():
             if content not in self.loaded:
                 torch_reads(self.folder / name)
                 self.loaded.add(content)

@@ -1,4 +1,4 @@
-"""What is killed: commands on files of 40 MB, and what lies there before."""
+"""What is killed: commands on files of 20 MB, and what lies there before."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from ckptool.formats import open_checkpoint
 
-TENSORS, ELEMENTS = 2000, 5000
+TENSORS, ELEMENTS = 1000, 5000
 INDEX = "out.safetensors.index.json"
 SHARDS = tuple(f"out-{n:05}-of-00004.safetensors" for n in range(1, 5))
-SIZE = 10_400_000
+SIZE = 5_200_000
 """Bytes of tensors in a shard."""
 
 
@@ -73,7 +73,7 @@ MIXTURE = (
 
 
 def make_sources(folder):
-    """The files that the works begin with: 2,000 tensors, in four formats."""
+    """The files that the works begin with: 1,000 tensors, in four formats."""
     chance = torch.Generator().manual_seed(0)
     state = OrderedDict(
         (f"module.layer{n}.weight", torch.randn(ELEMENTS, generator=chance)) for n in range(TENSORS)
@@ -81,6 +81,6 @@ def make_sources(folder):
     torch.save({"epoch": 7, "state_dict": state}, folder / "model.pth")
     torch.save(state, folder / "legacy.pth", _use_new_zipfile_serialization=False)
     save_file(dict(state), folder / "model.safetensors", {"format": "pt"})
-    torch.save({"w": torch.randn(8_000_000, generator=chance)}, folder / "old.pth")
+    torch.save({"w": torch.randn(4_000_000, generator=chance)}, folder / "old.pth")
     with open_checkpoint(folder / "model.pth") as checkpoint:
         checkpoint.save(folder / INDEX, max_shard_size=SIZE)
