@@ -13,6 +13,9 @@ from ckptool.files.system import boot_id, is_running, lock_holder, try_lock
 
 __all__ = ["exclusive", "leads_to", "undisturbed"]
 
+_ATTEMPTS = 3
+"""How often a lock is asked for that somebody has, and nobody a moment later."""
+
 
 @contextmanager
 def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
@@ -79,11 +82,14 @@ def _open(path: str) -> int:
 
 
 def _lock(fd: int, path: str) -> None:
-    taken = try_lock(fd)
-    journal = None if taken else _journal(path)
-    if taken or (taken is None and not _is_at_work(journal)):
-        return
-    pid = lock_holder(fd) or (journal.pid if journal else None)
+    for _ in range(_ATTEMPTS):
+        taken = try_lock(fd)
+        journal = None if taken else _journal(path)
+        if taken or (taken is None and not _is_at_work(journal)):
+            return
+        pid = lock_holder(fd) or (journal.pid if journal else None)
+        if pid:  # else it may have ended just now
+            break
     raise FileBusy(
         f"is being edited by {f'process {pid}' if pid else 'another process'}",
         file=path,

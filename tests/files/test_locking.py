@@ -85,6 +85,16 @@ def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
             pass
 
 
+def test_a_holder_that_has_just_gone(path, monkeypatch):
+    monkeypatch.setattr(locking, "lock_holder", lambda fd: None)
+    answers = [False]
+    monkeypatch.setattr(
+        locking, "try_lock", lambda fd: answers.pop() if answers else system.try_lock(fd)
+    )
+    with exclusive(path):
+        assert not answers
+
+
 def test_a_file_that_is_replaced_before_it_is_locked(path, monkeypatch):
     taken = []
 

@@ -237,24 +237,34 @@ class Mixed:
 
     def run(self, kills):
         while self.tally.found["kills"] < kills and not self.tally.failures:
-            processes = []
-            for arguments in self.chance.sample(MIXTURE, 2):
-                processes.append(command(arguments, self.folder))
-                time.sleep(self.chance.uniform(0, 0.1))
-            for process in processes:
-                self.kill(process)
+            before = hidden(self.folder)
+            commands = self.chance.sample(MIXTURE, 2)
+            first = command(commands[0], self.folder)
+            time.sleep(self.chance.uniform(0, 0.1))
+            processes = [first, command(commands[1], self.folder)]
+            self.kill(processes, before)
             for process in processes:
                 self.check_end(process)
+            self.tally.found["cut"] += bool(hidden(self.folder) - before)
             self.check()
         return self.tally
 
-    def kill(self, process):
-        """Two of three are killed."""
-        if self.chance.random() < 2 / 3:
-            try:
-                process.wait(self.chance.uniform(0, 0.5))
-            except subprocess.TimeoutExpired:
-                process.kill()
+    def kill(self, processes, before):
+        """Two of three, at any time at all, or soon after a file of their own appeared."""
+        if self.chance.random() < WHILE_IT_WRITES:
+            while None in [process.poll() for process in processes]:
+                if hidden(self.folder) - before:
+                    break
+                time.sleep(0.0002)
+            most = 0.01
+        else:
+            most = 0.5
+        for process in processes:
+            if self.chance.random() < 2 / 3:
+                try:
+                    process.wait(self.chance.uniform(0, most))
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
     def check_end(self, process):
         _, err = process.communicate()
@@ -266,7 +276,6 @@ class Mixed:
 
     def check(self):
         """Every name has the same wrappers, every tensor its bytes, and torch loads it."""
-        self.tally.found["cut"] += bool(hidden(self.folder))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", CheckpointWarning)
             try:
