@@ -107,7 +107,8 @@ class Ahead:
             source.fill(offset, buffer)
         follows, self._next = self._next == (place, offset), (place, offset + length)
         if (follows or offset == 0) and length <= BLOCK:
-            self._go_ahead(place, offset + length, length)
+            rest = source.size - offset - length
+            self._go_ahead(place, offset + length, length if rest else BLOCK)
 
     def _take(self, source: ComputedSource, offset: int, buffer: memoryview) -> bool:
         if not self._blocks:

@@ -10,6 +10,7 @@ import pytest
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
 from ckptool.files.computed import WORTH, Ahead, ComputedSource, may_be_shared
+from ckptool.files.source import BLOCK
 
 
 def counting(size):
@@ -105,6 +106,26 @@ def test_the_sources_that_come_next_are_computed_too():
     assert sorted(calls) == [
         (False, 0, WORTH), (False, 0, WORTH + 1), (True, 0, 10), (True, 0, WORTH),
     ]  # fmt: skip
+
+
+def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
+    calls, ahead, sources = [], Ahead(), []
+    for size in (2 * BLOCK + 3 * WORTH, BLOCK + WORTH, 5, 3 * BLOCK, 2 * WORTH):
+
+        def fill(offset, buffer, name=len(sources)):
+            calls.append((name, offset, len(buffer)))
+            buffer[:] = bytes(len(buffer))
+
+        sources.append(ComputedSource("model.pth", size, fill, ahead=ahead))
+    for source in sources:
+        for _ in ByteRange(source, 0, source.size).blocks():
+            pass
+    wanted = [
+        (name, offset, min(BLOCK, source.size - offset))
+        for name, source in enumerate(sources)
+        for offset in range(0, source.size, BLOCK)
+    ]
+    assert sorted(calls) == wanted
 
 
 def test_sources_that_are_read_in_another_order_are_right_and_looked_at_alone():
