@@ -110,9 +110,10 @@ def test_the_sources_that_come_next_are_computed_too():
 
 def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
     calls, ahead, sources = [], Ahead(), []
-    for size in (2 * BLOCK + 3 * WORTH, BLOCK + WORTH, 5, 3 * BLOCK, 2 * WORTH):
+    sizes = (2 * BLOCK + 3 * WORTH, BLOCK + WORTH, 5, 3 * BLOCK, 2 * WORTH)
+    for number, size in enumerate(sizes):
 
-        def fill(offset, buffer, name=len(sources)):
+        def fill(offset, buffer, name=number):
             calls.append((name, offset, len(buffer)))
             buffer[:] = bytes(len(buffer))
 
