@@ -9,7 +9,7 @@ from tests.formats.shards import loaded as load_shards
 from tests.writing.kinds import KINDS, MATERIALS, apart, ends, materials, provide, tensors
 from tests.writing.meetings import disturbances
 
-POWER = (KILL, Loss(names=True, data=True), Loss(torn=1))
+POWER = (KILL, Loss(names=True, data=True))
 POWER_KINDS = (
     "edit-strip", "edit-header", "recover", "rewrite-compact", "replaced-zip", "shards-replaced",
 )  # fmt: skip
