@@ -10,6 +10,7 @@ __all__ = [
     "LIST",
     "LOAD",
     "LOAD_MAPPED",
+    "LOAD_META",
     "REMAP",
     "STRIP",
     "STRIP_ITSELF",
@@ -63,6 +64,11 @@ state = torch.load(sys.argv[1], map_location="cpu")
 LOAD_MAPPED = """
 import sys, torch
 state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+"""
+
+LOAD_META = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="meta")
 """
 
 CKPTOOL_LOAD = """

@@ -163,7 +163,7 @@ def list_rows(inputs: Inputs) -> Iterator[Row]:
 def edit_rows(files: dict[int, Path]) -> Iterator[Row]:
     """Names changed where the file lies, whatever its size; the idiom writes the file anew."""
     for size, path in files.items():
-        alone = Command.program("torch.load(mmap=True) alone", idioms.LOAD_MAPPED, path)
+        alone = Command.program('torch.load(map_location="meta") alone', idioms.LOAD_META, path)
         idiom = Command.program("torch idiom, not synced", idioms.STRIP_ITSELF, path)
         yield Row(
             f"`strip-module --in-place`, {words(size)}",

@@ -11,10 +11,9 @@ from ckptool.cli.options import Target
 from ckptool.cli.progress import Progress
 from ckptool.cli.targets import default_target
 from ckptool.errors import TargetExists, UsageError
-from ckptool.formats import open_checkpoint
+from ckptool.formats import SHARD_FORMATS, open_checkpoint
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
-from ckptool.writing.sharding import SHARD_FORMATS
 
 __all__ = ["write_changed"]
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ckptool.formats import WRITABLE
-from ckptool.writing.sharding import SHARD_FORMATS
+from ckptool.formats import SHARD_FORMATS, WRITABLE
 
 __all__ = [
     "EXIT_CODES",

@@ -6,7 +6,7 @@ import os
 import re
 
 from ckptool.errors import UsageError
-from ckptool.writing.sharding import SHARD_FORMATS
+from ckptool.formats import SHARD_FORMATS
 
 __all__ = ["default_target"]
 

@@ -19,6 +19,7 @@ from ckptool.paths import walk
 
 __all__ = [
     "REGISTRY",
+    "SHARD_FORMATS",
     "WRITABLE",
     "EditPlan",
     "EditableFormat",
@@ -67,6 +68,9 @@ ZIP_MAGIC = b"PK\x03\x04"
 JSON_SPACE = b" \t\r\n"
 _ATTEMPTS = 3
 """How often a file is read that is changed meanwhile."""
+SHARD_FORMATS = {"safetensors-sharded": "safetensors", "torch-sharded": "torch-zip"}
+"""What each of the shards is."""
+
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
 

@@ -10,14 +10,14 @@ from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files import FileSource
 from ckptool.files.computed import ComputedSource
 from ckptool.files.output import Progress
-from ckptool.formats import WRITABLE, writer
+from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
 from ckptool.formats.shard_index import shards_named_by
 from ckptool.paths import listed
 from ckptool.transforms import single_state_dict
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
 from ckptool.writing.receipt import Receipt
-from ckptool.writing.sharding import SHARD_FORMATS, parse_size, plan_shards
+from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
     FLAT,
     check_still_there,

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.formats import writer
+from ckptool.formats import SHARD_FORMATS, writer
 from ckptool.formats.base import WritePlan
 from ckptool.formats.safetensors_content import overlapping, remarks
 from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
@@ -26,13 +26,10 @@ from ckptool.formats.safetensors_writer import content_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.rebuilding import everything
 
-__all__ = ["DEFAULT_SIZE", "SHARD_FORMATS", "Shard", "ShardPlan", "parse_size", "plan_shards"]
+__all__ = ["DEFAULT_SIZE", "Shard", "ShardPlan", "parse_size", "plan_shards"]
 
 DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
-SHARD_FORMATS = {"safetensors-sharded": "safetensors", "torch-sharded": "torch-zip"}
-"""What each of the shards is."""
-
 _INDEX = ".index.json"
 _ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
 _DEFAULT_ENDINGS = {"safetensors-sharded": ".safetensors", "torch-sharded": ".bin"}

@@ -9,8 +9,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
-from ckptool.formats import WRITABLE
-from ckptool.writing.sharding import SHARD_FORMATS
+from ckptool.formats import SHARD_FORMATS, WRITABLE
 
 __all__ = ["FLAT", "check_still_there", "check_target", "is_a_source", "target_format"]
 
