@@ -227,11 +227,13 @@ class _Run:
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
             crc = kernel.read(self._data, start, stop, None if checked else crc)
-            made = kernel.cast(swap=self._swap)
             at = start * size - offset
-            skipped = max(-at, 0)
-            made = made[skipped : len(buffer) - at]
-            buffer[at + skipped : at + skipped + len(made)] = made
+            room = buffer[max(at, 0) : at + (stop - start) * size]
+            if at >= 0 and len(room) == (stop - start) * size:
+                kernel.cast(swap=self._swap, into=room)
+            else:
+                made = kernel.cast(swap=self._swap)[max(-at, 0) :]
+                room[:] = made[: len(room)]
             if self._left:
                 self._count(kernel, start, stop)
         if not checked:
@@ -298,7 +300,7 @@ class _Kernel:
         self._raw = bytearray(CHUNK * self._itemsize)
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._source = torch.frombuffer(self._raw, dtype=torch_dtype(source))
-        self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
+        self._own = self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
         # Both types in one that has all their values, where they can be compared.
         self._back = torch.empty(CHUNK, dtype=wide)
         self._size = torch.empty(CHUNK, dtype=wide)
@@ -319,16 +321,17 @@ class _Kernel:
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
 
-    def cast(self, *, swap: bool) -> memoryview:
-        """The elements that were read in the target's type, until the next are."""
-        source, size = self._source[: self._count], self._itemsize
-        if swap and size > 1:
-            import torch
+    def cast(self, *, swap: bool, into: memoryview | None = None) -> memoryview:
+        """The elements that were read in the target's type: `into` there, or until the next are."""
+        import torch
 
+        source, size = self._source[: self._count], self._itemsize
+        self._target = self._own if into is None else torch.frombuffer(into, dtype=self._own.dtype)
+        if swap and size > 1:
             rows = source.view(torch.uint8).view(-1, size)
             rows.copy_(rows.flip(1))
         self._target[: self._count].copy_(source)
-        return memoryview(self._made)[: self._count * self._target.element_size()]
+        return memoryview(self._made)[: self._count * self._own.element_size()]
 
     def losses(self, start: int, piece: Piece) -> Losses:
         """What became of a piece of the chunk that was just cast, which began at `start`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
@@ -19,6 +20,9 @@ from ckptool.symbolic.encoder import Encoded, encode
 
 __all__ = ["verify"]
 
+LARGE = 1 << 20
+"""Bytes from which a run is worth a thread."""
+THREADS = 2
 _SAMPLE = 4096
 """Bytes at either end that are computed again where a checksum of the whole is at hand."""
 _PART = 256 << 10
@@ -77,12 +81,30 @@ def _wrong(fact: str) -> WriteError:
 def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None) -> None:
     total = sum(run.found.length for run in runs)
     done = 0
-    for run in runs:
-        if not _matches(run, streamed):
-            raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
-        done += run.found.length
-        if progress is not None:
-            progress(done, total)
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for run, matches in _verdicts(runs, streamed, pool):
+                if not matches:
+                    raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
+                done += run.found.length
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _verdicts(
+    runs: list[_Run], streamed: Mapping[int, Streamed], pool: Executor
+) -> Iterator[tuple[_Run, bool]]:
+    """Whether each run is right; large ones of a known checksum are read by several threads."""
+    large = [
+        run
+        for run in runs
+        if run.found.length >= LARGE and (run.crc32 is not None or run.found.offset in streamed)
+    ]
+    apart = set(map(id, large))
+    yield from zip(large, pool.map(lambda run: _matches(run, streamed), large), strict=True)
+    yield from ((run, _matches(run, streamed)) for run in runs if id(run) not in apart)
 
 
 def _matches(run: _Run, streamed: Mapping[int, Streamed]) -> bool:
