@@ -15,7 +15,9 @@ from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
-from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked
+from ckptool.tensors.cast_kernel import CHUNK, chunks
+from ckptool.tensors.casting import checked
+from ckptool.tensors.floats import FLOATS, SATURATES
 from ckptool.tensors.runtime import require_torch, torch_dtype
 
 if TYPE_CHECKING:
@@ -135,13 +137,8 @@ class Averager:
     def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:
         kernel = self._kernel(tuple(dict.fromkeys(run.dtype for run in runs)), dtype)
         size = BY_NAME[dtype].itemsize
-        first, last = offset // size, -(-(offset + len(buffer)) // size)
-        for start in range(first, last, CHUNK):
-            made = kernel.mean(runs, start, min(start + CHUNK, last))
-            at = start * size - offset
-            skipped = max(-at, 0)
-            made = made[skipped : len(buffer) - at]
-            buffer[at + skipped : at + skipped + len(made)] = made
+        for start, stop, room, skipped in chunks(offset, buffer, size):
+            room[:] = kernel.mean(runs, start, stop)[skipped : skipped + len(room)]
 
     def _kernel(self, sources: tuple[str, ...], target: str) -> _Kernel:
         known: dict[Any, _Kernel] = self._kernels.__dict__

@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.model import OrderedMap, Path, TensorRef
-from ckptool.paths import listed, name_of, printable, rebuild
+from ckptool.paths import counted, listed, name_of, printable, rebuild
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.elements import Originals, over_elements, tensors_placed
@@ -191,12 +191,12 @@ class _Plan:
         count = len(self.checkpoints)
         for part, means in self._means:
             where = printable(part.name) or "the root"
-            text = f"{_plural(means, 'tensor')} of {where}: the mean of {count} files"
+            text = f"{counted(means, 'tensor')} of {where}: the mean of {count} files"
             yield Change("average", text, means)
         if self._integers:
             first = self.checkpoints[0].path
             how = "the same in all files" if self.ints == _SAME else f"those of {first}"
-            text = f"{_plural(self._integers, 'integer tensor')}: {how}"
+            text = f"{counted(self._integers, 'integer tensor')}: {how}"
             yield Change("keep", text, self._integers)
         if self._retyped:
             text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"
@@ -242,6 +242,7 @@ class _Plan:
                 )
 
     def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
+        digest = _digest(tensors[0])
         for at, tensor in enumerate(tensors[1:], start=1):
             if tensor.dtype != tensors[0].dtype:
                 raise self._error(
@@ -250,7 +251,7 @@ class _Plan:
                     at,
                     "--ints first takes those of the first file",
                 )
-            if _digest(tensor) != _digest(tensors[0]):
+            if _digest(tensor) != digest:
                 raise self._error(
                     f"{printable(name)!r} ({tensors[0].dtype}) is not what it is in "
                     f"{self.checkpoints[0].path}, and there is no mean of integers",
@@ -343,7 +344,7 @@ def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
     for part in sections(first.root):
         count = len(part.tensors())
         if part.kind in ("optimizer", "scheduler"):
-            held = f" ({_plural(count, 'tensor')})" if count else ""
+            held = f" ({counted(count, 'tensor')})" if count else ""
             text = f"the {part.kind} {printable(part.name)}{held}"
             yield Change("left-out", text, count)
     for part in sections(made):
@@ -351,7 +352,3 @@ def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
             names = dict.fromkeys(name_of(path[:1]) for path in part.node)
             text = f"as in {first.path}: {listed(names)}"
             yield Change("keep", text, len(part.node))
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -7,32 +7,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import UsageError
-from ckptool.model import SPARSE_KINDS, Opaque, Path, Storage, StorageRef, TensorRef
-from ckptool.modules import child_modules, own_tensors
+from ckptool.files.computed import Ahead
+from ckptool.model import SPARSE_KINDS, Path, Storage, StorageRef, TensorRef
+from ckptool.paths import counted, listed, name_of, printable, rebuild, selected
 from ckptool.paths import everything as every_node
-from ckptool.paths import listed, name_of, printable, rebuild, selected, walk
-from ckptool.statedict import sections
-from ckptool.transforms.elements import Originals, over_elements, tensors_placed
-
-if TYPE_CHECKING:
-    from ckptool.tensors.casting import Caster, Losses
+from ckptool.tensors.cast_kernel import Losses
+from ckptool.tensors.casting import Caster
+from ckptool.tensors.floats import FLOATS
+from ckptool.transforms.cast_scope import optimizer_tensors, unsaved_buffers, with_own
+from ckptool.transforms.elements import Originals, over_elements
 
 __all__ = ["FLOATING", "cast", "floating_type", "kept"]
 
-FLOATING = (
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-)  # fmt: skip
+FLOATING = tuple(FLOATS)
 """The element types that are cast, from and to."""
 
 _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
-_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
-"""Keys under which an optimizer's state stands, whatever its form."""
 Keep = Mapping[str, Any] | Iterable[Any]
 
 
@@ -83,8 +78,8 @@ def cast(
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
-    spared = set() if everything else _optimizer_tensors(checkpoint)
-    plan = _Plan(_with_own(checkpoint, spared), floating_type(dtype), rules)
+    spared = set() if everything else optimizer_tensors(checkpoint)
+    plan = _Plan(with_own(checkpoint, spared), floating_type(dtype), rules)
     plan.choose(spared)
     changes = list(plan.changes())
     if not plan.wanted:
@@ -124,59 +119,6 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
                     hint='keep={"*.norm.*": "float32", "*.bias": None}',
                 )
     return tuple(rules)
-
-
-def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
-    """The checkpoint with tensors of their own at the paths `spared`, over the same memory."""
-    others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
-    own: dict[int, TensorRef] = {}
-    placed = {
-        path: own.setdefault(id(tensor), replace(tensor))
-        for path, tensor in checkpoint.tensors()
-        if path in spared and id(tensor) in others
-    }
-    return replace(checkpoint, root=tensors_placed(checkpoint.root, placed))
-
-
-def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
-    """The paths of tensors that an optimizer or scheduler holds, in whatever form."""
-    found = {
-        path
-        for part in sections(checkpoint.root)
-        if part.kind in ("optimizer", "scheduler")
-        for path, _ in part.tensors()
-    }
-    pickled: list[Path] = []
-
-    def enter(path: Path, node: Any) -> bool:
-        if isinstance(node, Opaque) and node.class_name.startswith("torch.optim."):
-            pickled.append(path)
-        return True
-
-    for path, leaf in walk(checkpoint.root, enter=enter):
-        if isinstance(leaf, TensorRef) and (
-            any(isinstance(key, str) and _OPTIMIZERS.fullmatch(key) for key in path[:-1])
-            or any(path[: len(holder)] == holder for holder in pickled)
-        ):
-            found.add(path)
-    return found
-
-
-def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
-    """The buffers of pickled modules that no state dict has, which `Module.to` casts too."""
-    for part in sections(checkpoint.root):
-        todo, seen = [("", part.holder)] if part.kind == "module" else [], set()
-        while todo:
-            prefix, module = todo.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            saved = own_tensors(module)
-            for name, buffer in module.attributes.get("_buffers", {}).items():
-                if isinstance(buffer, TensorRef) and name not in saved:
-                    yield (*part.path, f"{prefix}{name}"), buffer
-            inside = child_modules(module).items()
-            todo.extend((f"{prefix}{name}.", child) for name, child in inside)
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
@@ -230,7 +172,7 @@ class _Plan:
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""
-        for path, tensor in chain(self.checkpoint.tensors(), _unsaved_buffers(self.checkpoint)):
+        for path, tensor in chain(self.checkpoint.tensors(), unsaved_buffers(self.checkpoint)):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
             elif path in spared:
@@ -309,10 +251,6 @@ class _Work:
     """The new storages, and what was lost in them."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
-        # Here, so that no other transform waits for this room.
-        from ckptool.files.computed import Ahead
-        from ckptool.tensors.casting import Caster
-
         ahead = Ahead()
         self._plan = plan
         self._casters: dict[tuple[str, str], Caster] = {}
@@ -377,7 +315,7 @@ class _Work:
                 if getattr(losses, kind)
             ]
             for count, name, new, losses in sorted(found, key=lambda item: (-item[0], item[1])):
-                share = f"{count:,} of {_counted(losses.elements, 'element')}"
+                share = f"{count:,} of {counted(losses.elements, 'element')}"
                 text = f"{ties.get(name) or printable(name)}: {share} {verb} in {new}"
                 if kind == "overflow":
                     text += f" (the largest magnitude is {losses.largest:.5g})"
@@ -400,7 +338,7 @@ def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Cha
     for kind, verb in _LOSSES.items():
         lost = sum(getattr(one, kind) for one in every)
         if lost:
-            share = _share(lost, count) if kind == "precision" else _counted(lost, "element")
+            share = _share(lost, count) if kind == "precision" else counted(lost, "element")
             facts.append(f"{share} {verb}")
     text = f"{_tensors(tensors)} {' -> '.join(pair)}: {', '.join(facts) or 'nothing is lost'}"
     return Change("cast", text, count)
@@ -409,16 +347,12 @@ def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Cha
 def _share(part: int, whole: int) -> str:
     percent = 100 * part / whole
     if percent < 1:
-        return _counted(part, "element")
+        return counted(part, "element")
     return f"{percent:.0f}%" if percent <= 99 or part == whole else "more than 99%"
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _tensors(count: int, word: str = "") -> str:
-    return _counted(count, f"{word} tensor" if word else "tensor")
+    return counted(count, f"{word} tensor" if word else "tensor")
 
 
 def _become(count: int) -> str:

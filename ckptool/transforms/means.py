@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Change
 from ckptool.dtypes import BY_NAME
@@ -12,9 +11,7 @@ from ckptool.errors import UsageError
 from ckptool.files import ByteRange
 from ckptool.model import Storage, TensorRef
 from ckptool.paths import listed, printable
-
-if TYPE_CHECKING:
-    from ckptool.tensors.averaging import Averager
+from ckptool.tensors.averaging import Averager, Elements, elements_of
 
 __all__ = ["Group", "averaged_groups"]
 
@@ -36,9 +33,6 @@ def averaged_groups(named: Sequence[tuple[str, Tensors]], files: Sequence[str]) 
     Raises:
         UsageError: what is one tensor in the first file is several in another.
     """
-    # Here, so that no other transform waits for this room.
-    from ckptool.tensors.averaging import Averager
-
     averager = Averager()
     stored: dict[int, list[tuple[str, Tensors]]] = {}
     for name, tensors in named:
@@ -103,8 +97,6 @@ def _together(
     averager: Averager, name: str, every: list[Tensors]
 ) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Each tensor over one mean of all that they look at, in the order of the storage."""
-    from ckptool.tensors.averaging import Elements
-
     first = every[0][0]
     reach = [_extent(tensors[0]) for tensors in every if tensors[0].numel]
     low = min((start for start, _ in reach), default=0)
@@ -142,8 +134,6 @@ def _alone(
     averager: Averager, tied: list[tuple[str, Tensors]]
 ) -> Iterator[tuple[TensorRef, TensorRef]]:
     """One tensor under its names, over a mean of its own; its strides stay if it has no holes."""
-    from ckptool.tensors.averaging import elements_of
-
     name, tensors = tied[0]
     first = tensors[0]
     order = sorted(range(len(first.stride)), key=lambda axis: -first.stride[axis])

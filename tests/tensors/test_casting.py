@@ -12,8 +12,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors import casting
-from ckptool.tensors.casting import FLOATS, Caster, Losses, is_exact
+from ckptool.tensors import cast_kernel, casting
+from ckptool.tensors.cast_kernel import Losses
+from ckptool.tensors.casting import Caster
+from ckptool.tensors.floats import FLOATS, is_exact
 
 INF = math.inf
 TOO_LARGE = {
@@ -126,7 +128,8 @@ def test_big_endian_elements_are_turned_first(source):
 
 
 def test_any_offset_and_length_is_right(monkeypatch):
-    monkeypatch.setattr(casting, "CHUNK", 7)
+    for module in (cast_kernel, casting):
+        monkeypatch.setattr(module, "CHUNK", 7)
     values = torch.randn(40, dtype=torch.float64)
     _, made = cast(values, "float32")
     whole = bytes(values.float().view(torch.uint8).tolist())
@@ -156,7 +159,8 @@ def test_elements_of_no_tensor_are_cast_and_not_counted():
 
 
 def test_an_overflow_is_an_error_that_counts_the_whole_tensor(monkeypatch):
-    monkeypatch.setattr(casting, "CHUNK", 4)
+    for module in (cast_kernel, casting):
+        monkeypatch.setattr(module, "CHUNK", 4)
     values = torch.ones(100)
     values[[2, 50, 99]] = torch.tensor([7e4, -INF, -1e7])
     _, made = cast(values, "float16", allow_overflow=False)

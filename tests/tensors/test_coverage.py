@@ -35,13 +35,13 @@ def test_a_run_that_grows_stays_one():
 
 def owned(views, start=0, stop=COUNT):
     """Element -> name, as the pieces tell."""
-    from ckptool.tensors.casting import _own
+    from ckptool.tensors.cast_kernel import own_elements
 
     found = {}
     for piece in Owners(views).pieces(start, stop):
         elements = torch.arange(piece.start, piece.stop)
         if piece.grid is not None:
-            elements = elements[_own(piece)]
+            elements = elements[own_elements(piece)]
         for at in elements.tolist():
             assert at not in found
             found[at] = piece.name
