@@ -37,7 +37,7 @@ Example, from a DataParallel file tagged cuda:3 to one that loads anywhere:
   ckptool convert model.pth laptop.pth --wrappers strip --to cpu
 
 \b
-Exit codes: 0 fine, 2 an error or wrong usage, 130 interrupted.
+Exit codes: 0 fine, 1 a finding, 2 an error or wrong usage, 130 interrupted.
 CKPTOOL_DEBUG=1 shows the traceback of an error.
 Completion for bash (zsh and fish alike):
   eval "$(_CKPTOOL_COMPLETE=bash_source ckptool)"

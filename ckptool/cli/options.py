@@ -12,7 +12,6 @@ import click
 from ckptool.formats import SHARD_FORMATS, WRITABLE
 
 __all__ = [
-    "EXIT_CODES",
     "Target",
     "file_argument",
     "glob_options",
@@ -25,7 +24,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EXIT_CODES = "Exit codes: 0 fine, 2 an error or wrong usage, 130 interrupted."
+_EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, 130 interrupted."
 
 _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 
@@ -41,11 +40,12 @@ quiet_option = click.option(
 
 
 def verb(
-    name: str, *examples: str, cls: type[click.Command] = click.Command
+    name: str, *examples: str, finding: str = "", cls: type[click.Command] = click.Command
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command whose help ends with examples and exit codes."""
+    """A command whose help ends with examples and exit codes; 1 means `finding`, if anything."""
+    exit_codes = _EXIT_CODES.format(finding=f", 1 {finding}" if finding else "")
     shown = "\n".join(f"  {example}" for example in examples)
-    epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{EXIT_CODES}"
+    epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{exit_codes}"
     return click.command(name, cls=cls, epilog=epilog)
 
 
