@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import TYPE_CHECKING
 
 from ckptool.errors import TruncatedFile
 from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["Ahead", "ComputedSource", "may_be_shared"]
 
@@ -157,6 +160,8 @@ def may_be_shared(data: ByteRange) -> bool:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """The same for all sources."""
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
     return ThreadPoolExecutor(THREADS, thread_name_prefix="ckptool-ahead")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.computed import may_be_shared
 from ckptool.files.output import Progress, Streamed
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
@@ -18,11 +19,14 @@ from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
 from ckptool.symbolic.encoder import Encoded, encode
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
 __all__ = ["verify"]
 
-LARGE = 1 << 20
+_LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
-THREADS = 2
+_THREADS = 2
 _SAMPLE = 4096
 """Bytes at either end that are computed again where a checksum of the whole is at hand."""
 _PART = 256 << 10
@@ -79,9 +83,11 @@ def _wrong(fact: str) -> WriteError:
 
 
 def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None) -> None:
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
     total = sum(run.found.length for run in runs)
     done = 0
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         try:
             for run, matches in _verdicts(runs, streamed, pool):
                 if not matches:
@@ -96,28 +102,52 @@ def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progr
 def _verdicts(
     runs: list[_Run], streamed: Mapping[int, Streamed], pool: Executor
 ) -> Iterator[tuple[_Run, bool]]:
-    """Whether each run is right; large ones of a known checksum are read by several threads."""
-    large = [
-        run
-        for run in runs
-        if run.found.length >= LARGE and (run.crc32 is not None or run.found.offset in streamed)
-    ]
-    apart = set(map(id, large))
-    yield from zip(large, pool.map(lambda run: _matches(run, streamed), large), strict=True)
-    yield from ((run, _matches(run, streamed)) for run in runs if id(run) not in apart)
+    """Whether each run is right; large ones of a known checksum first.
+
+    The threads read the new file alone. What should be there may be inflated or computed, two runs
+    of one source, which keeps a place in it: only this thread asks for that.
+    """
+    apart: list[tuple[_Run, int]] = []
+    here: list[tuple[_Run, int | None]] = []
+    for run in runs:
+        crc = _checksum(run, streamed)
+        if crc is not None and run.found.length >= _LARGE and may_be_shared(run.found):
+            apart.append((run, crc))
+        else:
+            here.append((run, crc))
+    found = pool.map(lambda one: _crc32(one[0].found.blocks(_PART)), apart)
+    for (run, crc), has in zip(apart, found, strict=True):
+        yield run, _has_checksum(run, crc, has)
+    for run, wanted in here:
+        if wanted is None:
+            yield run, _is_equal(run)
+        else:
+            yield run, _has_checksum(run, wanted, _crc32(run.found.blocks(_PART)))
 
 
-def _matches(run: _Run, streamed: Mapping[int, Streamed]) -> bool:
+def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
+    """The CRC-32 that the run should have; None: its bytes must be compared."""
     if run.crc32 is not None:
-        if _crc32(run.found.blocks(_PART)) == run.crc32:
-            return True
+        return run.crc32
+    there = streamed.get(run.found.offset)
+    if there is None or there.length != run.found.length:
+        return None
+    return None if run.sample is None or run.found.length <= _SAMPLE else there.crc32
+
+
+def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
+    """Whether the CRC-32 `found` in the new file says that it is right."""
+    if run.crc32 is None:
+        return found == wanted and run.sample is not None and _ends_match(run, run.sample)
+    if found != wanted:
         _check_source(run)
-        return False
+    return found == wanted
+
+
+def _is_equal(run: _Run) -> bool:
+    """Whether it is right byte by byte."""
     if run.sample is not None and run.found.length <= _SAMPLE:
         return run.found.read() == run.sample(0, run.found.length)
-    there = streamed.get(run.found.offset)
-    if there is not None and there.length == run.found.length and run.sample is not None:
-        return _crc32(run.found.blocks(_PART)) == there.crc32 and _ends_match(run, run.sample)
     position = 0
     for block in run.expected():
         if run.found.read(position, len(block)) != block:

@@ -1,6 +1,7 @@
 """A file read back: what is right passes, and whatever is wrong with it is noticed."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -140,3 +141,32 @@ def test_what_was_computed_is_not_computed_again(source, tmp_path, format):
     verify(made, str(tmp_path / "out"), streamed)
     assert once == 2 * 4 * BIG
     assert sum(calls) - once <= 4 * 4096
+
+
+def halves(checkpoint, threads):
+    """Two tensors over one computed storage; `threads` gets those that compute it."""
+
+    def fill(offset, buffer):
+        threads.add(threading.current_thread())
+        checkpoint["w"].storage.data.read_into(buffer, offset)
+
+    size = checkpoint["w"].storage.nbytes
+    storage = Storage("0", ByteRange(ComputedSource("m.pth", size, fill), 0, size), size)
+    half = size // 8
+    first, second = (
+        TensorRef("float32", (half,), (1,), offset, storage, "cpu") for offset in (0, half)
+    )
+    return checkpoint.with_root({"first": first, "second": second})
+
+
+@pytest.mark.parametrize("format", WRITABLE)
+def test_threads_never_read_what_is_computed_or_inflated(tmp_path, format):
+    """Such a source keeps a place in it, and may stand behind several tensors."""
+    torch.save({"w": torch.arange(float(10 * BIG))}, tmp_path / "m.pth")
+    with open_checkpoint(tmp_path / "m.pth") as source:
+        threads = set()
+        made = halves(source, threads)
+        streamed = written(made, format, tmp_path / "out")
+        assert threads == {threading.current_thread()}
+        verify(made, str(tmp_path / "out"), streamed)
+        assert threads == {threading.current_thread()}
