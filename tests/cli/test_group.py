@@ -1,5 +1,6 @@
 """Help: every verb, its summary, its examples."""
 
+import re
 import shlex
 
 import click
@@ -7,7 +8,6 @@ import pytest
 
 from ckptool._version import __version__
 from ckptool.cli.group import ALIASES, VERBS, cli
-from ckptool.cli.options import EXIT_CODES
 
 NAMES = [name for verbs in VERBS.values() for name in verbs]
 
@@ -42,7 +42,8 @@ def test_every_help_has_examples_that_parse_and_exit_codes(ckptool, name):
     for flag in ("-h", "--help"):
         done = ckptool(name, flag)
         assert (done.code, done.err) == (0, "")
-        assert EXIT_CODES in done.out
+        said = " ".join(done.out.split())
+        assert re.search(r"Exit codes: 0 fine(, 1 .+)?, 2 an error or wrong usage", said)
     examples = [line for line in done.out.splitlines() if line.startswith("    ckptool ")]
     assert examples
     for example in examples:
