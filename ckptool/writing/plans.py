@@ -200,7 +200,10 @@ class Untouched:
         self.blockers = blockers(checkpoint.root)
 
     def carry_out(self, job: Job) -> None:
-        """Make sure that it is still the file that was read."""
+        """Make sure that it is still the file that was read, and as it should be."""
+        with job.reading():
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
         job.check_sources()
 
 

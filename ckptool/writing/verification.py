@@ -193,16 +193,16 @@ def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
         raise _wrong("its names, values or objects are not what they should be")
     for index, storage in enumerate(have.storages):
         if storage.data is not None:
-            yield _storage_run(want, index, storage.data)
+            yield _storage_run(want, index, storage.data, storage.byteorder)
 
 
-def _storage_run(want: Encoded, index: int, found: ByteRange) -> _Run:
+def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) -> _Run:
     storage = want.storages[index]
     name = f"storage {storage.key!r}"
     data = _data(storage, name)
     if data.length != found.length:
         raise _wrong(f"{name} has {found.length:,} bytes and should have {data.length:,}")
-    if storage.byteorder == "big":
+    if storage.byteorder != byteorder:
         swap = BY_NAME[want.dtypes[index]].swap_size
         return _Run(name, found, lambda: swapped(data.blocks(), swap))
     plain_crc = None if storage.compressed else storage.crc32

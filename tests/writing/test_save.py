@@ -1,6 +1,7 @@
 """`save`: the format it chooses, what it refuses, and what is there after any failure."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptool.checkpoint import Change
+from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import (
+    CorruptFile,
     NoSpace,
     NotRepresentable,
     TargetExists,
@@ -20,7 +22,7 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.formats import open_checkpoint
+from ckptool.formats import WRITABLE, open_checkpoint
 from ckptool.writing import Receipt, save, target_format
 
 TENSORS = {"w": torch.arange(50_000.0), "b": torch.ones(3)}
@@ -219,6 +221,42 @@ def test_in_place_a_file_that_holds_it_already_is_left_alone(checkpoint, tmp_pat
     assert (tmp_path / "model.pth").stat() == before
 
 
+@pytest.mark.parametrize("format", WRITABLE)
+def test_in_place_a_file_that_is_left_alone_is_verified_all_the_same(tmp_path, format):
+    with open_checkpoint(saved(tmp_path / "first.pth")) as first:
+        save(first, tmp_path / "model", format=format)
+    told = []
+    with open_checkpoint(tmp_path / "model") as checkpoint:
+        receipt = save(
+            checkpoint,
+            tmp_path / "model",
+            in_place=True,
+            verify=True,
+            progress=lambda *now: told.append(now),
+        )
+    assert receipt.verified
+    assert told[-1] == (4 * (50_000 + 3),) * 2
+
+
+def test_in_place_damage_to_a_file_that_is_left_alone_is_told(checkpoint, tmp_path):
+    content, at = (tmp_path / "model.pth").read_bytes(), checkpoint["w"].data.offset
+    (tmp_path / "damaged.pth").write_bytes(content[:at] + b"!" + content[at + 1 :])
+    with (
+        open_checkpoint(tmp_path / "damaged.pth") as damaged,
+        pytest.raises(CorruptFile, match="is damaged"),
+    ):
+        save(damaged, tmp_path / "damaged.pth", in_place=True, verify=True)
+
+
+@pytest.mark.parametrize("change", [Checkpoint.strip_module, Checkpoint.add_module])
+def test_in_place_a_big_endian_file_is_verified_as_it_lies(fixtures, tmp_path, change):
+    path = shutil.copy(fixtures / "archives" / "big_endian.pth", tmp_path)
+    with open_checkpoint(path) as checkpoint:
+        receipt = save(change(checkpoint), path, in_place=True, verify=True)
+    assert receipt.verified
+    assert receipt.written < receipt.size
+
+
 @needs_posix
 def test_in_place_a_file_of_several_names_is_written_anew(checkpoint, tmp_path):
     os.link(tmp_path / "model.pth", tmp_path / "other.pth")
@@ -368,7 +406,7 @@ def run_child(code, *arguments):
     head = """
         import os, resource, signal, sys
         from ckptool.errors import NoSpace
-        from ckptool.formats import open_checkpoint
+        from ckptool.formats import WRITABLE, open_checkpoint
         from ckptool.writing import save
     """
     code = textwrap.dedent(head) + textwrap.dedent(code)
