@@ -81,14 +81,8 @@ def save(
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
-    anew = rewrite or max_shard_size is not None
-    plan: Plan | None = None if not own or anew else _in_place(checkpoint, path, name)
-    if plan is None:
-        left_behind = tuple(_left_behind(checkpoint, name))
-        if name in SHARD_FORMATS:
-            plan = _sharded(checkpoint, path, name, max_shard_size, left_behind)
-        else:
-            plan = NewFile(writer(name).plan(checkpoint), left_behind)
+    anew = not own or rewrite or max_shard_size is not None
+    plan = _planned(checkpoint, path, name, max_shard_size, anew=anew)
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
@@ -104,6 +98,24 @@ def save(
     if not dry_run:
         plan.carry_out(job)
     return _receipt(plan, job, dry_run=dry_run)
+
+
+def _planned(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str,
+    max_shard_size: int | str | None,
+    *,
+    anew: bool,
+) -> Plan:
+    """An edit of the source where that will do, unless `anew`; else a new file, or shards."""
+    plan = None if anew else _in_place(checkpoint, path, format)
+    if plan is not None:
+        return plan
+    left_behind = tuple(_left_behind(checkpoint, format))
+    if format in SHARD_FORMATS:
+        return _sharded(checkpoint, path, format, max_shard_size, left_behind)
+    return NewFile(writer(format).plan(checkpoint), left_behind)
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
@@ -223,9 +235,7 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     """What the reader and the transforms did not take along, and what only one format has."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
-    for change in checkpoint.changes:
-        if change.kind == LEFT_OUT:
-            yield change.text
+    yield from _not_carried(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format:
         yield f"entries of the header: {listed(entries)}"
