@@ -49,15 +49,24 @@ def make(kind: str, path: Path, amount: int) -> Path:
     return path
 
 
+def copied(source: Path, path: Path) -> Path:
+    """A copy of a file, kept if it is there already."""
+    if not path.exists():
+        part = path.with_suffix(".part")
+        subprocess.run(["cp", str(source), str(part)], check=True)
+        part.rename(path)
+    return path
+
+
 def inputs(size: int, tensors: int) -> Inputs:
     """All inputs, made where they are missing.
 
     Raises:
-        SystemExit: the disk has no room for the large file and two of its like.
+        SystemExit: the disk has no room for the large files and what is written.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(FOLDER).free < 5 * size:
-        raise SystemExit(f"{FOLDER} needs {5 * size:,} free bytes; try --quick")
+    if shutil.disk_usage(FOLDER).free < 7 * size:
+        raise SystemExit(f"{FOLDER} needs {7 * size:,} free bytes; try --quick")
     counts = (tensors // 10, tensors // 2, tensors)
     edited = {
         length: make("large", FOLDER / f"large-{length}.pth", length) for length in lengths(size)
@@ -65,7 +74,9 @@ def inputs(size: int, tensors: int) -> Inputs:
     edited[HOLLOW] = make("hollow", FOLDER / f"hollow-{HOLLOW}.pth", HOLLOW)
     return Inputs(
         edited[size],
+        copied(edited[size], FOLDER / f"twin-{size}.pth"),
         make("single", FOLDER / f"single-{size}.pth", size),
+        make("single", FOLDER / f"other-{size}.pth", size),
         edited,
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
         FOLDER,

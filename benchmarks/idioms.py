@@ -6,12 +6,14 @@ __all__ = [
     "CAST",
     "CKPTOOL_LOAD",
     "CKPTOOL_LOAD_MAPPED",
+    "COMPARE",
     "CONVERT",
     "LIST",
     "LOAD",
     "LOAD_MAPPED",
     "LOAD_META",
     "REMAP",
+    "STATS",
     "STRIP",
     "STRIP_ITSELF",
 ]
@@ -41,6 +43,21 @@ CAST = """
 import sys, torch
 state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
 torch.save({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, sys.argv[2])
+"""
+
+COMPARE = """
+import sys, torch
+a, b = (torch.load(path, map_location="cpu", mmap=True) for path in sys.argv[1:])
+for name, tensor in a.items():
+    print(name, (tensor - b[name]).abs().max().item())
+"""
+
+STATS = """
+import sys, torch
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+for name, tensor in state.items():
+    std, mean = torch.std_mean(tensor)
+    print(name, tensor.min().item(), tensor.max().item(), mean.item(), std.item())
 """
 
 REMAP = """

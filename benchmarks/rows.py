@@ -25,8 +25,12 @@ class Inputs:
     """The files that are there to measure on; `many` by number of tensors."""
 
     large: Path
+    twin: Path
+    """A copy of it."""
     single: Path
     """Of float32."""
+    other: Path
+    """Of the same names and shapes, other numbers."""
     edited: dict[int, Path]
     """By bytes; the largest is hollow."""
     many: dict[int, Path]
@@ -44,6 +48,8 @@ class Row:
     work: str
     source: Path
     commands: tuple[Command, ...]
+    second: Path | None = None
+    """Another file that is read."""
     output: Path | None = None
     beside: str = ""
     most_times: float | None = None
@@ -107,6 +113,8 @@ def run_row(row: Row, repeats: int) -> Result:
         clear(row, length)
         if not row.edits:  # an edit reads the header alone, and a hollow file fills no cache
             warm(row.source)
+            if row.second is not None:
+                warm(row.second)
 
     try:
         return Result(row, measure(row.commands, repeats, before))
@@ -132,6 +140,8 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         *rewrite_rows(inputs.large, inputs.folder),
         cast_row(inputs.single, inputs.folder),
         shard_row(inputs.large, inputs.folder),
+        *diff_rows(inputs),
+        *value_rows(inputs),
         *load_rows(inputs.large),
     )
 
@@ -254,6 +264,63 @@ def rewrite_row(
         beside=copy.label,
         most_times=most_times,
         most_bytes=60 * MB,
+    )
+
+
+def diff_rows(inputs: Inputs) -> Iterator[Row]:
+    """Two files held against each other: by their bytes, by their headers, by their numbers."""
+    large, twin = inputs.large, inputs.twin
+    plain = Command.system("cmp", "cmp", large, twin)
+    yield Row(
+        "`diff`, two equal large files",
+        large,
+        (Command.ckptool("diff", large, twin), plain),
+        second=twin,
+        beside=plain.label,
+        most_times=1.2,
+        most_bytes=60 * MB,
+    )
+    for option in ("--quick", "--structure"):
+        yield Row(
+            f"`diff {option}`, two equal large files",
+            large,
+            (Command.ckptool("diff", option, large, twin), plain),
+            second=twin,
+            most_seconds=0.3,
+            most_bytes=40 * MB,
+        )
+    single, other = inputs.single, inputs.other
+    idiom = Command.program("torch idiom, max abs alone", idioms.COMPARE, single, other)
+    yield Row(
+        "`diff`, two large float32 files that differ everywhere",
+        single,
+        (Command.ckptool("diff", single, other, ends=1), idiom),
+        second=other,
+        beside=idiom.label,
+        most_times=1.0,
+        most_bytes=400 * MB,
+    )
+
+
+def value_rows(inputs: Inputs) -> Iterator[Row]:
+    """Every byte of one file read, and what is found out from it."""
+    unzip = Command.system("unzip -t", "unzip", "-tqq", inputs.large)
+    yield Row(
+        "`verify`, large file",
+        inputs.large,
+        (Command.ckptool("verify", inputs.large), unzip),
+        beside=unzip.label,
+        most_times=0.2,
+        most_bytes=60 * MB,
+    )
+    idiom = Command.program("torch idiom: min, max, mean, std", idioms.STATS, inputs.single)
+    yield Row(
+        "`stats`, large float32 file",
+        inputs.single,
+        (Command.ckptool("stats", inputs.single), idiom),
+        beside=idiom.label,
+        most_times=1.0,
+        most_bytes=400 * MB,
     )
 
 

@@ -27,12 +27,19 @@ class Command:
 
     label: str
     arguments: tuple[str, ...]
+    ends: int = 0
+    """The exit code of a run that went well."""
 
     @classmethod
-    def ckptool(cls, *arguments: object) -> Command:
+    def ckptool(cls, *arguments: object, ends: int = 0) -> Command:
         """The command line, by this interpreter."""
         words = tuple(map(str, arguments))
-        return cls("ckptool " + words[0], (sys.executable, "-m", "ckptool", *words))
+        return cls("ckptool " + words[0], (sys.executable, "-m", "ckptool", *words), ends)
+
+    @classmethod
+    def system(cls, label: str, *arguments: object) -> Command:
+        """A program of the system."""
+        return cls(label, tuple(map(str, arguments)))
 
     @classmethod
     def program(cls, label: str, text: str, *arguments: object) -> Command:
@@ -93,7 +100,7 @@ def run(command: Command) -> Sample:
     """One run; its output goes nowhere.
 
     Raises:
-        RuntimeError: it failed; its standard error is in the message.
+        RuntimeError: it ended otherwise than it should; its standard error is in the message.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -108,7 +115,7 @@ def run(command: Command) -> Sample:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - start
-    if process.returncode:
+    if process.returncode != command.ends:
         words = shlex.join(command.arguments)
         raise RuntimeError(f"{words} exited {process.returncode}: {error.decode()[-2000:]}")
     return Sample(seconds, usage.ru_maxrss * RSS_UNIT)

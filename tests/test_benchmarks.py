@@ -109,6 +109,14 @@ def test_a_command_that_fails_says_how():
         )
 
 
+def test_a_command_may_end_with_a_finding():
+    program = "import sys; sys.exit(1)"
+    command = Command("finding", (sys.executable, "-c", program), ends=1)
+    assert len(measure([command], 1, lambda: None)[0].samples) == 1
+    with pytest.raises(RuntimeError, match="exited 0"):
+        measure([Command("fine", (sys.executable, "-c", ""), ends=1)], 1, lambda: None)
+
+
 def test_the_ratio_is_of_rounds_not_of_medians():
     assert ratio(timed(OURS, 1, 10, 3), timed(THEIRS, 2, 20, 1)) == 0.5
 
@@ -158,7 +166,8 @@ def test_the_numbers_of_the_readme_are_replaced_and_nothing_else():
 def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
-    inputs = Inputs(Path("large"), Path("single"), edited, many, Path("out"))
+    files = map(Path, ("large", "twin", "single", "other"))
+    inputs = Inputs(*files, edited, many, Path("out"))
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
