@@ -10,7 +10,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
-from ckptool.paths import listed, printable
+from ckptool.paths import counted, listed, printable
 
 __all__ = ["flat_tensors", "left_out", "overlapping", "remarks", "true_ties"]
 
@@ -96,7 +96,9 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
     yield from _others(root)
     tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
     if tags:
-        yield "device tags: " + listed(f"{tag} on {_tensors(n)}" for tag, n in tags.items())
+        yield "device tags: " + listed(
+            f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items()
+        )
     for what, count in (
         ("that it is a Parameter", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
@@ -104,7 +106,7 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
         ("its class or attributes", sum(map(_has_class, tensors))),
     ):
         if count:
-            yield f"{what}, of {_tensors(count)}"
+            yield f"{what}, of {counted(count, 'tensor')}"
 
 
 def _others(root: Mapping[Any, Any]) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
             groups["objects"].append(f"{name} ({value.class_name})")
         elif isinstance(value, (dict, list, tuple)):
             inside = sum(1 for _ in find_tensors(value))
-            groups["containers"].append(f"{name} ({_tensors(inside)} inside)")
+            groups["containers"].append(f"{name} ({counted(inside, 'tensor')} inside)")
         else:
             groups["values"].append(name)
     for group, names in groups.items():
@@ -128,10 +130,6 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
 
 def _has_class(tensor: TensorRef) -> bool:
     return any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from ckptool.formats.identify_kinds import quoted
 from ckptool.formats.safetensors_metadata import PLACES
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.model import OrderedMap, TensorRef, find_tensors
-from ckptool.paths import listed
+from ckptool.paths import counted, listed
 
 __all__ = ["details_of"]
 
@@ -50,7 +50,7 @@ def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: Ordere
 
 def _writer(writers: Sequence[str]) -> str:
     kinds = ", ".join(dict.fromkeys(filter(None, writers)))
-    count = f"in {len(writers):,} shard{'' if len(writers) == 1 else 's'}"
+    count = f"in {counted(len(writers), 'shard')}"
     return f"{kinds}, {count}" if kinds else count
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
-from ckptool.paths import listed, printable
+from ckptool.paths import counted, listed, printable
 from ckptool.statedict import model_state_dict, optimizer_names, sections, wrapped_names
 from ckptool.transforms.name_rules import Rule, prefix_rule, regex_rule
 from ckptool.transforms.naming import NamePlan, distinct, stays
@@ -144,9 +144,9 @@ class _Renaming:
         """What each rule did."""
         for rule, count, example in zip(self._rules, self._changed, self._examples, strict=True):
             if example is not None:
-                names = "1 name" if count == 1 else f"{count:,} names"
                 such = f"{printable(example.old)} -> {printable(example.new)}"
-                yield Change("rename", f"{printable(rule.text)} changed {names}: {such}", count)
+                text = f"{printable(rule.text)} changed {counted(count, 'name')}: {such}"
+                yield Change("rename", text, count)
 
     def warnings(self) -> Iterator[Change]:
         """Which rules did nothing, or which names of a table were nowhere."""
