@@ -8,14 +8,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
 from ckptool.paths import counted, listed, printable
-from ckptool.statedict import (
-    MODEL_KINDS,
-    Section,
-    model_state_dict,
-    optimizer_names,
-    sections,
-    wrapped_names,
-)
+from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
 from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
 from ckptool.transforms.unwrapping import unwrapped_modules
 from ckptool.wrappers import COLLISION_HINT, add_name, counts, prefixed, strip_names
@@ -52,13 +45,7 @@ def strip_module(
                 plan.changes.append(_stripped(part, result.wrappers, result.levels, result.renamed))
         elif part.kind == "module":
             _unwrap(plan, part, names, only=only, levels=levels, at=at)
-    for part in parts:
-        if part.kind == "optimizer":
-            own = optimizer_names(part.node)
-            renamed = plan.followed(own)
-            if renamed is None:
-                renamed = strip_names(own, only=only, levels=levels, at=at).renamed
-            plan.rename_optimizer(part, own, renamed)
+    plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
     return plan.applied(checkpoint)
 
 
@@ -84,13 +71,7 @@ def add_module(
             _add(plan, part, wrapper, at)
         elif part.kind == "module":
             plan.changes.append(stays(part))
-    for part in every:
-        if part.kind == "optimizer":
-            own = optimizer_names(part.node)
-            renamed = plan.followed(own)
-            if renamed is None and key is None:
-                renamed = changed(own, rename)
-            plan.rename_optimizer(part, own, renamed or {})
+    plan.follow(every, lambda own: changed(own, rename) if key is None else {})
     return plan.applied(checkpoint)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap
 from ckptool.paths import counted, printable, rebuild
-from ckptool.statedict import Section, is_optimizer
+from ckptool.statedict import Section, is_optimizer, optimizer_names
 from ckptool.transforms.metadata import moved_metadata
 from ckptool.wrappers import Rename, check_collisions
 
@@ -83,7 +83,24 @@ class NamePlan:
                 made.attributes["_metadata"] = moved
         self.instead[id(part.holder)] = made
 
-    def followed(self, own: list[str]) -> dict[str, str] | None:
+    def follow(
+        self, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
+    ) -> None:
+        """Plan the optimizers among `parts`, once all state dicts are planned.
+
+        Each goes with the state dicts that have its names; `alone` says how the names change of one
+        that has none of theirs.
+
+        Raises:
+            NameCollision: two of its names would become one.
+        """
+        for part in parts:
+            if part.kind == "optimizer":
+                own = optimizer_names(part.node)
+                renamed = self._followed(own)
+                self._rename_optimizer(part, own, alone(own) if renamed is None else renamed)
+
+    def _followed(self, own: list[str]) -> dict[str, str] | None:
         """How an optimizer's names change with the state dict that has most of them.
 
         None where no state dict has any of them.
@@ -98,12 +115,8 @@ class NamePlan:
                 renamed[name] = naming.renamed.get(name, name)
         return {name: new for name, new in renamed.items() if new != name}
 
-    def rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
-        """Plan an optimizer's state dict under its new names.
-
-        Raises:
-            NameCollision: two of its names would become one.
-        """
+    def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
+        """Plan an optimizer's state dict under its new names."""
         optimizer = part.node
         self._check(part, own, renamed)
         if not renamed or not is_optimizer(optimizer):

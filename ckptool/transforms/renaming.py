@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
 from ckptool.paths import counted, listed, printable
-from ckptool.statedict import model_state_dict, optimizer_names, sections, wrapped_names
+from ckptool.statedict import model_state_dict, sections, wrapped_names
 from ckptool.transforms.name_rules import Rule, prefix_rule, regex_rule
 from ckptool.transforms.naming import NamePlan, distinct, stays
 from ckptool.transforms.nearest import similar
@@ -54,13 +54,7 @@ def rename(
         elif part.kind == "module":
             made.look_at(names)
             plan.changes.append(stays(part))
-    for part in every:
-        if part.kind == "optimizer":
-            own = optimizer_names(part.node)
-            renamed = plan.followed(own)
-            if renamed is None and key is None:
-                renamed = made.of(own)
-            plan.rename_optimizer(part, own, renamed or {})
+    plan.follow(every, lambda own: made.of(own) if key is None else {})
     plan.changes[:0] = made.changes()
     plan.changes.extend(made.warnings())
     return plan.applied(checkpoint)
