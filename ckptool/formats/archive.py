@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.errors import CorruptFile, FileDenied, FileMissing, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.source import refuse_bomb
+from ckptool.files.inflated import refuse_bomb
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.zip_directory import Entry, find_end, read_directory
 from ckptool.formats.zip_records import payload_offsets, record_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
-from ckptool.files.source import refuse_bomb
+from ckptool.files.inflated import refuse_bomb
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.machine import Machine
