@@ -33,3 +33,18 @@ def memory_path(tmp_path: Path):
     folder = Path(tempfile.mkdtemp(dir=memory))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def folder(memory_path: Path) -> Path:
+    """A folder in memory that is not there yet."""
+    return memory_path / "files"
+
+
+@pytest.fixture(scope="module")
+def light():
+    """Calls a function in a process that has not imported torch, which forks in no time."""
+    from tests.writing.kinds import apart
+
+    with apart() as call:
+        yield call

@@ -13,7 +13,6 @@ import torch
 
 from tests.files.faults import needs_fork
 from tests.sources import PROJECT
-from tests.writing.kinds import apart
 from tests.writing.meetings import meetings
 
 pytestmark = needs_fork
@@ -31,17 +30,6 @@ MEANWHILE = (
     "exists already", "is being written anew",
 )  # fmt: skip
 """What is said of something that the other did and finished."""
-
-
-@pytest.fixture(scope="module")
-def light():
-    with apart() as call:
-        yield call
-
-
-@pytest.fixture
-def folder(memory_path):
-    return memory_path / "files"
 
 
 WRITERS = [

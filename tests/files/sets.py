@@ -1,6 +1,9 @@
 """Sets of files for tests: written, half written, read back."""
 
 import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -12,6 +15,9 @@ INDEX = "model.safetensors.index.json"
 OLD = {"model-1.bin": b"old one", "model-2.bin": b"old two, longer", INDEX: b"old index"}
 NEW = {"model-1.bin": b"new 1", "model-2.bin": b"new 2", "model-3.bin": b"", INDEX: b"{new}"}
 FEWER = {"model-1.bin": b"the only one", INDEX: b"{fewer}"}
+needs_refusals = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root is refused nothing"
+)
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions, locks, signals")
 
 
@@ -38,6 +44,13 @@ def content(folder):
         with open(os.path.join(folder, name), "rb") as file:
             found[name] = file.read()
     return found
+
+
+def run_child(code, *arguments):
+    """A process that runs `code` with the helpers of this module."""
+    head = "import os, sys\nfrom ckptool.errors import *\nfrom tests.files.sets import *\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 class Killed(BaseException):

@@ -23,12 +23,9 @@ from ckptool.files.atomic import atomic_output
 from ckptool.files.journal import Journal, write_journal
 from ckptool.files.locking import exclusive
 from ckptool.files.system import lock, remove_unlocked
+from tests.files.sets import needs_posix, needs_refusals
 
 OLD, NEW = b"the old content", b"something else altogether"
-needs_posix = pytest.mark.skipif(os.name != "posix", reason="POSIX permissions and signals")
-needs_refusals = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root is refused nothing"
-)
 
 
 def write(path, content=NEW, size=None, **options):

@@ -3,36 +3,12 @@
 import os
 import shutil
 import stat
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
-from ckptool.errors import (
-    NoSpace,
-    TargetExists,
-    UsageError,
-    WriteDenied,
-)
+from ckptool.errors import NoSpace, TargetExists, UsageError, WriteDenied
 from ckptool.files.file_set import atomic_set
-from tests.files.sets import FEWER, INDEX, NEW, OLD, content, lay, needs_posix, write
-
-needs_refusals = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root is refused nothing"
-)
-
-
-def run_child(code, *arguments):
-    """A process that runs `code` with the helpers of this module."""
-    head = "import os, sys\nfrom ckptool.errors import *\nfrom tests.files.sets import *\n"
-    command = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture
-def old(tmp_path):
-    return lay(tmp_path, OLD)
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, needs_refusals, write
 
 
 def test_a_set_appears_whole(tmp_path):

@@ -8,35 +8,13 @@ import textwrap
 
 import pytest
 
-from ckptool.errors import (
-    CheckpointWarning,
-    FileBusy,
-    WriteDenied,
-    WriteError,
-)
+from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
 from ckptool.files import recovery, renames, settling, system
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import has_journal, journal_path, read_journal, write_journal
 from ckptool.files.settling import settle_set
-from tests.files.sets import FEWER, INDEX, NEW, OLD, content, lay, needs_posix, write
-
-needs_refusals = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root is refused nothing"
-)
-
-
-def run_child(code, *arguments):
-    """A process that runs `code` with the helpers of this module."""
-    head = "import os, sys\nfrom ckptool.errors import *\nfrom tests.files.sets import *\n"
-    command = [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture
-def old(tmp_path):
-    return lay(tmp_path, OLD)
-
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, run_child, write
 
 # Errors and interruptions: no debris, old files as they were.
 

@@ -9,12 +9,7 @@ from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDe
 from ckptool.files.journal import Journal, write_journal
 from ckptool.files.recovery import open_source, recover
 from ckptool.files.settling import settle_set
-from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, lay, needs_posix, write
-
-
-@pytest.fixture
-def old(tmp_path):
-    return lay(tmp_path, OLD)
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, needs_posix, write
 
 
 @needs_posix

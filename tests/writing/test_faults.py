@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tests.files.faults import KILL, Loss, needs_fork
 from tests.formats.shards import loaded as load_shards
-from tests.writing.kinds import KINDS, MATERIALS, apart, ends, materials, provide, tensors
+from tests.writing.kinds import KINDS, MATERIALS, ends, materials, provide, tensors
 from tests.writing.meetings import disturbances
 
 POWER = (KILL, Loss(names=True, data=True))
@@ -18,11 +18,6 @@ SUMMED = ("new-from-safetensors", "merged-replaced")
 """Those whose checksums have to be computed, so that the bytes go through Python."""
 
 every_kind = pytest.mark.parametrize("name", KINDS)
-
-
-@pytest.fixture
-def folder(memory_path):
-    return memory_path / "files"
 
 
 def loaded(path):
@@ -43,12 +38,6 @@ def same_tensors(one, other):
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and one[name].equal(other[name]) for name in one
     )
-
-
-@pytest.fixture(scope="module")
-def light():
-    with apart() as call:
-        yield call
 
 
 def where(name, light):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.files.faults import needs_fork
 from tests.sources import PROJECT
-from tests.writing.kinds import KINDS, MATERIALS, apart, materials, provide
+from tests.writing.kinds import KINDS, MATERIALS, materials, provide
 from tests.writing.refusals import denied, on_small_disk, under_limits
 
 pytestmark = needs_fork
@@ -17,17 +17,6 @@ GROWING = [name for name in KINDS if name != "recover"]
 """The kinds that need room."""
 LIGHT = [name for name in GROWING if not KINDS[name].computed]
 """Those of them that need no torch."""
-
-
-@pytest.fixture(scope="module")
-def light():
-    with apart() as call:
-        yield call
-
-
-@pytest.fixture
-def folder(memory_path):
-    return memory_path / "files"
 
 
 def check_refused(refused, word):
