@@ -1,14 +1,17 @@
 """What `__metadata__` carries for us: tied names, their places, a state dict's `_metadata`.
 
 A tie is an entry `dropped name: kept name`, as safetensors.torch.save_model writes it. The places
-of the dropped names stand in an entry of our own, so that the order of the state dict comes back.
+of the dropped names stand in an entry of our own, so that the order of the state dict comes back;
+where there is that entry, no other name is tied. So a text that happens to be the name of a tensor
+stays a text.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.errors import CorruptFile
@@ -31,15 +34,18 @@ RESERVED = frozenset({FORMAT, VERSIONS, PLACES})
 
 
 def restored(
-    tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorRef],
+    metadata: Mapping[str, str],
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[OrderedMap, dict[str, str]]:
-    """The state dict with its tied names and its `_metadata`, and the entries that are neither."""
-    ties = {
-        name: kept
-        for name, kept in metadata.items()
-        if name not in RESERVED and name not in tensors and kept in tensors
-    }
-    order = _order(list(tensors), list(ties), _places(metadata.get(PLACES)))
+    """The state dict with its tied names and its `_metadata`, and the entries that are neither.
+
+    `known` are ties (`dropped: kept`) that are told elsewhere, and need not be among the entries.
+    """
+    places = _object(metadata.get(PLACES))
+    told = {name: kept for name, kept in metadata.items() if places is None or name in places}
+    ties = _candidates(tensors, {**known, **told})
+    order = _order(list(tensors), list(ties), places or {})
     root = OrderedMap((name, tensors[ties.get(name, name)]) for name in order)
     rest = {key: text for key, text in metadata.items() if key not in ties and key != PLACES}
     versions = _versions(metadata.get(VERSIONS))
@@ -47,6 +53,15 @@ def restored(
         root.attributes["_metadata"] = versions
         del rest[VERSIONS]
     return root, rest
+
+
+def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
+    """The entries that tie a name to one of the `tensors`, as far as one can see."""
+    return {
+        name: kept
+        for name, kept in entries.items()
+        if name not in RESERVED and name not in tensors and kept in tensors
+    }
 
 
 def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
@@ -60,10 +75,6 @@ def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list
     placed = set(at.values())
     others = iter([*names, *(name for name in tied if name not in placed)])
     return [at[place] if place in at else next(others) for place in range(total)]
-
-
-def _places(text: str | None) -> Mapping[str, Any]:
-    return _object(text) or {}
 
 
 def _versions(text: str | None) -> OrderedMap | None:
@@ -83,13 +94,19 @@ def _object(text: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def metadata_of(ties: Mapping[str, str], names: Iterable[str], versions: Any) -> dict[str, str]:
+def metadata_of(
+    ties: Mapping[str, str],
+    names: Collection[str],
+    versions: Any,
+    free: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
     """The entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
-    `names` is all its tensors in order; `versions` is plain (`plain_versions`), empty for none.
+    `names` is all its tensors in order; `versions` is plain (`plain_versions`), empty for none;
+    `free` are the entries of others, of which none is to be taken for a tie.
     """
     entries = {VERSIONS: _text(versions)} if versions else {}
-    if ties:
+    if ties or _candidates(set(names) - ties.keys(), free):
         places = {name: place for place, name in enumerate(names) if name in ties}
         entries |= {**ties, PLACES: _text(places)}
     return entries

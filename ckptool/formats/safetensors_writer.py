@@ -57,7 +57,7 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     return Content(
         tensors,
         ties,
-        {**given, **metadata_of(ties, tensors, versions)},
+        {**given, **metadata_of(ties, tensors, versions, given)},
         (*left_out(checkpoint.root), *attributes),
     )
 

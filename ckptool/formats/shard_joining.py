@@ -5,7 +5,7 @@ Nothing is passed over: transformers leaves weights that it does not find as the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in places.items():  # values that an index does not name
         entries.setdefault(name, shards[file].root[name])
-    root, _ = restored(entries, dict(_ties(index, shards, places)))
+    root, _ = restored(entries, *_told(index, shards, places))
     root.attributes = _attributes(shards.values())
     return root
 
@@ -116,20 +116,24 @@ def _check_places(
         )
 
 
-def _ties(
+def _told(
     index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
-) -> Iterator[tuple[str, str]]:
-    """Pairs `dropped name: kept name`, and the entry with the places of the dropped ones."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The entries of the index that may be ties, and the ties that the shards' headers tell."""
     if any(shard.format != "safetensors" for shard in shards.values()):
-        return
+        return {}, {}
+    ties: dict[str, str] = {}
     for shard in shards.values():
         for name in shard.root:
             kept = _tied_to(shard, name)
             if kept is not None and name not in places:
-                yield name, kept
-    for key, text in index.metadata.items():
-        if isinstance(text, str) and key != VERSIONS:
-            yield key, text
+                ties[name] = kept
+    texts = {
+        key: text
+        for key, text in index.metadata.items()
+        if isinstance(text, str) and key != VERSIONS
+    }
+    return texts, ties
 
 
 def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:

@@ -139,7 +139,7 @@ def test_ties_of_save_model_are_restored(tmp_path):
         ('{"t":0,"u":2}', ["t", "a", "u", "b"]),
         ('{"t":9,"u":0}', ["u", "a", "b", "t"]),
         ('{"t":1,"u":1}', ["a", "t", "b", "u"]),
-        ('{"t":"0","x":0}', ["a", "b", "t", "u"]),
+        ('{"t":"0","u":-1,"x":0}', ["a", "b", "t", "u"]),
         ("[0]", ["a", "b", "t", "u"]),
         ("no JSON", ["a", "b", "t", "u"]),
         (None, ["a", "b", "t", "u"]),
@@ -152,6 +152,22 @@ def test_places_of_tied_names(tmp_path, places, order):
         assert list(checkpoint.root) == order
         assert checkpoint.root["t"] is checkpoint.root["a"]
         assert checkpoint.root["u"] is checkpoint.root["b"]
+
+
+@pytest.mark.parametrize(
+    ("places", "tied", "free"),
+    [
+        (None, ["t", "u"], {}),
+        ('{"t":1}', ["t"], {"u": "b"}),
+        ("{}", [], {"t": "a", "u": "b"}),
+    ],
+)
+def test_where_ties_are_listed_nothing_else_is_one(tmp_path, places, tied, free):
+    metadata = {"t": "a", "u": "b", **({"ckptool.tied": places} if places else {})}
+    header = {"__metadata__": metadata, "a": entry(), "b": entry(offsets=(8, 16))}
+    with open_checkpoint(raw_file(tmp_path / "x", header, bytes(16))) as checkpoint:
+        assert sorted(checkpoint.root) == sorted(["a", "b", *tied])
+        assert checkpoint.details.header == free
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[]", '{"a":1}', "[" * 100_000, '{"a":' + "9" * 99])

@@ -6,6 +6,7 @@ import os
 import struct
 import zipfile
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
+from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import convert
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
@@ -194,6 +196,52 @@ def test_what_only_shares_a_storage_is_no_tie(tmp_path):
     found = load_file(path)
     for name, tensor in tensors.items():
         equal(found[name], tensor)
+
+
+def reopened(path, way, *steps):
+    """The names and the entries of the header after each step, written in the way given."""
+    for number, step in enumerate(steps):
+        with open_checkpoint(path) as checkpoint:
+            yield list(checkpoint.root), checkpoint.details.header
+            after = path if way == "in place" else path.with_name(f"{number}.safetensors")
+            save(step(checkpoint), after, in_place=way == "in place", verify=True)
+        path = after
+    with open_checkpoint(path) as checkpoint:
+        yield list(checkpoint.root), checkpoint.details.header
+
+
+@pytest.mark.parametrize("way", ["in place", "anew"])
+def test_a_text_that_becomes_the_name_of_a_tensor_stays_a_text(tmp_path, way):
+    """And is never read back as a second name of that tensor, whatever the tensors are called."""
+    path = tmp_path / "in.safetensors"
+    free = {"format": "pt", "watched": "w", "ckptool": "module.w"}
+    save_file({"module.w": torch.rand(3)}, path, metadata={**free, "ckptool.tied": "{}"})
+    assert list(reopened(path, way, Checkpoint.strip_module, Checkpoint.add_module)) == [
+        (["module.w"], free),
+        (["w"], free),
+        (["module.w"], free),
+    ]
+
+
+def test_a_text_beside_true_ties_stays_a_text(tmp_path):
+    path = tmp_path / "again.safetensors"
+    state = Tied().state_dict()
+    with open_checkpoint(written(tmp_path, state)[0]) as checkpoint:
+        details = replace(checkpoint.details, header={"watched": "norm.weight"})
+        save(replace(checkpoint, details=details), path)
+    with open_checkpoint(path) as checkpoint:
+        assert list(checkpoint.root) == list(state)
+        assert checkpoint.root["head.weight"] is checkpoint.root["embed.weight"]
+        assert checkpoint.details.header == {"format": "pt", "watched": "norm.weight"}
+
+
+def test_ties_are_listed_only_where_something_could_be_taken_for_one(tmp_path):
+    path = tmp_path / "in.safetensors"
+    free = {"format": "pt", "watched": "nothing", "w": "w"}
+    save_file({"w": torch.rand(3)}, path, metadata=free)
+    with open_checkpoint(path) as checkpoint:
+        save(checkpoint, tmp_path / "out.safetensors")
+    assert header_of(tmp_path / "out.safetensors")["__metadata__"] == free
 
 
 @given(st.permutations(["a", "b", "c", "d", "e"]), st.sets(st.sampled_from("abcde")))

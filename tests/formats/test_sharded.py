@@ -141,6 +141,14 @@ def test_tied_names_come_back_from_the_header_of_a_shard_and_from_the_index(shar
         assert checkpoint.details.header == {"format": "pt"}
 
 
+def test_what_an_index_lists_as_tied_says_nothing_of_the_headers_of_the_shards(shards):
+    save_file(tensors("a", "b"), shards.parent / ONE, metadata={"format": "pt", "a2": "a"})
+    edit(shards, metadata={"ckptool.tied": '{"c2":1}', "c2": "c", "best": "a"})
+    with open_checkpoint(shards) as checkpoint:
+        assert list(checkpoint.root) == ["a", "c2", "b", "c", "a2"]
+        assert checkpoint.details.left_behind == ("entries of the index: best",)
+
+
 def test_an_index_may_place_a_tied_name_where_the_header_ties_it(shards):
     save_file(tensors("a", "b"), shards.parent / ONE, metadata={"a2": "a"})
     edit(shards, weight_map=lambda names: names.update(a2=ONE))
