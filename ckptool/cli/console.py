@@ -14,9 +14,9 @@ __all__ = ["print_document", "print_lines", "say", "stdout_look"]
 _BATCH = 1000
 
 
-def stdout_look() -> Look:
-    """How results are drawn."""
-    return look_of(sys.stdout)
+def stdout_look(fmt: str | None = None) -> Look:
+    """How results are drawn; with `fmt`, tables alone, in that format."""
+    return Look(fmt=fmt) if fmt else look_of(sys.stdout)
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import print_document, print_lines, stdout_look
-from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
+from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import Listing, list_tensors
 
@@ -18,6 +19,7 @@ __all__ = ["command"]
     "ckptool list model.pth",
     "ckptool list model.pth --tree",
     "ckptool list model.pth --include '*.weight' --json",
+    "ckptool list model.pth --fmt markdown",
 )
 @file_argument
 @click.option("--tree", "as_tree", is_flag=True, help="By module, repeated layers folded.")
@@ -30,6 +32,7 @@ __all__ = ["command"]
     "any other against its last part.",
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these; repeatable.")
+@fmt_option
 @json_option
 @quiet_option
 def command(
@@ -38,6 +41,7 @@ def command(
     hashed: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    fmt: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -45,6 +49,8 @@ def command(
 
     Only the header is read, whatever the file weighs; --hash reads the tensors too.
     """
+    if fmt and as_tree:
+        raise UsageError("--fmt draws tables and --tree a tree: give one of them")
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
@@ -56,7 +62,7 @@ def command(
     else:
         from ckptool.render.listing import listing_lines
 
-        print_lines(listing_lines(listing, stdout_look()))
+        print_lines(listing_lines(listing, stdout_look(fmt)))
 
 
 def _print_tree(listing: Listing, as_json: bool) -> None:

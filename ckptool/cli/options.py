@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import click
 
+from ckptool.errors import UsageError
 from ckptool.formats import SHARD_FORMATS, WRITABLE
 
 __all__ = [
     "Target",
     "file_argument",
+    "fmt_option",
     "glob_options",
     "json_option",
     "plain_options",
@@ -47,6 +49,37 @@ def verb(
     shown = "\n".join(f"  {example}" for example in examples)
     epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{exit_codes}"
     return click.command(name, cls=cls, epilog=epilog)
+
+
+def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
+    if word is None or ctx.resilient_parsing:
+        return None
+    from ckptool.render.table_formats import known_format
+
+    return known_format(word)
+
+
+def fmt_option(function: F) -> F:
+    """`--fmt`, given as `fmt`: a table format for `stdout_look`, None where it is not asked for.
+
+    The renderer of a verb that has it draws nothing but tables where `Look.fmt` is set.
+    """
+
+    @wraps(function)
+    def checked(**given: Any) -> Any:
+        if given["fmt"] and given.get("as_json"):
+            raise UsageError("--fmt draws tables and --json a document: give one of them")
+        return function(**given)
+
+    option = click.option(
+        "--fmt",
+        metavar="FORMAT",
+        callback=_known_format,
+        help="Only the tables, nothing shortened, as markdown, csv, html, latex, rst or any other "
+        "of tabulate's formats; an empty line between two.",
+    )
+    decorated: Any = option(checked)
+    return decorated  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import print_document, print_lines, stdout_look
-from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.closeup import HEAD, show
@@ -28,9 +28,10 @@ __all__ = ["command"]
     show_default=True,
     help="Elements of a tensor to show.",
 )
+@fmt_option
 @json_option
 @quiet_option
-def command(file: str, name: str, count: int, as_json: bool, quiet: bool) -> None:
+def command(file: str, name: str, count: int, fmt: str | None, as_json: bool, quiet: bool) -> None:
     """Show one value, one object or the head of one tensor.
 
     NAME is the name that list prints, or an end of it that begins after a / and is unique. Of a
@@ -43,4 +44,4 @@ def command(file: str, name: str, count: int, as_json: bool, quiet: bool) -> Non
     else:
         from ckptool.render.show import shown_lines
 
-        print_lines(shown_lines(shown, stdout_look()))
+        print_lines(shown_lines(shown, stdout_look(fmt)))

@@ -18,7 +18,13 @@ _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
 def info_lines(info: Info, look: Look) -> Iterator[str]:
-    """What it is, what is in it, what keeps it from loading, and what to do about it."""
+    """What it is, what is in it, what keeps it from loading, and what to do about it.
+
+    Where tables are all that is asked for (`look.fmt`): its sections.
+    """
+    if look.fmt:
+        yield from _sections(info.sections, look)
+        return
     yield look.bold(clean(info.file))
     yield _fact("format", _format(info))
     yield _fact("size", _size(info))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptool.inspection.listing import Listing, TensorRow
 from ckptool.inspection.values import shape_text
-from ckptool.render.table import table
+from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, plural, shorten, size
 
@@ -16,19 +16,13 @@ _VALUE_WIDTH = 60
 
 
 def listing_lines(listing: Listing, look: Look) -> Iterator[str]:
-    """Tensors, then values, then objects, then a line of totals."""
-    blocks = [
-        _tensors(listing, look) if listing.tensors else iter(()),
-        _values(listing, look) if listing.values else iter(()),
-        _objects(listing, look) if listing.objects else iter(()),
+    """Tensors, then values, then objects, then a line of totals unless tables are all."""
+    tables = [
+        _tensors(listing, look) if listing.tensors else (),
+        _values(listing, look) if listing.values else (),
+        _objects(listing, look) if listing.objects else (),
     ]
-    for block in blocks:
-        first = next(block, None)
-        if first is not None:
-            yield first
-            yield from block
-            yield ""
-    yield look.bold(totals(listing))
+    return apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
 
 
 def totals(listing: Listing) -> str:
@@ -46,7 +40,7 @@ def totals(listing: Listing) -> str:
 
 
 def _tensors(listing: Listing, look: Look) -> Iterator[str]:
-    headers = ["name", "dtype", "shape", "device", "size", ""]
+    headers = ["name", "dtype", "shape", "device", "size", "marks" if look.fmt else ""]
     rows = [
         [
             clean(row.name),
@@ -77,20 +71,23 @@ def _marks(row: TensorRow) -> str:
 
 
 def _values(listing: Listing, look: Look) -> Iterator[str]:
-    rows = [
-        [clean(row.name), row.type, clean(shorten(_literal(row.value), _VALUE_WIDTH))]
-        for row in listing.values
-    ]
+    if look.fmt:
+        rows = [[clean(row.name), row.type, clean(_whole(row.value))] for row in listing.values]
+        return table(["name", "type", "value"], rows, look)
+    rows = [[clean(row.name), row.type, clean(_short(row.value))] for row in listing.values]
     return table(["value", "type", ""], rows, look)
 
 
-def _literal(value: object) -> str:
-    """The repr of a value, not more of a long text than is shown."""
-    if isinstance(value, str):
-        return repr(shorten(value, _VALUE_WIDTH))
-    return "None" if value is None else str(value)
+def _whole(value: object) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _short(value: object) -> str:
+    """The repr of a value, not more of a long one than is shown."""
+    short = shorten(value, _VALUE_WIDTH) if isinstance(value, str) else value
+    return shorten(_whole(short), _VALUE_WIDTH)
 
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:
     rows = [[clean(row.name), clean(row.class_name)] for row in listing.objects]
-    return table(["object", "class"], rows, look)
+    return table(["name" if look.fmt else "object", "class"], rows, look)

@@ -15,6 +15,9 @@ __all__ = ["shown_lines"]
 
 def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
     """One value, tensor, object or container."""
+    if look.fmt:
+        yield from _as_table(shown, look)
+        return
     if isinstance(shown, ShownValue):
         # The value itself and nothing else, for $(ckptool show FILE epoch).
         yield clean_lines(shown.value) if isinstance(shown.value, str) else str(shown.value)
@@ -27,6 +30,18 @@ def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
     elif isinstance(shown, ShownContainer):
         yield _length(shown)
         yield from _entries(shown.entries, look)
+
+
+def _as_table(shown: Shown, look: Look) -> Iterator[str]:
+    """What it holds, a row each; of a value itself, of a tensor its facts."""
+    if isinstance(shown, ShownContainer):
+        return _entries(shown.entries, look)
+    if isinstance(shown, ShownObject):
+        return _entries((*shown.attributes, *shown.items), look, "attribute or item")
+    skipped = ("schema", "file", "path")
+    facts = {key: fact for key, fact in shown.to_dict().items() if key not in skipped}
+    rows = [[key, clean(str(fact))] for key, fact in facts.items()]
+    return table(["fact", "value"], rows, look)
 
 
 def _length(shown: ShownContainer) -> str:
@@ -66,5 +81,5 @@ def _object(shown: ShownObject, look: Look) -> Iterator[str]:
 
 def _entries(entries: Iterable[tuple[str, str]], look: Look, heading: str = "key") -> Iterator[str]:
     rows = [[clean(key), clean(text)] for key, text in entries]
-    if rows:
-        yield from table([heading, ""], rows, look, flexible=1)
+    if rows or look.fmt:
+        yield from table([heading, "value" if look.fmt else ""], rows, look, flexible=1)

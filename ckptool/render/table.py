@@ -1,13 +1,16 @@
-"""Rows as a table: drawn by tabulate up to some thousands, then fixed columns that stream."""
+"""Rows as a table: drawn by tabulate up to some thousands, then fixed columns that stream.
+
+Where a format is asked for (`Look.fmt`) it is drawn in that one, whatever its size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptool.render.terminal import Look
 from ckptool.render.text import shorten
 
-__all__ = ["table"]
+__all__ = ["apart", "table"]
 
 MOST_DRAWN = 2000
 _GAP = 2
@@ -27,7 +30,14 @@ def table(
 
     `right` are the columns aligned to the right; `flexible` is the one whose cells are shortened
     where the rows would be wider than the terminal.
+
+    Raises:
+        UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
+    if look.fmt:
+        from ckptool.render.table_formats import formatted
+
+        return formatted(headers, rows, look.fmt, frozenset(right))
     widths = [
         max(len(header), max((len(row[column]) for row in rows), default=0))
         for column, header in enumerate(headers)
@@ -41,6 +51,17 @@ def table(
     if len(rows) > MOST_DRAWN or max(fitted) > _WIDEST:
         return _streamed(headers, rows, [min(w, _WIDEST) for w in fitted], right, look)
     return _drawn(headers, rows, right, look)
+
+
+def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The lines of several tables or paragraphs, an empty line between them; empty ones go."""
+    begun = False
+    for block in blocks:
+        for number, line in enumerate(block):
+            if begun and number == 0:
+                yield ""
+            begun = True
+            yield line
 
 
 def _fit(widths: list[int], available: int | None, flexible: int) -> list[int]:

@@ -11,10 +11,14 @@ __all__ = ["PLAIN", "Look", "look_of"]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to draw: `width` in characters (None: as wide as it gets), `colour` with ANSI codes."""
+    """How to draw: `width` in characters (None: as wide as it gets), `colour` with ANSI codes.
+
+    With `fmt`, a format of `table_formats`, what is drawn is the tables alone.
+    """
 
     width: int | None = None
     colour: bool = False
+    fmt: str | None = None
 
     def bold(self, text: str) -> str:
         """A heading."""
