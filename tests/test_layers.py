@@ -13,6 +13,7 @@ ROOMS = [
     "limits",
     "dtypes",
     "files",
+    "nodes",
     "model",
     "modules",
     "checkpoint",
