@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.inspection.listing import Listing, TensorRow
+from ckptool.inspection.patterns import ranges
 
 __all__ = ["TreeNode", "tree"]
 
@@ -113,7 +114,7 @@ def _merged(nodes: list[TreeNode]) -> TreeNode:
     if times == 1:
         return first
     return TreeNode(
-        _ranges([node.label for node in nodes]),
+        ranges(int(node.label) for node in nodes),
         tensors=sum(node.tensors for node in nodes),
         elements=sum(node.elements for node in nodes),
         nbytes=sum(node.nbytes for node in nodes),
@@ -121,14 +122,3 @@ def _merged(nodes: list[TreeNode]) -> TreeNode:
         tensor=first.tensor,
         children=first.children,
     )
-
-
-def _ranges(labels: list[str]) -> str:
-    """`{0..3,8}` for 0, 1, 2, 3 and 8."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(int(label) for label in labels):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs) + "}"
