@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ckptool.statedict import Section
     from ckptool.writing import Receipt
 
-__all__ = ["Change", "Checkpoint", "Details", "Report"]
+__all__ = ["TORCH_REFUSES", "Change", "Checkpoint", "Details", "Report"]
+
+TORCH_REFUSES = "torch refuses this file because"
+"""How a note of a reader begins that says why `torch.load` does not open what ckptool does."""
 
 
 @dataclass(frozen=True, slots=True)

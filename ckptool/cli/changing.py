@@ -9,11 +9,11 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import print_document, say
 from ckptool.cli.options import Target
 from ckptool.cli.progress import Progress
-from ckptool.cli.targets import default_target
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import SHARD_FORMATS, open_checkpoint
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
+from ckptool.writing.naming import default_target
 
 __all__ = ["write_changed"]
 

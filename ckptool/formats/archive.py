@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptool.checkpoint import TORCH_REFUSES
 from ckptool.errors import CorruptFile, FileDenied, FileMissing, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.inflated import refuse_bomb
@@ -108,7 +109,7 @@ def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
     shown = ", ".join(repr(name) for name in foreign[:3])
     more = f" and {len(foreign) - 3:,} more" if len(foreign) > 3 else ""
     return (
-        f"torch refuses this file because {shown}{more} "
+        f"{TORCH_REFUSES} {shown}{more} "
         f"{'stand' if len(foreign) > 1 else 'stands'} outside the folder {folder!r}",
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import read_text
 from ckptool.formats.base import Archive, EditPlan, Probe, Record, WritePlan
@@ -226,12 +226,12 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
 def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[str]:
     records = archive.records
     if is_zip and not archive.folder:
-        yield "torch refuses this file because its records do not stand in a folder"
+        yield f"{TORCH_REFUSES} its records do not stand in a folder"
     version = contents.facts.get("version")
     if is_zip and version is None and contents.storages.find(".data/version") is None:
-        yield "torch refuses this file because it has no record 'version'"
+        yield f"{TORCH_REFUSES} it has no record 'version'"
     elif version is not None and not is_known_version(version):
-        yield f"torch refuses this file because its version is {version!r}, not between 1 and 10"
+        yield f"{TORCH_REFUSES} its version is {version!r}, not between 1 and 10"
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
         yield (

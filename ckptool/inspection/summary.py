@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.dtypes import BY_NAME, PACKED
-from ckptool.files import MemorySource
 from ckptool.inspection.advice import Needs, choice_notes, load_commands, waste_notes
-from ckptool.inspection.listing import tie_key
+from ckptool.inspection.obstacles import layout_blockers, restored_devices
+from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
-from ckptool.model import Path, Storage, StorageRef, TensorRef
-from ckptool.paths import everything, name_of, walk
+from ckptool.model import Path, TensorRef
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
-from ckptool.transforms.places import place_of
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 
@@ -33,15 +29,6 @@ BUFFER_NAMES = frozenset(
     }
 )
 """Last name parts that are buffers, not parameters, where the file does not say which is which."""
-
-_REFUSED_FORMATS = {
-    "torch-tar": "the tar format of torch 0.1 is refused",
-    "pickle": "it is a bare pickle, which torch.load does not open",
-    "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
-    "pt2": "it is a torch.export archive, which needs torch.export.load",
-    "safetensors-sharded": "it is in shards, each of which is loaded by itself",
-    "torch-sharded": "it is in shards, each of which torch.load opens by itself",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +126,12 @@ def info(checkpoint: Checkpoint) -> Info:
     Raises:
         LimitExceeded: the tree is nested deeper than a real checkpoint.
     """
-    leaves = [(path, leaf) for path, leaf in walk(checkpoint.root)]
-    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
+    tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
-    held, reached = _storage_use(checkpoint.root)
-    layout, objects = tuple(_layout_blockers(checkpoint)), blockers(checkpoint.root)
-    needs = _needs(
-        checkpoint, sections, leaves, rewrite=bool(layout), objects_in_the_way=bool(objects)
-    )
+    held, reached = storage_use(checkpoint.root)
+    layout, objects = tuple(layout_blockers(checkpoint)), blockers(checkpoint.root)
+    needs = _needs(checkpoint, sections, rewrite=bool(layout), objects_in_the_way=bool(objects))
     return Info(
         file=checkpoint.path,
         format=checkpoint.format,
@@ -164,7 +148,7 @@ def info(checkpoint: Checkpoint) -> Info:
         storage_bytes=details.storage_bytes,
         reachable_bytes=reached,
         dead_bytes=details.dead_bytes,
-        ties=tuple(_ties(tensors)),
+        ties=tuple(ties(tensors)),
         notes=(
             *details.notes,
             *details.left_behind,
@@ -179,24 +163,16 @@ def info(checkpoint: Checkpoint) -> Info:
 
 def _section_info(section: Section) -> SectionInfo:
     tensors = section.tensors()
-    distinct = _distinct(tensors)
+    once = distinct(tensors)
     return SectionInfo(
         path=json_path(section.path),
         name=section.name,
         kind=section.kind,
         wrappers=section.wrappers,
         tensors=len(tensors),
-        parameters=_parameters(section.kind, distinct),
-        nbytes=sum(tensor.nbytes for _, tensor in distinct),
+        parameters=_parameters(section.kind, once),
+        nbytes=sum(tensor.nbytes for _, tensor in once),
     )
-
-
-def _distinct(tensors: list[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
-    """The first name of each tie."""
-    seen: dict[Any, tuple[Path, TensorRef]] = {}
-    for path, tensor in tensors:
-        seen.setdefault(tie_key(tensor) or path, (path, tensor))
-    return list(seen.values())
 
 
 def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
@@ -211,48 +187,15 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
     )
 
 
-def _ties(tensors: Iterable[tuple[Path, TensorRef]]) -> Iterator[tuple[str, ...]]:
-    """Groups of names for one tensor: same storage, offset, shape, stride and dtype."""
-    groups: dict[Any, list[str]] = {}
-    for path, tensor in tensors:
-        key = tie_key(tensor)
-        if key is not None:
-            groups.setdefault(key, []).append(name_of(path))
-    return (tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def _layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
-    """Reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
-    if os.path.isdir(checkpoint.path):
-        yield "it is a folder, which torch.load does not open"
-    if checkpoint.format in _REFUSED_FORMATS:
-        yield _REFUSED_FORMATS[checkpoint.format]
-    if checkpoint.format == "torch-legacy":
-        yield from _legacy_blockers(checkpoint)
-    if checkpoint.details.opcodes:
-        yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
-
-
 def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
     for section in sections:
         for text in section.unread:
             yield f"a state dict made of this would lack {text}"
 
 
-def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
-    protocol = checkpoint.details.protocol
-    if protocol not in (2, 3) and not checkpoint.details.opcodes:
-        yield f"pickle protocol {protocol}"  # the pickles before and behind the object have it too
-    dtypes = dict.fromkeys(ref.dtype for _, ref in checkpoint.tensors())
-    untyped = [name for name in dtypes if BY_NAME[name].storage is None]
-    if untyped:
-        yield f"no torch loads {', '.join(untyped)} from a legacy stream"
-
-
 def _needs(
     checkpoint: Checkpoint,
     sections: tuple[Section, ...],
-    leaves: list[tuple[Path, Any]],
     *,
     rewrite: bool,
     objects_in_the_way: bool,
@@ -262,49 +205,10 @@ def _needs(
     alone = objects_in_the_way and any(not blockers(dict(model.node)) for model in models)
     return Needs(
         file=checkpoint.path,
-        devices=tuple(dict.fromkeys(_restored_devices(leaves))),
+        devices=restored_devices(checkpoint.root),
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,
         model_only=alone,
         plain=objects_in_the_way and not models,
         choices=tuple(model.name for model in models) if len(models) > 1 else (),
     )
-
-
-def _restored_devices(leaves: Iterable[tuple[Path, Any]]) -> Iterator[str]:
-    """The tags of all tensors and storages: those that `torch.load` must find a device for."""
-    for _, leaf in leaves:
-        if isinstance(leaf, TensorRef):
-            yield leaf.device
-        elif isinstance(leaf, StorageRef):
-            yield leaf.storage.device
-
-
-def _storage_use(root: Any) -> tuple[int, int]:
-    """Bytes of the storages that the tree has, and those of them that tensors reach.
-
-    A tensor reaches from its first to its last element; what several reach counts once. Payloads
-    that lie inside the pickle are left out.
-    """
-    extents: dict[Storage, list[tuple[int, int]]] = {}
-    for node in everything(root):
-        if isinstance(node, StorageRef):
-            extents.setdefault(node.storage, []).append((0, node.storage.nbytes))
-        elif isinstance(node, TensorRef) and node.storage is not None:
-            whole = node.dtype in PACKED
-            extent = (0, node.storage.nbytes) if whole else place_of(node).extent
-            extents.setdefault(node.storage, []).append(extent)
-    in_file = {
-        storage: spans
-        for storage, spans in extents.items()
-        if storage.data is not None and not isinstance(storage.data.source, MemorySource)
-    }
-    return sum(storage.nbytes for storage in in_file), sum(map(_union, in_file.values()))
-
-
-def _union(spans: list[tuple[int, int]]) -> int:
-    total, reached = 0, 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

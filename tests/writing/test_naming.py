@@ -2,8 +2,8 @@
 
 import pytest
 
-from ckptool.cli.targets import default_target
 from ckptool.errors import UsageError
+from ckptool.writing.naming import default_target
 
 
 @pytest.mark.parametrize(
