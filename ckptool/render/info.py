@@ -9,11 +9,12 @@ from ckptool.render.table import table
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, count, shorten, size
 
-__all__ = ["info_lines"]
+__all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
 
 _INDENT = 14
 _MOST_LISTED = 8
-_NAMELESS = {"values": "(beside them)"}
+NAMELESS = {"values": "(beside them)"}
+"""What a section without a name of its own is called, by its kind; else `(the whole file)`."""
 _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
@@ -26,10 +27,10 @@ def info_lines(info: Info, look: Look) -> Iterator[str]:
         yield from _sections(info.sections, look)
         return
     yield look.bold(clean(info.file))
-    yield _fact("format", _format(info))
-    yield _fact("size", _size(info))
-    yield _fact("devices", _counts(info.devices))
-    yield _fact("dtypes", _counts(info.dtypes))
+    yield _fact("format", format_text(info))
+    yield _fact("size", size_text(info))
+    yield _fact("devices", counts_text(info.devices))
+    yield _fact("dtypes", counts_text(info.dtypes))
     if info.ties:
         yield _fact("ties", _few([" = ".join(names) for names in info.ties], "; ", 3))
     yield _fact("weights_only", "accepts it" if info.weights_only else "refuses it:")
@@ -54,7 +55,8 @@ def _items(texts: tuple[str, ...]) -> Iterator[str]:
         yield f"{'':<{_INDENT}}and {count(len(texts) - _MOST_LISTED)} more"
 
 
-def _format(info: Info) -> str:
+def format_text(info: Info) -> str:
+    """The format, who wrote it, and what pickle is in it."""
     parts = [info.format]
     if info.writer:
         parts.append(f"written by {info.writer}")
@@ -67,7 +69,8 @@ def _format(info: Info) -> str:
     return clean(", ".join(parts))
 
 
-def _size(info: Info) -> str:
+def size_text(info: Info) -> str:
+    """Bytes on disk, and what they are."""
     text = f"{size(info.size)} on disk, {size(info.storage_bytes)} in storages"
     unreached = info.storage_bytes - info.reachable_bytes
     if unreached > 0:
@@ -77,7 +80,8 @@ def _size(info: Info) -> str:
     return text
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def counts_text(counts: Mapping[str, int]) -> str:
+    """`cuda:0 (14), cpu (2)`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return _few([f"{name} ({count(number)})" for name, number in ordered], ", ", 10) or "none"
 
@@ -90,7 +94,7 @@ def _few(texts: list[str], between: str, most: int) -> str:
 def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
     rows = [
         [
-            clean(section.name) or _NAMELESS.get(section.kind, "(the whole file)"),
+            clean(section.name) or NAMELESS.get(section.kind, "(the whole file)"),
             section.kind,
             count(section.tensors) if section.tensors else "",
             count(section.parameters) if section.parameters else "",
