@@ -198,6 +198,13 @@ class TensorRef:
         return self.is_contiguous and not self.flags and not swapped
 
     @property
+    def unrepeated(self) -> TensorRef:
+        """The same elements, those that a stride of zero repeats only once."""
+        axes = zip(self.shape, self.stride, strict=True)
+        shape = tuple(1 if size and not step else size for size, step in axes)
+        return self if shape == self.shape else replace(self, shape=shape)
+
+    @property
     def is_parameter(self) -> bool:
         """Whether torch would make a `Parameter` of it."""
         return any(layer.kind != "type" for layer in self.wrapping)

@@ -154,7 +154,7 @@ def _tensor(
     head: tuple[Any, ...] = ()
     spans = None
     if tensor.has_content:
-        once = _without_repetition(tensor)
+        once = tensor.unrepeated
         repeated.add(path, once)
         head = _head(tensor, count)
         spans = statistics(tensor.dtype, _told(once, progress))
@@ -163,13 +163,6 @@ def _tensor(
     row = tensor_row(path, tensor, StorageNames())
     parts = tuple((str(key), summarise(part)) for key, part in (tensor.parts or {}).items())
     return ShownTensor(file, row.path, row.name, row, head, spans, parts)
-
-
-def _without_repetition(tensor: TensorRef) -> TensorRef:
-    """The same elements, those that a stride of zero repeats only once."""
-    axes = zip(tensor.shape, tensor.stride, strict=True)
-    shape = tuple(1 if size and not step else size for size, step in axes)
-    return replace(tensor, shape=shape)
 
 
 def _times(spans: Statistics, factor: int) -> Statistics:

@@ -17,6 +17,7 @@ from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
 from ckptool.tensors.cast_kernel import CHUNK, chunks
 from ckptool.tensors.casting import checked
+from ckptool.tensors.element_buffer import ElementBuffer
 from ckptool.tensors.floats import FLOATS, SATURATES
 from ckptool.tensors.runtime import require_torch, torch_dtype
 
@@ -165,10 +166,7 @@ class _Kernel:
         self._others = any(source != target for source in sources)
         self._widest = any(source in ("float64", "complex128") for source in sources)
         wide = torch.complex128 if target.startswith("complex") else torch.float64
-        self._raw: dict[str, tuple[bytearray, torch.Tensor]] = {}
-        for name in sources:
-            raw = bytearray(CHUNK * BY_NAME[name].itemsize)
-            self._raw[name] = raw, torch.frombuffer(raw, dtype=torch_dtype(name))
+        self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
         self._sum = torch.empty(CHUNK, dtype=wide)
@@ -196,7 +194,7 @@ class _Kernel:
         total, following = self._sum[:count], self._next[:count]
         for at, run in enumerate(runs):
             part = following if at else total  # a sum that begins with 0.0 has no -0.0
-            part.copy_(self._read(run, start, count))
+            part.copy_(self._buffers[run.dtype].read(run, start, count))
             if scale != 1.0:
                 _real(part).mul_(scale)
             if at:
@@ -221,18 +219,6 @@ class _Kernel:
             over |= mean < 0
         if bool(over.any()):
             raise OverflowError(f"{float(mean[over].abs().max()):.5g}")
-
-    def _read(self, run: Elements, start: int, count: int) -> torch.Tensor:
-        """Elements of one file, in this machine's byte order."""
-        import torch
-
-        raw, elements = self._raw[run.dtype]
-        size, swap = BY_NAME[run.dtype].itemsize, BY_NAME[run.dtype].swap_size
-        run.data.read_into(memoryview(raw)[: count * size], start * size)
-        if run.byteorder != sys.byteorder and swap > 1:
-            rows = elements[:count].view(torch.uint8).view(-1, swap)
-            rows.copy_(rows.flip(1))
-        return elements[:count]
 
 
 def _real(elements: torch.Tensor) -> torch.Tensor:
