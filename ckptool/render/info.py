@@ -104,7 +104,7 @@ def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
         for section in sections
     ]
     headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
-    return table(headers, rows, look, right={2, 3, 4})
+    return table(headers, rows, look, right={2, 3, 4}, flexible=(0, 5))
 
 
 def _commands(info: Info, look: Look) -> Iterator[str]:

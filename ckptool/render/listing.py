@@ -58,7 +58,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
             cells.insert(5, row.sha256 or "-")
     if not any(cells[-1] for cells in rows):
         headers, rows = headers[:-1], [cells[:-1] for cells in rows]
-    return table(headers, rows, look, right={4})
+    return table(headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))))
 
 
 def _marks(row: TensorRow) -> str:
@@ -75,7 +75,7 @@ def _values(listing: Listing, look: Look) -> Iterator[str]:
         rows = [[clean(row.name), row.type, clean(_whole(row.value))] for row in listing.values]
         return table(["name", "type", "value"], rows, look)
     rows = [[clean(row.name), row.type, clean(_short(row.value))] for row in listing.values]
-    return table(["value", "type", ""], rows, look)
+    return table(["value", "type", ""], rows, look, flexible=(0, 2))
 
 
 def _whole(value: object) -> str:
@@ -90,4 +90,4 @@ def _short(value: object) -> str:
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:
     rows = [[clean(row.name), clean(row.class_name)] for row in listing.objects]
-    return table(["name" if look.fmt else "object", "class"], rows, look)
+    return table(["name" if look.fmt else "object", "class"], rows, look, flexible=(0, 1))

@@ -82,4 +82,4 @@ def _object(shown: ShownObject, look: Look) -> Iterator[str]:
 def _entries(entries: Iterable[tuple[str, str]], look: Look, heading: str = "key") -> Iterator[str]:
     rows = [[clean(key), clean(text)] for key, text in entries]
     if rows or look.fmt:
-        yield from table([heading, "value" if look.fmt else ""], rows, look, flexible=1)
+        yield from table([heading, "value" if look.fmt else ""], rows, look, flexible=(0, 1))

@@ -6,6 +6,7 @@ Where a format is asked for (`Look.fmt`) it is drawn in that one, whatever its s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from ckptool.render.terminal import Look
 from ckptool.render.text import shorten
@@ -15,6 +16,7 @@ __all__ = ["apart", "table"]
 MOST_DRAWN = 2000
 _GAP = 2
 _NARROWEST = 12
+_READABLE = 24  # what a flexible column should have before others are left out for it
 _WIDEST = 160  # what rows are padded to: one long name must not cost every row its length
 
 
@@ -24,12 +26,14 @@ def table(
     look: Look,
     *,
     right: frozenset[int] | set[int] = frozenset(),
-    flexible: int = 0,
+    flexible: int | Sequence[int] = 0,
+    spare: Sequence[int] = (),
 ) -> Iterator[str]:
     """The lines of a table; cells are clean already.
 
-    `right` are the columns aligned to the right; `flexible` is the one whose cells are shortened
-    where the rows would be wider than the terminal.
+    `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
+    the `spare` columns are left out one by one until the `flexible` ones need little shortening,
+    and a last line names them; then the cells of the flexible ones are shortened.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
@@ -42,11 +46,57 @@ def table(
         max(len(header), max((len(row[column]) for row in rows), default=0))
         for column, header in enumerate(headers)
     ]
+    bending = (flexible,) if isinstance(flexible, int) else tuple(flexible)
+    left_out = _left_out(widths, look.width, bending, spare)
+    if not left_out:
+        return _fitted(headers, rows, widths, look, frozenset(right), bending)
+    kept = [column for column in range(len(headers)) if column not in left_out]
+    new = {column: number for number, column in enumerate(kept)}
+    lines = _fitted(
+        [headers[column] for column in kept],
+        [[row[column] for column in kept] for row in rows],
+        [widths[column] for column in kept],
+        look,
+        frozenset(new[column] for column in right if column in new),
+        tuple(new[column] for column in bending if column in new),
+    )
+    return chain(lines, _not_shown([headers[column] for column in left_out], look))
+
+
+def _left_out(
+    widths: Sequence[int], available: int | None, flexible: Sequence[int], spare: Sequence[int]
+) -> Sequence[int]:
+    """The first of the spare columns, as many as must go."""
+    least = [
+        min(width, _READABLE) if column in flexible else width
+        for column, width in enumerate(widths)
+    ]
+    excess = sum(least) + _GAP * (len(widths) - 1) - (available or 1 << 30)
+    for number, column in enumerate(spare):
+        if excess <= 0:
+            return spare[:number]
+        excess -= least[column] + _GAP
+    return spare
+
+
+def _not_shown(headers: Sequence[str], look: Look) -> Iterator[str]:
+    named = f"(a wider terminal shows {', '.join(filter(None, headers))})"
+    yield look.faint(shorten(named, look.width or len(named)))
+
+
+def _fitted(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    look: Look,
+    right: frozenset[int],
+    flexible: Sequence[int],
+) -> Iterator[str]:
+    """The lines of a table whose flexible cells are shortened to the width of the terminal."""
     fitted = _fit(widths, look.width, flexible)
-    if fitted[flexible] < widths[flexible]:
+    if fitted != list(widths):
         rows = [
-            [*row[:flexible], shorten(row[flexible], fitted[flexible]), *row[flexible + 1 :]]
-            for row in rows
+            [shorten(cell, width) for cell, width in zip(row, fitted, strict=True)] for row in rows
         ]
     if len(rows) > MOST_DRAWN or max(fitted) > _WIDEST:
         return _streamed(headers, rows, [min(w, _WIDEST) for w in fitted], right, look)
@@ -64,19 +114,24 @@ def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
             yield line
 
 
-def _fit(widths: list[int], available: int | None, flexible: int) -> list[int]:
+def _fit(widths: Sequence[int], available: int | None, flexible: Sequence[int]) -> list[int]:
+    """The widths with the flexible columns narrowed, the widest of them first."""
+    fitted = list(widths)
     excess = sum(widths) + _GAP * (len(widths) - 1) - (available or 1 << 30)
     if excess <= 0:
-        return widths
-    fitted = list(widths)
-    fitted[flexible] = max(min(_NARROWEST, widths[flexible]), widths[flexible] - excess)
+        return fitted
+    room = sum(widths[column] for column in flexible) - excess
+    for number, column in enumerate(sorted(flexible, key=lambda column: widths[column])):
+        share = room // (len(flexible) - number)
+        fitted[column] = min(widths[column], max(share, _NARROWEST))
+        room -= fitted[column]
     return fitted
 
 
 def _drawn(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
-    right: frozenset[int] | set[int],
+    right: frozenset[int],
     look: Look,
 ) -> Iterator[str]:
     import tabulate  # 50 ms: only where a table is drawn
@@ -97,7 +152,7 @@ def _streamed(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     widths: list[int],
-    right: frozenset[int] | set[int],
+    right: frozenset[int],
     look: Look,
 ) -> Iterator[str]:
     columns = (f"%{width}s" if n in right else f"%-{width}s" for n, width in enumerate(widths))

@@ -51,6 +51,27 @@ def test_rows_fit_the_terminal(count):
     assert "..." in found[1]
 
 
+def test_the_widest_of_several_flexible_columns_is_shortened_first():
+    rows = [["name" * 3, "x" * 100], ["n", "y"]]
+    found = lines(rows, Look(width=50), flexible=(0, 1))
+    assert max(map(len, found)) == 50
+    assert "namenamename" in found[1]
+
+
+def test_columns_that_can_be_spared_go_first_and_are_named():
+    headers = ["name", "a", "b", "c"]
+    rows = [["name" * 10, "1" * 10, "2" * 10, "3" * 10]]
+    wide = list(table(headers, rows, Look(width=76), spare=(2, 1)))
+    assert [len(wide), len(wide[1])] == [2, 76]
+    found = list(table(headers, rows, Look(width=50), right={3}, spare=(2, 1)))
+    assert found[0].split() == ["name", "a", "c"]
+    assert max(map(len, found)) <= 50
+    assert found[2] == "(a wider terminal shows b)"
+    least = list(table(headers, rows, Look(width=30), spare=(2, 1)))
+    assert least[0].split() == ["name", "c"]
+    assert least[2] == "(a wider terminal shows b, a)"
+
+
 def test_a_terminal_too_narrow_still_shows_something():
     assert all("..." in line for line in lines([["name" * 30, "10 B"]], Look(width=5))[1:])
 
