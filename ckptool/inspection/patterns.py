@@ -29,6 +29,8 @@ class Family:
 
     label: str
     names: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """As which of all the names each one came, counted from 0."""
 
 
 def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
@@ -47,9 +49,9 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
     for (_, texts), group in groups.items():
         for box in _boxes(list(group)):
             members = sorted(member for place in product(*box) for member in group[place])
-            family = Family(_label(texts, box), tuple(name for _, name in members))
-            found.append((members[0][0], family))
-    return [family for _, family in sorted(found, key=lambda item: item[0])]
+            numbers, folded = zip(*members, strict=True)
+            found.append(Family(_label(texts, box), folded, numbers))
+    return sorted(found, key=lambda family: family.numbers[0])
 
 
 def ranges(numbers: Iterable[int]) -> str:
