@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         add_module,
         average,
         convert,
+        diff,
         info,
         list_tensors,
         open,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptool.files.recovery import Recovery
+    from ckptool.inspection import Diff
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "add_module", "average", "convert", "info", "list_tensors", "open", "recover", "remap",
-        "rename", "strip_module",
+        "add_module", "average", "convert", "diff", "info", "list_tensors", "open", "recover",
+        "remap", "rename", "strip_module",
     ),
     "checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
@@ -77,6 +79,7 @@ _HOMES = {
         "WriteDenied", "WriteError",
     ),
     "files.recovery": ("Recovery",),
+    "inspection": ("Diff",),
     "limits": ("Limits",),
     "loading": ("load", "load_state_dict"),
     "model": ("Opaque", "Storage", "TensorRef"),
@@ -93,6 +96,7 @@ __all__ = [
     "CorruptFile",
     "Details",
     "DeviceError",
+    "Diff",
     "FileBusy",
     "FileDenied",
     "FileMissing",
@@ -121,6 +125,7 @@ __all__ = [
     "add_module",
     "average",
     "convert",
+    "diff",
     "info",
     "list_tensors",
     "load",

@@ -13,15 +13,16 @@ from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import Info, Listing
+from ckptool.inspection import Diff, Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.transforms import Rule
+from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
 
 __all__ = [
     "add_module",
     "average",
     "convert",
+    "diff",
     "info",
     "list_tensors",
     "open",
@@ -78,6 +79,44 @@ def list_tensors(source: Source, *, hash: bool = False) -> Listing:
     """
     with _opened(source) as checkpoint:
         return inspection.list_tensors(checkpoint, hash=hash)
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    rules: Iterable[str | Rule] = (),
+    key: Any = None,
+    strict_names: bool = False,
+    **options: Any,
+) -> Diff:
+    """Two checkpoints of any formats compared: what only one has, what changed, and how much.
+
+    Names are compared without wrapper components, tensors by their bytes, and where those differ by
+    value. Device tags and requires_grad are told of, and count with `strict` only.
+
+    Args:
+        a: A path, or a checkpoint that is open.
+        b: The other.
+        rules: `REGEX=>REPL` each: what makes of the names of `a` those of `b`.
+        key: An address: only what stands there in either.
+        strict_names: Compare names with their wrapper components.
+        options: As `inspection.diffing.diff`: `structure`, `quick`, `strict`, `atol`, `rtol`,
+            `equal_nan`, `max_diffs`, `progress`.
+
+    Raises:
+        UnreadableFile: a path cannot be opened as a checkpoint, or bytes cannot be read.
+        NameCollision: two entries of one file would be compared under one name.
+        NotFound: there is nothing at `key`.
+        UsageError: a rule that is none, or options that do not fit together.
+    """
+    if isinstance(rules, str):
+        raise UsageError(f"a list of rules is wanted, not {rules!r}", hint=f"[{rules!r}]")
+    made = [regex_rule(rule) if isinstance(rule, str) else rule for rule in rules]
+    with _opened(a) as one, _opened(b) as other:
+        return inspection.diff(
+            one, other, rules=made, key=key, strict_names=strict_names, **options
+        )
 
 
 def average(

@@ -11,19 +11,26 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.inspection.closeup import Shown, show
+    from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+    from ckptool.inspection.diffing import diff
     from ckptool.inspection.folding import TreeNode, tree
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
     from ckptool.inspection.summary import Info, SectionInfo, info
 
 __all__ = [
+    "Changed",
+    "Diff",
     "Info",
     "Listing",
     "ObjectRow",
+    "Renamed",
     "SectionInfo",
     "Shown",
+    "Side",
     "TensorRow",
     "TreeNode",
     "ValueRow",
+    "diff",
     "info",
     "list_tensors",
     "show",
@@ -32,6 +39,8 @@ __all__ = [
 
 _HOMES = {
     "closeup": ("Shown", "show"),
+    "diff_result": ("Changed", "Diff", "Renamed", "Side"),
+    "diffing": ("diff",),
     "folding": ("TreeNode", "tree"),
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "summary": ("Info", "SectionInfo", "info"),

@@ -1,0 +1,283 @@
+"""Two checkpoints side by side: which entry of one stands for which of the other.
+
+Sections are paired first: by path, else the only one of its sort on either side (a state dict
+below `state_dict` and a flat file). Inside a pair entries are held against each other by name,
+wrapper components off; what no section holds, by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.inspection.common_names import NameUse, SideNames
+from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
+from ckptool.inspection.diff_scope import Scope, in_scope, scopes
+from ckptool.inspection.equality import difference
+from ckptool.model import Opaque, OrderedMap, Path
+from ckptool.modules import is_module
+from ckptool.paths import listed, name_of, printable
+from ckptool.statedict import MODEL_KINDS, Section, sections
+from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.unwrapping import unwrapped_modules
+
+__all__ = ["Alignment", "Entry", "Pair", "align"]
+
+_SORTS = {"state_dict": "model", "module": "model"}
+"""Kinds of section that may stand for each other; the others only for their own."""
+
+Couple = tuple[Section, Section]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What both have, and what only one has, in the order of the sections and of A."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[Entry, ...]
+    only_b: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+    """Sentences on what could not be decided, rules that matched nothing, and the like."""
+
+
+def align(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    strict_names: bool = False,
+    rules: Sequence[Rule] = (),
+    key: Any = None,
+) -> Alignment:
+    """Hold the entries of two checkpoints against each other, from their headers alone.
+
+    Args:
+        a: One of them; `rules` make of its names those of the other.
+        b: The other.
+        strict_names: Compare names as they are, with their wrapper components.
+        rules: Applied in order, after the wrappers are off.
+        key: An address (`paths.resolve`): only what stands there. Where one file is a flat state
+            dict and has no such address, all of it.
+
+    Raises:
+        NameCollision: two entries of one file would be compared under one name.
+        NotFound: there is nothing at `key`, or several things (`AmbiguousName`).
+        LimitExceeded: a tree is nested deeper, or mentioned more often, than real ones are.
+    """
+    found = scopes(a, b, key)
+    aligned = _Alignment(
+        found.a, found.b,
+        SideNames(a.path, strict_names, NameUse(rules)), SideNames(b.path, strict_names),
+    ).run()  # fmt: skip
+    return in_scope(found, aligned)
+
+
+@dataclass
+class _Alignment:
+    """One run: what is to be compared of either side, and what has been found so far."""
+
+    a: Scope
+    b: Scope
+    names_a: SideNames
+    names_b: SideNames
+    pairs: list[Pair] = field(default_factory=list)
+    only_a: list[Entry] = field(default_factory=list)
+    only_b: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> Alignment:
+        """All sections, models before the optimizers that hold their names."""
+        parts_a, parts_b = _parts(self.a.root), _parts(self.b.root)
+        couples = _coupled(parts_a, parts_b)
+        taken = {id(part) for couple in couples for part in couple}
+        renamed = self._models(couples, parts_a, parts_b, taken)
+        for one, other in couples:
+            self._couple(one, other, renamed)
+        rest = self._rest(parts_a, parts_b, taken, renamed)
+        left = [
+            [name_of(scope.base + part.path) or "the root" for part in _left(parts, "model", taken)]
+            for scope, parts in ((self.a, parts_a), (self.b, parts_b))
+        ]
+        self.notes.extend(_unpaired(left[0], left[1]))
+        self.notes.extend(_weights_alone(self.a, self.b, couples, rest))
+        self.notes.extend(self.names_a.use.idle())
+        return Alignment(
+            tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
+        )
+
+    def _models(
+        self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
+    ) -> dict[int, dict[str, str]]:
+        """How the names of every section change, by the section's identity."""
+        renamed: dict[int, dict[str, str]] = {}
+        for one, other in couples:
+            if one.kind in MODEL_KINDS:
+                stripped = self._stripped(one, other)
+                renamed[id(one)] = self.names_a.settle(one, stripped[0])
+                renamed[id(other)] = self.names_b.settle(other, stripped[1])
+        for names, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
+            for part in parts:
+                if part.kind in MODEL_KINDS and id(part) not in taken:
+                    renamed[id(part)] = names.settle(part, names.stripped(part))
+            for part in parts:
+                if part.kind == "optimizer":
+                    renamed[id(part)] = names.optimizer(part)
+        return renamed
+
+    def _stripped(self, one: Section, other: Section) -> tuple[dict[str, str], dict[str, str]]:
+        """Wrapper components off both, unless more names agree where one or both stay as they are.
+
+        They do where a layer is called `module` by its author, and one file has nothing else.
+        """
+        mine, others = self.names_a.stripped(one), self.names_b.stripped(other)
+        ways = [(mine, others), (mine, {}), ({}, others), ({}, {})]
+        return max(ways, key=lambda way: _common(one, way[0], other, way[1]))
+
+    def _couple(self, one: Section, other: Section, renamed: dict[int, dict[str, str]]) -> None:
+        here, there = self.a.base + one.path, self.b.base + other.path
+        before = here if here == there else ()
+        if here != there and one.path == other.path:
+            before = one.path
+        a, b = (
+            _region(part, base, renamed.get(id(part), {}))
+            for part, base in ((one, here), (other, there))
+        )
+        self._take(a, b, lambda key: name_of(before + key))
+        if isinstance(one.holder, Opaque) and isinstance(other.holder, Opaque):
+            name = name_of(before or here)
+            holders = _bare(one.holder), _bare(other.holder)
+            self.pairs.append(
+                Pair(name, Entry(name, here, holders[0]), Entry(name, there, holders[1]))
+            )
+        self._metadata(one, other, name_of(here))
+
+    def _rest(
+        self,
+        parts_a: list[Section],
+        parts_b: list[Section],
+        taken: set[int],
+        renamed: dict[int, dict[str, str]],
+    ) -> bool:
+        """Values, and sections that nothing stands against: by path; whether there are any."""
+        pools = []
+        for scope, parts in ((self.a, parts_a), (self.b, parts_b)):
+            pool = Region()
+            pool.fill(scope.root, scope.base, skip=frozenset(part.path for part in parts))
+            for part in parts:
+                if id(part) not in taken:
+                    _fill(pool, part, scope.base + part.path, renamed.get(id(part), {}), part.path)
+            pools.append(pool)
+        before = self.a.base if self.a.base == self.b.base else ()
+        self._take(pools[0], pools[1], lambda key: name_of(before + key))
+        return any(pool.leaves for pool in pools)
+
+    def _take(self, a: Region, b: Region, named: Callable[[Path], str]) -> None:
+        pairs, only_a, only_b = pair_regions(a, b, named)
+        self.pairs.extend(pairs)
+        self.only_a.extend(only_a)
+        self.only_b.extend(only_b)
+
+    def _metadata(self, one: Section, other: Section, name: str) -> None:
+        """Note where two state dicts differ in the versions of their modules alone."""
+        mine, others = (_versions(part.node) for part in (one, other))
+        if mine is None or others is None or mine.keys() != others.keys():
+            return
+        where = difference(mine, others)
+        if where is not None:
+            place = f"{name}: " if name else ""
+            self.notes.append(f"{place}the versions in _metadata differ ({printable(where)})")
+
+
+def _parts(root: Any) -> list[Section]:
+    return [part for part in sections(root) if part.kind != "values"]
+
+
+def _coupled(parts_a: list[Section], parts_b: list[Section]) -> list[Couple]:
+    """Sections that stand for each other: of one path, else the only ones left of their sort."""
+    by_path = {(part.path, _sort(part)): part for part in parts_b}
+    couples = [
+        (part, by_path[part.path, _sort(part)])
+        for part in parts_a
+        if (part.path, _sort(part)) in by_path
+    ]
+    taken = {id(part) for couple in couples for part in couple}
+    for sort in dict.fromkeys(map(_sort, parts_a)):
+        left = [_left(parts, sort, taken) for parts in (parts_a, parts_b)]
+        if all(len({id(part.holder) for part in parts}) == 1 for parts in left):
+            couples.append((left[0][0], left[1][0]))
+    return couples
+
+
+def _left(parts: list[Section], sort: str, taken: set[int]) -> list[Section]:
+    return [part for part in parts if _sort(part) == sort and id(part) not in taken]
+
+
+def _sort(part: Section) -> str:
+    return _SORTS.get(part.kind, part.kind)
+
+
+def _region(part: Section, base: Path, renamed: dict[str, str]) -> Region:
+    region = Region()
+    _fill(region, part, base, renamed, ())
+    region.leaves.pop((), None)  # an object that is the section itself
+    region.containers.pop((), None)
+    return region
+
+
+def _fill(region: Region, part: Section, base: Path, renamed: dict[str, str], before: Path) -> None:
+    """Take what a section holds, under the names by which it is compared."""
+
+    def model(path: Path, leaf: Any) -> tuple[Path, Any]:
+        return ((renamed.get(path[0], path[0]), *path[1:]) if path else path), leaf
+
+    def optimizer(path: Path, leaf: Any) -> tuple[Path, Any]:
+        if path[:1] == ("state",) and len(path) > 1:
+            return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
+        named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
+        if named and isinstance(leaf, str):
+            return path, renamed.get(leaf, leaf)
+        return path, leaf
+
+    changed = (optimizer if part.kind == "optimizer" else model) if renamed else None
+    region.fill(part.holder, base, before=before, changed=changed)
+
+
+def _bare(holder: Opaque) -> Opaque:
+    """A pickled module without the pickled wrappers around it."""
+    if not is_module(holder):
+        return holder
+    instead = unwrapped_modules(holder).instead
+    while id(holder) in instead:
+        holder = instead[id(holder)]
+    return holder
+
+
+def _versions(node: Any) -> Any:
+    """`_metadata` of a state dict, where it says something."""
+    return (node.metadata or None) if isinstance(node, OrderedMap) else None
+
+
+def _common(one: Section, mine: dict[str, str], other: Section, others: dict[str, str]) -> int:
+    """How many names both have after these changes."""
+    names = {mine.get(name, name) for name in one.node}
+    return sum(others.get(name, name) in names for name in other.node)
+
+
+def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
+    """What to tell of state dicts, by address, that nothing stands against."""
+    if left_a and left_b:
+        yield (
+            f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: none of them is "
+            "compared, as nothing says which stands for which; --key chooses"
+        )
+
+
+def _weights_alone(a: Scope, b: Scope, couples: list[Couple], rest: bool) -> Iterator[str]:
+    """What to tell where one file is a state dict and the other holds more beside it."""
+    for one, other in couples:
+        if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path) and rest:
+            scope, part = (a, one) if one.path else (b, other)
+            whole, more = ("B", "A") if one.path else ("A", "B")
+            name = printable(name_of(scope.base + part.path))
+            yield f"{whole} is a state dict alone: --key {name} leaves out what else is in {more}"

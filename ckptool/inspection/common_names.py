@@ -1,0 +1,103 @@
+"""Names of two state dicts made comparable: wrapper components off, then the user's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ckptool.errors import NameCollision
+from ckptool.paths import printable
+from ckptool.statedict import Section, optimizer_names, wrapped_names
+from ckptool.transforms.name_rules import Rule
+from ckptool.wrappers import check_collisions, strip_names
+
+__all__ = ["NameUse", "SideNames"]
+
+Renamed = dict[str, str]
+"""Old name to new, of the names that change."""
+
+STRICT_HINT = "--strict-names compares the names as they are"
+RULES_HINT = "make the rules narrower"
+
+
+class NameUse:
+    """The rules, and which of them have matched a name."""
+
+    def __init__(self, rules: Iterable[Rule] = ()) -> None:
+        """Nothing has matched yet."""
+        self.rules = tuple(rules)
+        self._matched: set[int] = set()
+
+    def apply(self, name: str) -> str:
+        """The name after every rule, each applied to what the one before made of it."""
+        for at, rule in enumerate(self.rules):
+            new = rule.apply(name)
+            if new is not None:
+                self._matched.add(at)
+                name = new
+        return name
+
+    def idle(self) -> list[str]:
+        """A sentence for each rule that matched nothing."""
+        return [
+            f"{printable(rule.text)} matched no name"
+            for at, rule in enumerate(self.rules)
+            if at not in self._matched
+        ]
+
+
+@dataclass
+class SideNames:
+    """How the names of one checkpoint change for the comparison."""
+
+    file: str
+    strict: bool = False
+    use: NameUse = field(default_factory=NameUse)
+    _namings: list[tuple[frozenset[str], Renamed]] = field(default_factory=list)
+
+    def stripped(self, part: Section) -> Renamed:
+        """The wrapper components taken off the names of a model's section.
+
+        Raises:
+            NameCollision: two names would become one.
+        """
+        return {} if self.strict else self._strip(wrapped_names(part.node))
+
+    def settle(self, part: Section, stripped: Renamed) -> Renamed:
+        """The names of a model's section as they are compared, remembered for the optimizers.
+
+        Raises:
+            NameCollision: two entries would get one name.
+        """
+        names = [name for name in part.node if isinstance(name, str)]
+        renamed = self._ruled(names, stripped)
+        hint = RULES_HINT if self.use.rules else STRICT_HINT
+        where = printable(part.name) or "the root"
+        check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
+        self._namings.append((frozenset(names), renamed))
+        return renamed
+
+    def optimizer(self, part: Section) -> Renamed:
+        """The same of the names that an optimizer holds: as those of the model they belong to."""
+        own = optimizer_names(part.node)
+        wanted = frozenset(own)
+        namings = sorted(self._namings, key=lambda naming: -len(wanted & naming[0]))
+        if not namings or not wanted & namings[0][0]:
+            return self._ruled(own, {} if self.strict else self._strip(own))
+        renamed: Renamed = {}
+        for names, changed in namings:
+            for name in wanted & names - renamed.keys():
+                renamed[name] = changed.get(name, name)
+        return {name: new for name, new in renamed.items() if new != name}
+
+    def _strip(self, names: list[str]) -> Renamed:
+        try:
+            return strip_names(names).renamed
+        except NameCollision as error:
+            raise NameCollision(error.message, file=self.file or None, hint=STRICT_HINT) from error
+
+    def _ruled(self, names: Sequence[str], stripped: Renamed) -> Renamed:
+        if not self.use.rules:
+            return stripped
+        new = {name: self.use.apply(stripped.get(name, name)) for name in names}
+        return {name: to for name, to in new.items() if to != name}

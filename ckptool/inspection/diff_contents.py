@@ -1,0 +1,188 @@
+"""The elements of two tensors compared: by checksum or bytes first, by value where those differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import TorchMissing
+from ckptool.inspection.listing import RepeatedBytes, tie_key
+from ckptool.limits import Limits
+from ckptool.model import Path, TensorRef
+from ckptool.transforms.places import place_of
+
+if TYPE_CHECKING:
+    from ckptool.tensors.comparing import Comparer, Difference
+
+__all__ = ["Contents", "Meter", "Verdict", "is_whole", "same_by_checksum"]
+
+Progress = Callable[[int, int], None]
+
+
+class Meter:
+    """Bytes done and bytes in all, told as work goes on; one side is counted."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        """Nothing is done yet, nothing is known of the work."""
+        self._progress = progress
+        self._total = self._done = self._within = self._size = 0
+
+    def expect(self, nbytes: int) -> None:
+        """Count work that is to be done."""
+        self._total += nbytes
+
+    def begin(self, nbytes: int) -> None:
+        """Start on a part of what was expected; what is told of it never exceeds that."""
+        self._size, self._within = nbytes, 0
+
+    def told(self, nbytes: int) -> None:
+        """Some bytes of the part are done."""
+        self._within = min(self._within + nbytes, self._size)
+        if self._progress is not None:
+            self._progress(self._done + self._within, self._total)
+
+    def end(self) -> None:
+        """All of the part is done, or needs not be."""
+        self._done += self._size
+        self._within = self._size = 0
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of the elements of two tensors."""
+
+    equal: bool
+    by_checksum: bool = False
+    difference: Difference | None = None
+    """The figures, where bytes differ and values were compared."""
+
+    @property
+    def is_close(self) -> bool:
+        """Whether they are equal within the tolerance alone."""
+        found = self.difference
+        return self.equal and found is not None and found.mismatched > 0
+
+    @property
+    def in_value_only(self) -> bool:
+        """Whether their numbers are equal and their bits are not: -0.0 and 0.0."""
+        found = self.difference
+        return self.equal and found is not None and found.mismatched == 0
+
+
+class Contents:
+    """Compares plain arrays of equal shapes, each pair of ties once."""
+
+    def __init__(
+        self,
+        *,
+        quick: bool,
+        atol: float | None,
+        rtol: float | None,
+        equal_nan: bool,
+        meter: Meter,
+        limits: Limits,
+    ) -> None:
+        """Nothing is compared yet; options as `diffing.diff`."""
+        self._quick = quick
+        self._tolerance: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
+        self._comparer: Comparer | None = None
+        self._meter = meter
+        self._repeated = RepeatedBytes(limits)
+        self._known: dict[Any, Verdict] = {}
+        self.without_torch = False
+        """Whether figures were wanted and torch was not there."""
+
+    def expect(self, a: TensorRef, b: TensorRef, expected: set[Any]) -> None:
+        """Count two tensors that will be compared; `expected` remembers ties."""
+        key = _pair_key(a, b)
+        if key in expected:
+            return
+        expected.add(key)
+        if not (self._quick and same_by_checksum(a, b) is not None):
+            self._meter.expect(a.nbytes)
+
+    def compare(self, path: Path, a: TensorRef, b: TensorRef) -> Verdict:
+        """The verdict on two plain arrays of one shape; `path` is for messages.
+
+        Raises:
+            LimitExceeded: strides repeat more bytes than real ones do.
+            CorruptFile: bytes that cannot be read.
+        """
+        key = _pair_key(a, b)
+        verdict = self._known.get(key)
+        if verdict is None:
+            verdict = self._known[key] = self._compared(path, a, b)
+        return verdict
+
+    def _compared(self, path: Path, a: TensorRef, b: TensorRef) -> Verdict:
+        if self._quick:
+            stated = same_by_checksum(a, b)
+            if stated is not None:
+                return Verdict(stated, by_checksum=True)
+        self._repeated.add(path, a)
+        self._repeated.add(path, b)
+        self._meter.begin(a.nbytes)
+        try:
+            return self._read(a, b)
+        finally:
+            self._meter.end()
+
+    def _read(self, a: TensorRef, b: TensorRef) -> Verdict:
+        from ckptool.tensors.sameness import same_content
+
+        same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
+        if same or self._quick:
+            return Verdict(same)
+        found = self._figures(a, b)
+        if found is None:
+            return Verdict(False)
+        equal = found.mismatched == 0 if found.close is None else found.close
+        return Verdict(equal, difference=found)
+
+    def _figures(self, a: TensorRef, b: TensorRef) -> Difference | None:
+        from ckptool.tensors.comparing import Comparer
+
+        if self._comparer is None:
+            self._comparer = Comparer(**self._tolerance)
+        try:
+            return self._comparer.compare(a, b, self._meter.told)
+        except TorchMissing:
+            self.without_torch = True
+            return None
+
+
+def _pair_key(a: TensorRef, b: TensorRef) -> Any:
+    return tie_key(a) or id(a), tie_key(b) or id(b)
+
+
+def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
+    """What the CRC-32 that both files state say of two tensors of one type and shape.
+
+    None where they say nothing: one is not stated, the elements lie otherwise, or the storages
+    differ and hold more than these elements.
+    """
+    one, other = a.storage, b.storage
+    if one is None or other is None or one.crc32 is None or other.crc32 is None:
+        return None
+    if _layout(a) != _layout(b) or one.byteorder != other.byteorder:
+        return None
+    if (one.crc32, one.nbytes) == (other.crc32, other.nbytes):
+        return True
+    return False if is_whole(a) and is_whole(b) else None
+
+
+def is_whole(tensor: TensorRef) -> bool:
+    """Whether each byte of its storage belongs to it."""
+    storage = tensor.storage
+    if storage is None or storage.nbytes != tensor.nbytes:
+        return False
+    return tensor.is_contiguous or place_of(tensor).distinct
+
+
+def _layout(tensor: TensorRef) -> tuple[Any, ...]:
+    """Which bytes of its storage are which of its elements."""
+    stride = None if tensor.is_contiguous else tensor.stride
+    return tensor.dtype, tensor.shape, stride, tensor.offset, tensor.flags

@@ -1,0 +1,172 @@
+"""A part of a checkpoint as entries by comparable keys, and two such parts held side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.model import DeviceValue, Global, Opaque, Path, StorageRef, TensorRef
+from ckptool.paths import walk
+
+__all__ = ["Entry", "Pair", "Region", "is_set", "pair_regions", "same_container"]
+
+Key = tuple[Any, ...]
+"""A path whose keys are equal in two files where they mean the same."""
+
+Changed = Callable[[Path, Any], tuple[Path, Any]]
+"""The path of a leaf below its part, and the leaf, as they are compared."""
+
+_PLAIN_KEYS = frozenset({str, int})
+_SETS = frozenset({"builtins.set", "builtins.frozenset"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that a checkpoint holds, under the name that the screen has for it.
+
+    `leaf` is what `paths.walk` gives, or a container where that itself is what differs.
+    """
+
+    name: str
+    path: Path
+    """From the root of its file, as it is there."""
+    leaf: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both have."""
+
+    name: str
+    a: Entry
+    b: Entry
+
+
+@dataclass
+class Region:
+    """Entries of a part, by key, in the order of the file; containers beside them."""
+
+    leaves: dict[Key, tuple[Path, Any]] = field(default_factory=dict)
+    containers: dict[Key, tuple[Path, Any]] = field(default_factory=dict)
+    _again: dict[Key, int] = field(default_factory=dict)
+
+    def fill(
+        self,
+        root: Any,
+        base: Path,
+        *,
+        before: Path = (),
+        skip: frozenset[Path] = frozenset(),
+        changed: Changed | None = None,
+    ) -> None:
+        """Take what stands below `root`, whose path in the file is `base`.
+
+        `before` is put before each key, `skip` has the paths below `root` that are left out.
+        """
+
+        def enter(path: Path, node: Any) -> bool:
+            if path in skip:
+                return False
+            if isinstance(node, Opaque):
+                return not is_set(node)
+            self.containers[comparable(before + path)] = base + path, node
+            return True
+
+        for path, leaf in walk(root, enter=enter):
+            key, shown = (path, leaf) if changed is None else changed(path, leaf)
+            self.add(comparable(before + key), base + path, shown)
+
+    def add(self, key: Key, path: Path, leaf: Any) -> None:
+        """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""
+        if key in self.leaves:
+            count = self._again[key] = self._again.get(key, 1) + 1
+            key = (*key, ("again", count))
+        self.leaves[key] = path, leaf
+
+
+def comparable(path: Path) -> Key:
+    """The path with keys that are equal in another file where they mean the same."""
+    for key in path:
+        if type(key) not in _PLAIN_KEYS:
+            return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
+    return path
+
+
+def _key(key: Any) -> Any:
+    """A key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
+    match key:
+        case str():
+            return str(key)
+        case tuple():
+            return ("tuple", *map(_key, key))
+        case Opaque():
+            plain = key.plain or key.class_name
+            return ("object", plain)
+        case TensorRef() | StorageRef():
+            return (type(key).__name__,)
+        case DeviceValue():
+            return ("device", key.tag)
+        case Global():
+            return ("global", key.qualified)
+    return (type(key).__name__, repr(key) if isinstance(key, float) else key)
+
+
+def is_set(node: Any) -> bool:
+    """Whether it is a set: its items have no order, so they are no entries of their own."""
+    return isinstance(node, Opaque) and node.class_name in _SETS
+
+
+def same_container(a: Any, b: Any) -> bool:
+    """Whether two containers are of one kind: what order a dict keeps is no matter."""
+    return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
+
+
+def pair_regions(
+    a: Region, b: Region, named: Callable[[Key], str]
+) -> tuple[list[Pair], list[Entry], list[Entry]]:
+    """What both have by key, what only A has, what only B has, each in its file's order.
+
+    A container is an entry where it stands against something else, or is empty and alone.
+    """
+    pairs: list[Pair] = []
+    only_a: list[Entry] = []
+    only_b: list[Entry] = []
+
+    def pair(key: Key, one: tuple[Path, Any], other: tuple[Path, Any]) -> None:
+        name = named(key)
+        pairs.append(Pair(name, Entry(name, *one), Entry(name, *other)))
+
+    for key, found in a.leaves.items():
+        against = b.leaves.get(key) or b.containers.get(key)
+        if against is not None:
+            pair(key, found, against)
+        else:
+            only_a.append(Entry(named(key), *found))
+    for key, found in b.leaves.items():
+        if key in a.leaves:
+            continue
+        if key in a.containers:
+            pair(key, a.containers[key], found)
+        else:
+            only_b.append(Entry(named(key), *found))
+    for key, one, other in _unlike(a, b):
+        pair(key, one, other)
+    only_a.extend(Entry(named(key), *found) for key, found in _empty(a, b))
+    only_b.extend(Entry(named(key), *found) for key, found in _empty(b, a))
+    return pairs, only_a, only_b
+
+
+def _unlike(a: Region, b: Region) -> Iterator[tuple[Key, tuple[Path, Any], tuple[Path, Any]]]:
+    """Containers of one key and different kinds."""
+    for key, found in a.containers.items():
+        against = b.containers.get(key)
+        if against is not None and not same_container(found[1], against[1]):
+            yield key, found, against
+
+
+def _empty(here: Region, there: Region) -> Iterator[tuple[Key, tuple[Path, Any]]]:
+    """Empty containers that nothing on the other side stands against."""
+    for key, (path, node) in here.containers.items():
+        if not node and key not in there.containers and key not in there.leaves:
+            yield key, (path, node)

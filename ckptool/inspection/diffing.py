@@ -1,0 +1,354 @@
+"""Two checkpoints compared: headers first, then bytes, and figures where bytes differ."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import UsageError
+from ckptool.inspection.aligning import Alignment, Entry, Pair, align
+from ckptool.inspection.diff_contents import Contents, Meter, Progress, Verdict
+from ckptool.inspection.diff_regions import is_set
+from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+from ckptool.inspection.equality import (
+    ITSELF,
+    difference,
+    is_made_of_parts,
+    raw_elements,
+    type_name,
+)
+from ckptool.inspection.renames import Renames
+from ckptool.inspection.values import is_value, json_value, summarise
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
+from ckptool.paths import counted, name_of
+from ckptool.transforms.name_rules import Rule
+
+__all__ = ["diff"]
+
+TAGS = frozenset({"device", "requires_grad"})
+"""Respects in which a difference counts only when asked."""
+STATUSES = "ADMRT"
+
+
+def diff(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    strict_names: bool = False,
+    rules: Sequence[Rule] = (),
+    key: Any = None,
+    structure: bool = False,
+    quick: bool = False,
+    strict: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+    equal_nan: bool = False,
+    max_diffs: int | None = None,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Diff:
+    """Compare two checkpoints of any formats.
+
+    Equal bytes are equal, NaN among them or not; only where bytes differ are values compared.
+
+    Args:
+        a: One of them.
+        b: The other.
+        strict_names: Compare names with their wrapper components.
+        rules: What turns names of A, wrappers off, into those of B.
+        key: An address: only what stands there (`aligning.align`).
+        structure: Compare names, types, dtypes and shapes alone; no value is looked at.
+        quick: Take the CRC-32 and size that both files state for what is equal and what differs,
+            read only where one is not stated, and compute no figures.
+        strict: Count device tags and requires_grad.
+        atol: With `rtol`: tensors all close count as equal, as `torch.allclose` has it.
+        rtol: See `atol`; where one is given the other has torch's default.
+        equal_nan: NaN is equal to NaN where values are compared.
+        max_diffs: Keep so many of `Diff.changed`, those with the largest relative change.
+        progress: Told bytes done and bytes in all, of one side.
+        limits: What a hostile file may cost.
+
+    Raises:
+        NameCollision: two entries of one file would be compared under one name.
+        NotFound: there is nothing at `key`.
+        UsageError: options that do not fit together.
+        CorruptFile: bytes that cannot be read.
+        LimitExceeded: a file asks for more than `limits` allows.
+    """
+    tolerant = atol is not None or rtol is not None
+    _check_options(structure, quick, tolerant or equal_nan, max_diffs)
+    meter = Meter(progress)
+    contents = Contents(
+        quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, meter=meter, limits=limits
+    )
+    aligned = align(a, b, strict_names=strict_names, rules=rules, key=key)
+    run = _Comparison(aligned, contents, meter, structure, strict, limits)
+    renames = None
+    if not structure:
+        renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
+        run.expect(renames)
+    run.compare()
+    if renames is not None:
+        run.rename(renames)
+    return run.result(a, b, max_diffs)
+
+
+def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int | None) -> None:
+    if structure and quick:
+        raise UsageError(
+            "of --structure and --quick one can be had",
+            hint="--structure compares no values at all, --quick those of which a checksum tells",
+        )
+    if tolerant and (structure or quick):
+        raise UsageError(
+            "a tolerance asks for values, which --structure and --quick do not read",
+            hint="leave one of them out",
+        )
+    if max_diffs is not None and max_diffs < 0:
+        raise UsageError(f"so many differences cannot be shown: {max_diffs}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """What is known of the elements of two tensors; nothing, where they were not looked at."""
+
+    equal: bool = True
+    verdict: Verdict | None = None
+    place: str | None = None
+    """Where in a tensor that is made of parts something differs."""
+
+
+@dataclass
+class _Comparison:
+    """One run: the pairs, and what has been found of them."""
+
+    aligned: Alignment
+    contents: Contents
+    meter: Meter
+    structure: bool
+    strict: bool
+    limits: Limits
+    changed: list[Changed] = field(default_factory=list)
+    values: list[Changed] = field(default_factory=list)
+    renamed: list[Renamed] = field(default_factory=list)
+    tally: Counter[str] = field(default_factory=Counter)
+    listed: set[int] = field(default_factory=set)
+    """Identities of the tensors that are entries of their own."""
+    gone: set[int] = field(default_factory=set)
+    """Identities of the entries that were found under another name."""
+
+    def expect(self, renames: Renames) -> None:
+        """Count the bytes that will be compared."""
+        expected: set[Any] = set()
+        for pair in self.aligned.pairs:
+            both = _plain_pair(pair)
+            if both is not None:
+                self.contents.expect(*both, expected)
+        self.meter.expect(renames.expected())
+
+    def compare(self) -> None:
+        """Every pair, tensors and others."""
+        for pair in self.aligned.pairs:
+            self.listed.update(
+                id(entry.leaf) for entry in (pair.a, pair.b) if isinstance(entry.leaf, TensorRef)
+            )
+        for pair in self.aligned.pairs:
+            if isinstance(pair.a.leaf, TensorRef) and isinstance(pair.b.leaf, TensorRef):
+                self._tensors(pair, pair.a.leaf, pair.b.leaf)
+            else:
+                self._others(pair)
+
+    def _tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
+        what = _unlike_headers(a, b)
+        found = _Elements() if self.structure else self._elements(pair, a, b)
+        if found.verdict is not None:
+            self.tally["elements"] += a.numel
+            self.tally["by_checksum" if found.verdict.by_checksum else "read"] += 1
+            self.tally["in_value_only"] += found.verdict.in_value_only and a.dtype == b.dtype
+        if not found.equal:
+            what.append("value")
+        self._note(pair, what + _unlike_tags(a, b), found.verdict, found.place)
+
+    def _elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
+        alike = a.kind == b.kind and a.dtype == b.dtype
+        if a.shape != b.shape:
+            return _Elements()
+        if alike and is_made_of_parts(a) and is_made_of_parts(b):
+            return self._parts(pair, a, b)
+        if not (a.has_content and b.has_content):
+            return _Elements()
+        verdict = self.contents.compare(pair.a.path, a, b)
+        return _Elements(verdict.equal, verdict)
+
+    def _parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
+        """The same of tensors of one kind that are made of others; the figures are of one part."""
+        verdicts: list[Verdict] = []
+
+        def same(one: TensorRef, other: TensorRef) -> bool:
+            verdicts.append(self.contents.compare(pair.a.path, one, other))
+            return verdicts[-1].equal
+
+        place = difference(a, b, same, devices=False, limits=self.limits)
+        last = verdicts[-1] if verdicts else None
+        if place is not None and last is not None and last.equal:
+            last = None  # it is something else that differs
+        return _Elements(place is None, last, None if place == ITSELF else place)
+
+    def _others(self, pair: Pair) -> None:
+        what, place = self._unlike(pair.a.leaf, pair.b.leaf)
+        self._note(pair, what, None, place)
+
+    def _unlike(self, a: Any, b: Any) -> tuple[list[str], str | None]:
+        """In which respects two things that are not both tensors differ, and where inside."""
+        if type_name(a) != type_name(b):
+            return ["type"], None
+        if isinstance(a, DeviceValue):
+            return (["device"] if a.tag != b.tag else []), None
+        if self.structure:
+            return [], None
+        place = difference(
+            a, b, self._same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
+        )
+        if place is not None:
+            return ["value"], None if place == ITSELF else place
+        place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
+        return ([] if place is None else ["device"]), place
+
+    def _same(self, a: TensorRef, b: TensorRef) -> bool:
+        return self.contents.compare((), a, b).equal
+
+    def _note(
+        self, pair: Pair, what: list[str], verdict: Verdict | None, place: str | None
+    ) -> None:
+        """Count a pair, and keep it where it differs."""
+        counts = self.strict or not TAGS.issuperset(what)
+        if not what or not counts:
+            self.tally["equal"] += 1
+            self.tally["close"] += verdict is not None and verdict.is_close
+        if not what:
+            return
+        row = Changed(
+            pair.name,
+            tuple(what),
+            _side(pair.a),
+            _side(pair.b),
+            None if verdict is None else verdict.difference,
+            place,
+            counts,
+        )
+        self.tally[row.status if counts else "tagged"] += 1
+        tensors = "tensor" in (row.a.sort, row.b.sort)
+        (self.changed if tensors else self.values).append(row)
+
+    def rename(self, renames: Renames) -> None:
+        """Look for tensors under other names among what only one side has."""
+
+        def same(one: Entry, other: Entry) -> bool:
+            return self.contents.compare(one.path, one.leaf, other.leaf).equal
+
+        for one, other in renames.found(same, self.meter):
+            self.gone.update((id(one), id(other)))
+            what = tuple(_unlike_headers(one.leaf, other.leaf) + _unlike_tags(one.leaf, other.leaf))
+            self.renamed.append(Renamed(_side(one, one.name), _side(other, other.name), what))
+
+    def result(self, a: Checkpoint, b: Checkpoint, max_diffs: int | None) -> Diff:
+        """All of it."""
+        only_a, only_b = (
+            tuple(_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
+            for entries in (self.aligned.only_a, self.aligned.only_b)
+        )
+        self.tally.update({"A": len(only_b), "D": len(only_a), "R": len(self.renamed)})
+        counts = {status: self.tally[status] for status in STATUSES}
+        return Diff(
+            a=a.path,
+            b=b.path,
+            format_a=a.format,
+            format_b=b.format,
+            identical=not any(counts.values()),
+            only_in_a=only_a,
+            only_in_b=only_b,
+            changed=tuple(sorted(self.changed, key=_rank)[:max_diffs]),
+            values=tuple(self.values),
+            renamed=tuple(self.renamed),
+            changed_in_all=len(self.changed),
+            counts=counts,
+            tagged=self.tally["tagged"],
+            common=len(self.aligned.pairs),
+            equal=self.tally["equal"],
+            close=self.tally["close"],
+            by_checksum=self.tally["by_checksum"],
+            read=self.tally["read"],
+            elements=self.tally["elements"],
+            structure=self.structure,
+            notes=(*self.aligned.notes, *self._notes()),
+        )
+
+    def _notes(self) -> Iterable[str]:
+        if self.contents.without_torch:
+            yield (
+                "torch is not installed, so there are no figures, and tensors of different bytes "
+                "or dtypes count as different"
+            )
+        bits = self.tally["in_value_only"]
+        if bits:
+            yield f"{counted(bits, 'tensor')} differ in bits and not in value (-0.0 and 0.0)"
+
+
+def _plain_pair(pair: Pair) -> tuple[TensorRef, TensorRef] | None:
+    """Two tensors whose elements will be compared as they are."""
+    a, b = pair.a.leaf, pair.b.leaf
+    if not (isinstance(a, TensorRef) and isinstance(b, TensorRef)) or a.shape != b.shape:
+        return None
+    mine, others = raw_elements(a), raw_elements(b)
+    return None if mine is None or others is None else (mine, others)
+
+
+def _unlike_headers(a: TensorRef, b: TensorRef) -> list[str]:
+    return [name for name in ("kind", "dtype", "shape") if getattr(a, name) != getattr(b, name)]
+
+
+def _unlike_tags(a: TensorRef, b: TensorRef) -> list[str]:
+    return [name for name in ("device", "requires_grad") if getattr(a, name) != getattr(b, name)]
+
+
+def _rank(row: Changed) -> tuple[Any, ...]:
+    """What counts before what does not; other types first, then by the size of the change."""
+    found = row.difference
+    if row.status == "T" or found is None:
+        return not row.counts, row.status != "T", 0.0, 0.0
+    return not row.counts, True, -_size(found.max_rel), -_size(found.max_abs)
+
+
+def _size(figure: float) -> float:
+    """A figure to sort by: NaN is beyond all others."""
+    return math.inf if math.isnan(figure) else figure
+
+
+def _side(entry: Entry, name: str | None = None) -> Side:
+    """An entry as the result has it, under its whole address unless a name is given."""
+    leaf = entry.leaf
+    shown = name_of(entry.path) if name is None else name
+    if isinstance(leaf, TensorRef):
+        return Side(
+            shown,
+            "tensor",
+            type_name(leaf),
+            leaf.dtype,
+            leaf.shape,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.kind,
+            leaf.nbytes,
+        )
+    if isinstance(leaf, Opaque) and leaf.plain is not None:
+        return Side(shown, "value", type_name(leaf), value=json_value(leaf.plain[1]))
+    if is_value(leaf):
+        return Side(shown, "value", type_name(leaf), value=json_value(leaf))
+    sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
+    device = leaf.storage.device if isinstance(leaf, StorageRef) else None
+    return Side(shown, sort, type_name(leaf), device=device, value=summarise(leaf))

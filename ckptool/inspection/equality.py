@@ -1,0 +1,320 @@
+"""Plain values and objects compared structurally, without the classes that made them.
+
+Two things are equal where a program that loads them could not tell them apart: mappings whatever
+their order, floats that are NaN with themselves, sets whatever order they were written in. `1`,
+`1.0` and `True` are not equal: their types differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckptool.dtypes import PACKED
+from ckptool.errors import LimitExceeded
+from ckptool.inspection.diff_regions import comparable, is_set
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import (
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    StorageRef,
+    TensorRef,
+    Wrapping,
+)
+from ckptool.paths import name_of
+
+__all__ = ["ITSELF", "difference", "is_made_of_parts", "raw_elements", "type_name"]
+
+Same = Callable[[TensorRef, TensorRef], bool]
+"""Whether two plain arrays of one dtype and shape have equal elements."""
+
+ITSELF = "."
+"""The place of a difference that is not inside."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
+_NO_PARTS = frozenset({"strided", "numpy", "meta"})
+"""Kinds that are all said by their header and their elements."""
+_INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+"""What quantised elements are stored as."""
+_IN_HEADER = frozenset({"args", "layout", "size"})
+"""Parts that only repeat the header."""
+
+
+def type_name(node: Any) -> str:
+    """The type of a value as `list` has it, the class of anything else."""
+    if isinstance(node, Opaque):
+        return node.plain[0] if node.plain is not None else node.class_name
+    if isinstance(node, (TensorRef, StorageRef, DeviceValue, Global)):
+        return getattr(node, "class_name", "torch.Tensor")
+    for kind, name in ((bytes, "bytes"), (str, "str"), (OrderedMap, "OrderedDict")):
+        if isinstance(node, kind):
+            return name
+    return "torch.Size" if type(node).__name__ == "Size" else type(node).__name__
+
+
+def _same_plain(a: Any, b: Any) -> bool:
+    """Whether two values of one type are equal; NaN is equal to NaN."""
+    if isinstance(a, complex):
+        return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
+    return bool(a == b or (a != a and b != b))
+
+
+def is_made_of_parts(tensor: TensorRef) -> bool:
+    """Whether it is more than its header and its elements."""
+    return tensor.kind not in _NO_PARTS or any(map(_tells, tensor.wrapping))
+
+
+def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
+    """The stored elements of a tensor, or the bytes of a storage, as a plain array.
+
+    Those of a quantised tensor are integers, or bytes where several elements share one.
+    None where no run of bytes lies behind it: such a tensor is what its parts are.
+    """
+    storage = tensor.storage
+    if storage is None or storage.data is None:
+        return None
+    if isinstance(tensor, StorageRef) or tensor.dtype in PACKED:
+        return TensorRef("uint8", (storage.nbytes,), (1,), 0, storage, storage.device)
+    dtype = _INTEGERS.get(tensor.dtype, tensor.dtype)
+    if tensor.has_content and dtype == tensor.dtype:
+        return tensor
+    return replace(tensor, dtype=dtype, kind="strided", parts=None, wrapping=(), hooks=None)
+
+
+def difference(
+    a: Any,
+    b: Any,
+    same: Same | None = None,
+    *,
+    held: bool = True,
+    devices: bool = True,
+    listed: Container[int] = frozenset(),
+    limits: Limits = DEFAULT_LIMITS,
+) -> str | None:
+    """Where two things first differ, as an address below them (`.` for themselves); None: nowhere.
+
+    Args:
+        a: Values, containers, objects, tensors that are made of parts.
+        b: The other.
+        same: Asked of every two plain arrays met inside; None: all are taken as equal.
+        held: Whether what the two objects themselves hold as a list or dict is looked at.
+        devices: Whether device tags and requires_grad are.
+        listed: Identities of tensors that are compared elsewhere.
+        limits: How often containers may be mentioned.
+
+    Raises:
+        LimitExceeded: the same containers are mentioned again and again.
+    """
+    return _Comparison(same, devices, listed, limits).run(a, b, held=held)
+
+
+Trail = tuple[Any, "Trail"] | None
+"""The last key of a place, and the trail to what holds it."""
+Step = tuple[Any, Any, Any]
+"""A key, and what stands there on either side."""
+
+
+class _Differ(Exception):
+    """Two things differ."""
+
+
+class _Comparison:
+    """One walk over two trees at once. Pairs met before, cycles among them, count as equal."""
+
+    def __init__(
+        self, same: Same | None, devices: bool, listed: Container[int], limits: Limits
+    ) -> None:
+        self._same = same
+        self._devices = devices
+        self._listed = listed
+        self._limits = limits
+        self._met: set[tuple[int, int]] = set()
+        self._seen: set[int] = set()
+        self._again = 0
+        self._kept: list[Any] = []
+
+    def run(self, a: Any, b: Any, *, held: bool) -> str | None:
+        todo: list[tuple[Any, Any, Trail]] = []
+        trail: Trail = None
+        try:
+            self._push(todo, None, self._inside(a, b, held=held))
+            while todo:
+                one, other, trail = todo.pop()
+                self._push(todo, trail, self._inside(one, other))
+        except _Differ:
+            return name_of(_keys(trail)) or ITSELF
+        return None
+
+    def _push(self, todo: list[tuple[Any, Any, Trail]], trail: Trail, steps: list[Step]) -> None:
+        todo.extend((one, other, (key, trail)) for key, one, other in reversed(steps))
+
+    def _inside(self, a: Any, b: Any, *, held: bool = True) -> list[Step]:
+        """What is to be compared of two nodes; raises `_Differ` where they do themselves."""
+        if a is b or not self._is_new(a, b):
+            return []
+        if isinstance(a, dict) and isinstance(b, dict):
+            return [*_mappings(a, b), *_attributes(a, b)]
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            if isinstance(a, list) != isinstance(b, list) or len(a) != len(b):
+                raise _Differ
+            return [(at, *items) for at, items in enumerate(zip(a, b, strict=True))]
+        if isinstance(a, TensorRef) and isinstance(b, TensorRef):
+            return self._tensors(a, b)
+        if isinstance(a, StorageRef) and isinstance(b, StorageRef):
+            return self._storages(a, b)
+        if isinstance(a, Opaque) and isinstance(b, Opaque):
+            return self._objects(a, b, held)
+        if isinstance(a, DeviceValue) and isinstance(b, DeviceValue):
+            self._require(not self._devices or a.tag == b.tag)
+        elif isinstance(a, Global) and isinstance(b, Global):
+            self._require(a.qualified == b.qualified)
+        elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
+            self._require(type_name(a) == type_name(b) and _same_plain(a, b))
+        else:
+            raise _Differ
+        return []
+
+    def _is_new(self, a: Any, b: Any) -> bool:
+        if isinstance(a, _PLAIN):
+            return True
+        pair = id(a), id(b)
+        if pair in self._met:
+            return False
+        self._met.add(pair)
+        self._again += pair[0] in self._seen
+        self._seen.add(pair[0])
+        if self._again > self._limits.max_repeats + len(self._seen):
+            raise LimitExceeded("the same containers are mentioned again and again")
+        return True
+
+    def _require(self, equal: bool) -> None:
+        if not equal:
+            raise _Differ
+
+    def _tensors(self, a: TensorRef, b: TensorRef) -> list[Step]:
+        if id(a) in self._listed and id(b) in self._listed:
+            return []
+        self._require((a.kind, a.dtype, a.shape) == (b.kind, b.dtype, b.shape))
+        if self._devices:
+            self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
+        self._elements(a, b)
+        if a.kind in _NO_PARTS:
+            return _layers(a, b)
+        mine, others = (
+            {key: part for key, part in (ref.parts or {}).items() if key not in _IN_HEADER}
+            for ref in (a, b)
+        )
+        return [*_mappings(mine, others), *_layers(a, b)]
+
+    def _storages(self, a: StorageRef, b: StorageRef) -> list[Step]:
+        self._require((a.class_name, a.storage.nbytes) == (b.class_name, b.storage.nbytes))
+        if self._devices:
+            self._require(a.storage.device == b.storage.device)
+        self._elements(a, b)
+        return []
+
+    def _elements(self, a: TensorRef | StorageRef, b: TensorRef | StorageRef) -> None:
+        mine, others = raw_elements(a), raw_elements(b)
+        if mine is not None and others is not None and self._same is not None:
+            self._require(mine.shape == others.shape and self._same(mine, others))
+
+    def _objects(self, a: Opaque, b: Opaque, held: bool) -> list[Step]:
+        if a.plain is not None and b.plain is not None:
+            self._require(a.plain[0] == b.plain[0] and _same_plain(a.plain[1], b.plain[1]))
+            return []
+        self._require(a.class_name == b.class_name)
+        if is_set(a):
+            return self._sets(a, b)
+        steps = [list(_steps(node, held)) for node in (a, b)]
+        self._require([kind for kind, _ in steps[0]] == [kind for kind, _ in steps[1]])
+        found: list[Step] = [("type", a.func, b.func)]
+        if held or a.class_name != "collections.Counter":
+            found.append(("arguments", a.args, b.args))
+        found.append(("options", a.kwargs, b.kwargs))
+        pairs = zip(*steps, strict=True)
+        for (kind, mine), (_, others) in pairs:
+            self._kept += (mine, others)  # so that no later object gets their identity
+            found.append(("attributes" if kind == "build" else "items", mine, others))
+        return found
+
+    def _sets(self, a: Opaque, b: Opaque) -> list[Step]:
+        mine, others = (Counter(map(_member, _items(node))) for node in (a, b))
+        self._require(mine == others)
+        return []
+
+
+def _keys(trail: Trail) -> tuple[Any, ...]:
+    keys = []
+    while trail is not None:
+        key, trail = trail
+        keys.append(key)
+    return tuple(reversed(keys))
+
+
+def _mappings(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
+    """The entries of two mappings by key, whatever their order."""
+    mine = {comparable((key,)): (key, value) for key, value in a.items()}
+    others = {comparable((key,)): value for key, value in b.items()}
+    if len(a) != len(b) or mine.keys() != others.keys():
+        raise _Differ
+    return ((key, value, others[known]) for known, (key, value) in mine.items())
+
+
+def _attributes(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
+    """What `OrderedDict`s hold beside their entries; an ordinary dict holds nothing."""
+    if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
+        return _mappings(a.attributes, b.attributes)
+    return iter(())
+
+
+def _layers(a: TensorRef, b: TensorRef) -> list[Step]:
+    """What was put around the tensors, where that says more than the header."""
+    mine, others = ([layer for layer in ref.wrapping if _tells(layer)] for ref in (a, b))
+    if len(mine) != len(others):
+        return []  # what a file of another format cannot hold
+    return [
+        (name, getattr(one, name), getattr(other, name))
+        for one, other in zip(mine, others, strict=True)
+        for name in ("type", "state")
+    ]
+
+
+def _tells(layer: Wrapping) -> bool:
+    return layer.type is not None or layer.state is not None
+
+
+def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
+    """What was done to an object when it was made; what was added in portions, at once."""
+    portions: list[Any] = []
+    last = ""
+    for kind, value in node.steps:
+        if kind == "build":
+            if portions:
+                yield last, portions
+            portions, last = [], ""
+            yield kind, value
+        elif held:
+            if kind != last and portions:
+                yield last, portions
+                portions = []
+            portions, last = [*portions, *value] if portions else list(value), kind
+    if portions:
+        yield last, portions
+
+
+def _items(node: Opaque) -> Iterator[Any]:
+    """The items of a set, however its protocol spells it."""
+    if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
+        yield from node.args[0]
+    for kind, value in node.steps:
+        if kind != "build":
+            yield from value
+
+
+def _member(item: Any) -> Any:
+    """An item of a set as something that is equal in another file where it means the same."""
+    return comparable((item,))
