@@ -29,8 +29,8 @@ ROOMS = [
     "inspection",
     "loading",
     "conversion",
-    "api",
     "render",
+    "api",
     "cli",
 ]
 DOORS = {"__init__", "__main__"}
