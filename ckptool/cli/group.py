@@ -13,6 +13,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("list_verb", "List the tensors, values and objects of a checkpoint."),
         "info": ("info_verb", "Say on one screen what a checkpoint is and what makes it load."),
         "show": ("show_verb", "Show one value, one object or the head of one tensor."),
+        "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
     },
     "change": {
         "strip-module": ("strip_module_verb", "Take wrapper names such as module. off the names."),

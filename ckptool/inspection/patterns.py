@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-__all__ = ["Family", "families", "ranges"]
+__all__ = ["Family", "families", "numbered", "ranges"]
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^./])")
 _MOST_NUMBERS = 4  # of a name; hostile ones have a million, and each costs a look at the others
@@ -42,9 +42,9 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
     """
     groups: dict[tuple[Hashable, tuple[str, ...]], dict[_Place, list[tuple[int, str]]]] = {}
     for number, (name, signature) in enumerate(names):
-        parts = _NUMBER.split(name, _MOST_NUMBERS)
-        group = groups.setdefault((signature, tuple(parts[::2])), {})
-        group.setdefault(tuple(map(int, parts[1::2])), []).append((number, name))
+        texts, place = numbered(name)
+        group = groups.setdefault((signature, texts), {})
+        group.setdefault(place, []).append((number, name))
     found = []
     for (_, texts), group in groups.items():
         for box in _boxes(list(group)):
@@ -52,6 +52,12 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
             numbers, folded = zip(*members, strict=True)
             found.append(Family(_label(texts, box), folded, numbers))
     return sorted(found, key=lambda family: family.numbers[0])
+
+
+def numbered(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """A name taken apart: the texts around its numbers, one more than those, and the numbers."""
+    parts = _NUMBER.split(name, _MOST_NUMBERS)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def ranges(numbers: Iterable[int]) -> str:

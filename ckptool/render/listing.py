@@ -56,7 +56,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
         headers.insert(5, "sha256")
         for cells, row in zip(rows, listing.tensors, strict=True):
             cells.insert(5, row.sha256 or "-")
-    if not any(cells[-1] for cells in rows):
+    if not look.fmt and not any(cells[-1] for cells in rows):
         headers, rows = headers[:-1], [cells[:-1] for cells in rows]
     return table(headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))))
 

@@ -19,7 +19,7 @@ def test_verbs_that_draw_tables_have_it(name):
 def test_a_list_as_csv_is_its_tables_and_nothing_else(ckptool, model):
     done = ckptool("list", model, "--fmt", "csv", "--include", "state_dict/*", "--include", "epoch")
     tensors, values = (list(csv.reader(part.splitlines())) for part in done.out.split("\n\n"))
-    assert tensors[0] == ["name", "dtype", "shape", "device", "size"]
+    assert tensors[0] == ["name", "dtype", "shape", "device", "size", "marks"]
     assert tensors[1][:3] == ["state_dict/module.conv1.weight", "float32", "[8, 3, 3, 3]"]
     assert len(tensors) == 10
     assert values == [["name", "type", "value"], ["epoch", "int", "7"]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.inspection.patterns import Family, families, ranges
+from ckptool.inspection.patterns import Family, families, numbered, ranges
 
 
 def labels(*names):
@@ -98,6 +98,11 @@ def test_many_names_that_make_no_box():
     names = [f"a.{n}.b.{n * n % 1009}.c.{n % 7}.d.{n % 1013}" for n in range(20_000)]
     found = families((name, None) for name in names)
     assert sum(len(family.names) for family in found) == len(names)
+
+
+def test_a_name_taken_apart():
+    assert numbered("a.3.b/0") == (("a.", ".b/", ""), (3, 0))
+    assert numbered("conv1.w") == (("conv1.w",), ())
 
 
 @pytest.mark.parametrize(

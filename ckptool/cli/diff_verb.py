@@ -1,0 +1,150 @@
+"""`ckptool diff`."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import click
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.cli.console import print_document, print_lines, say, stdout_look
+from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.errors import UsageError
+from ckptool.formats import open_checkpoint
+from ckptool.inspection.diff_result import Diff
+from ckptool.inspection.diffing import diff
+from ckptool.transforms import regex_rule
+
+__all__ = ["command"]
+
+_NOTHING = ("/dev/null", os.devnull)
+"""What git hands to a difftool for a file that is new or gone."""
+
+
+def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -> float | None:
+    if given is not None and (math.isnan(given) or given < 0):
+        raise UsageError(f"--{option.name} must be a number of 0 or more, not {given}")
+    return given
+
+
+@verb(
+    "diff",
+    "ckptool diff epoch1.pth epoch2.pth",
+    "ckptool diff model.pth model.safetensors --quick",
+    "ckptool diff a.pth b.pth --key state_dict --atol 1e-6",
+    r"ckptool diff a.pth b.pth --map '^encoder\.=>backbone.' --stat",
+    finding="they differ",
+)
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--strict-names", is_flag=True, help="Compare names as they are, wrappers and all.")
+@click.option(
+    "--map",
+    "regexes",
+    multiple=True,
+    metavar="REGEX=>REPL",
+    help="Make names of A, wrappers off, into those of B; repeatable.",
+)
+@click.option("--key", metavar="NAME", help="Compare only what stands at this address.")
+@click.option("--structure", is_flag=True, help="Names, types and shapes alone; no values.")
+@click.option(
+    "--quick", is_flag=True, help="Trust the CRC-32 where both files state one; no figures."
+)
+@click.option("--strict", is_flag=True, help="Device tags and requires_grad count as differences.")
+@click.option(
+    "--atol", type=float, callback=_tolerance, help="Absolute tolerance, as in torch.allclose."
+)
+@click.option(
+    "--rtol", type=float, callback=_tolerance, help="Relative tolerance, as in torch.allclose."
+)
+@click.option("--equal-nan", is_flag=True, help="NaN is equal to NaN where values are compared.")
+@click.option("--stat", is_flag=True, help="How much differs in each module.")
+@click.option("--name-status", is_flag=True, help="A line an entry: A, D, M, R or T and its name.")
+@click.option(
+    "--max-diffs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Only the N tensors that changed most.",
+)
+@fmt_option
+@json_option
+@quiet_option
+def command(
+    a: str,
+    b: str,
+    strict_names: bool,
+    regexes: tuple[str, ...],
+    key: str | None,
+    structure: bool,
+    quick: bool,
+    strict: bool,
+    atol: float | None,
+    rtol: float | None,
+    equal_nan: bool,
+    stat: bool,
+    name_status: bool,
+    max_diffs: int | None,
+    fmt: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Say what differs between two checkpoints, of any formats.
+
+    Names are compared with wrappers such as module. off. Equal bytes are found without torch;
+    where they differ there are figures, the largest relative change first, repeated layers folded.
+    """
+    _check_together(stat, name_status, as_json, fmt)
+    rules = [regex_rule(text) for text in regexes]
+    with _opened(a) as one, _opened(b) as other, Progress(quiet=quiet) as progress:
+        found = diff(
+            one,
+            other,
+            strict_names=strict_names,
+            rules=rules,
+            key=key,
+            structure=structure,
+            quick=quick,
+            strict=strict,
+            atol=atol,
+            rtol=rtol,
+            equal_nan=equal_nan,
+            max_diffs=max_diffs,
+            progress=progress,
+        )
+    _print(found, stat=stat, name_status=name_status, as_json=as_json, fmt=fmt, quiet=quiet)
+    if not found.identical:
+        click.get_current_context().exit(1)
+
+
+def _check_together(stat: bool, name_status: bool, as_json: bool, fmt: str | None) -> None:
+    shown = {"--stat": stat, "--name-status": name_status, "--json": as_json}
+    given = [name for name, wanted in shown.items() if wanted]
+    if name_status and fmt:
+        given.append("--fmt")
+    if len(given) > 1:
+        raise UsageError(f"of {' and '.join(given)} one can be had")
+
+
+def _opened(path: str) -> Checkpoint:
+    """The checkpoint of a file; an empty one where a file is not there on one side of a diff."""
+    return Checkpoint({}, "nothing", path) if path in _NOTHING else open_checkpoint(path)
+
+
+def _print(
+    found: Diff, *, stat: bool, name_status: bool, as_json: bool, fmt: str | None, quiet: bool
+) -> None:
+    if as_json:
+        print_document(found.to_dict())
+        return
+    from ckptool.render.diff import diff_lines, note_lines, status_lines
+    from ckptool.render.diff_stat import stat_lines
+
+    look = stdout_look(fmt)
+    if name_status or fmt:  # for a program to read: what is for people goes elsewhere
+        say(note_lines(found, look), quiet=quiet)
+    if name_status:
+        print_lines(status_lines(found))
+    else:
+        print_lines(stat_lines(found, look) if stat else diff_lines(found, look))

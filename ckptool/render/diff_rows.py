@@ -1,0 +1,168 @@
+"""What `diff` found, as rows: entries that differ alike folded by repeated layers, in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.inspection.diff_result import Changed, Renamed, Side
+from ckptool.inspection.diffing import TAGS
+from ckptool.inspection.patterns import families, numbered
+from ckptool.inspection.values import shape_text
+from ckptool.render.text import clean, number, shorten
+
+if TYPE_CHECKING:
+    from ckptool.tensors.comparing import Difference
+
+__all__ = ["FIGURES", "Row", "changed_rows", "figures", "only_rows", "renamed_rows", "share"]
+
+_SHORT = 40  # characters of a value where it is one of two on a line
+_SMALL = 0.001
+
+FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`count` entries that differ alike; the figures are those of the one that differs most."""
+
+    status: str
+    label: str
+    count: int
+    what: str = ""
+    a: str = ""
+    b: str = ""
+    difference: Difference | None = None
+
+
+def changed_rows(found: Sequence[Changed], *, whole: bool, tags: bool = False) -> list[Row]:
+    """Entries of both files, those without figures first, then by the largest relative change.
+
+    `whole` texts are not shortened. With `tags` a row says in which device and requires_grad it
+    differs, too.
+    """
+    rows = []
+    for family in families((row.name, _alike(row, whole, tags)) for row in found):
+        worst = max((found[n] for n in family.numbers), key=lambda row: _size(row.difference))
+        what, a, b, _ = _alike(worst, whole, tags)
+        label = _label(family.label)
+        rows.append(Row(worst.status, label, len(family.names), what, a, b, worst.difference))
+    return sorted(rows, key=lambda row: _size(row.difference), reverse=True)
+
+
+def only_rows(status: str, sides: Sequence[Side], *, whole: bool) -> list[Row]:
+    """Entries of one file alone: what they are stands in `a` (status D) or in `b` (status A)."""
+    rows = []
+    for family in families((side.name, _words(side, whole)) for side in sides):
+        texts = {"a" if status == "D" else "b": _words(sides[family.numbers[0]], whole)}
+        rows.append(Row(status, _label(family.label), len(family.names), **texts))
+    return rows
+
+
+def renamed_rows(found: Sequence[Renamed]) -> list[Row]:
+    """Tensors under another name: `label` is A's, `b` that of B, `what` says what it is."""
+    rows = []
+    names = [(row.a.name, (_renaming(n, row), _words(row.a, True))) for n, row in enumerate(found)]
+    for name in families(names):
+        (other, *_) = families((found[n].b.name, None) for n in name.numbers)
+        what = _words(found[name.numbers[0]].a, True)
+        label = _label(name.label)
+        rows.append(Row("R", label, len(name.names), what, label, _label(other.label)))
+    return rows
+
+
+def figures(found: Difference | None, *, whole: bool) -> list[str]:
+    """The cells below `FIGURES`; `whole` numbers have six digits, others three."""
+    if found is None:
+        return [""] * len(FIGURES)
+
+    def said(figure: float | None, digits: str = ".3g") -> str:
+        return "" if figure is None else number(figure) if whole else format(figure, digits)
+
+    odd = [
+        f"{name} {before:,} -> {after:,}"
+        for name, before, after in (
+            ("NaN", found.nan_a, found.nan_b),
+            ("Inf", found.inf_a, found.inf_b),
+        )
+        if before or after
+    ]
+    return [
+        said(found.max_abs),
+        said(found.mean_abs),
+        said(found.max_rel),
+        said(found.rmse),
+        said(found.cosine, ".6f"),
+        share(found.mismatched, found.elements),
+        ", ".join(odd),
+    ]
+
+
+def share(part: int, whole: int) -> str:
+    """`12.3%`; never `0%` of something, nor `100%` of less than all."""
+    if part in (0, whole):
+        return "100%" if part else "0%"
+    ratio = part / whole
+    if ratio < _SMALL:
+        return "<0.1%"
+    return f"{100 * ratio:.1f}%" if ratio <= 1 - _SMALL else ">99.9%"
+
+
+def _label(name: str) -> str:
+    return clean(name) or "(the whole file)"
+
+
+def _size(found: Difference | None) -> tuple[float, float]:
+    """Something to sort by: no figures are beyond all, then NaN."""
+    if found is None:
+        return math.inf, math.inf
+    relative, absolute = (
+        math.inf if math.isnan(figure) else figure for figure in (found.max_rel, found.max_abs)
+    )
+    return min(relative, sys.float_info.max), absolute
+
+
+def _renaming(number: int, row: Renamed) -> Hashable:
+    """Equal for entries whose two names change in step; each of the others is its own."""
+    (_, before), (texts, after) = numbered(row.a.name), numbered(row.b.name)
+    return texts if before == after else number
+
+
+def _alike(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str, bool]:
+    """What a row says beside its name and figures: only entries alike in it are folded."""
+    kept = [aspect for aspect in row.what if tags or aspect not in TAGS]
+    what = ", ".join(kept) + (f" at {clean(row.place)}" if row.place else "")
+    a, b = (" ".join(_said(side, kept, row, whole)) for side in (row.a, row.b))
+    return what, a, b, row.difference is not None
+
+
+def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iterator[str]:
+    """The aspects of one side in which the two differ."""
+    for aspect in aspects:
+        if aspect == "shape" and side.shape is not None:
+            yield shape_text(side.shape)
+        elif aspect == "value":
+            if side.sort != "tensor":
+                yield _literal(side, whole)
+        elif aspect == "type" or side.sort == "tensor":
+            yield clean(str(getattr(side, aspect)))
+
+
+def _words(side: Side, whole: bool) -> str:
+    """What an entry of one file alone is."""
+    if side.sort == "tensor":
+        return f"{side.dtype} {shape_text(side.shape or ())}"
+    return "None" if side.value is None else f"{clean(side.type)} {_literal(side, whole)}"
+
+
+def _literal(side: Side, whole: bool) -> str:
+    """A value as Python writes it; the words for anything else."""
+    value: Any = side.value
+    if not isinstance(value, str):
+        return str(value)
+    short = value if whole else shorten(value, _SHORT)
+    text = repr(short) if side.type == "str" else short
+    return clean(text if whole else shorten(text, _SHORT))
