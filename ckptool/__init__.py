@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         recover,
         remap,
         rename,
+        report,
         strip_module,
     )
     from ckptool.checkpoint import Change, Checkpoint, Details
@@ -62,12 +63,13 @@ if TYPE_CHECKING:
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
+    from ckptool.render.page import PageReceipt
     from ckptool.writing import Receipt
 
 _HOMES = {
     "api": (
         "add_module", "average", "convert", "diff", "info", "list_tensors", "open", "recover",
-        "remap", "rename", "strip_module",
+        "remap", "rename", "report", "strip_module",
     ),
     "checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
@@ -83,6 +85,7 @@ _HOMES = {
     "limits": ("Limits",),
     "loading": ("load", "load_state_dict"),
     "model": ("Opaque", "Storage", "TensorRef"),
+    "render.page": ("PageReceipt",),
     "writing": ("Receipt",),
 }  # fmt: skip
 
@@ -109,6 +112,7 @@ __all__ = [
     "NotRepresentable",
     "Opaque",
     "OutOfRange",
+    "PageReceipt",
     "Receipt",
     "Recovery",
     "Storage",
@@ -134,6 +138,7 @@ __all__ = [
     "recover",
     "remap",
     "rename",
+    "report",
     "strip_module",
 ]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ckptool import inspection, transforms
 from ckptool.checkpoint import Checkpoint
@@ -18,6 +18,9 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
 
+if TYPE_CHECKING:
+    from ckptool.render.page import PageReceipt
+
 __all__ = [
     "add_module",
     "average",
@@ -29,6 +32,7 @@ __all__ = [
     "recover",
     "remap",
     "rename",
+    "report",
     "strip_module",
 ]
 
@@ -117,6 +121,43 @@ def diff(
         return inspection.diff(
             one, other, rules=made, key=key, strict_names=strict_names, **options
         )
+
+
+def report(
+    source: Source,
+    target: str | os.PathLike[str],
+    *,
+    other: Source | None = None,
+    key: str | None = None,
+    values: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> PageReceipt:
+    """Write a page about a checkpoint: one HTML file that needs nothing but itself.
+
+    Args:
+        source: A path, or a checkpoint that is open.
+        target: The page to write.
+        other: What to compare it with.
+        key: The address of the only part whose tensors are told of.
+        values: Read the tensors, for figures and histograms.
+        overwrite: Replace a page that is there.
+        progress: Told bytes done and bytes in all.
+
+    Raises:
+        UnreadableFile: a source cannot be read.
+        NotFound: there is nothing at `key`.
+        TargetExists: the target is there, or is a source.
+        WriteError: nothing was written.
+    """
+    from ckptool.render.page import check_page_target, write_page  # a list needs no page
+
+    with ExitStack() as stack:
+        sources = [source] if other is None else [source, other]
+        opened = [stack.enter_context(_opened(one)) for one in sources]
+        check_page_target(opened, target, overwrite=overwrite)
+        found = inspection.report(*opened, key=key, values=values, progress=progress)
+        return write_page(found, target, opened, overwrite=overwrite)
 
 
 def average(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.diffing import diff
     from ckptool.inspection.folding import TreeNode, tree
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
+    from ckptool.inspection.reporting import Report, report
     from ckptool.inspection.summary import Info, SectionInfo, info
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Listing",
     "ObjectRow",
     "Renamed",
+    "Report",
     "SectionInfo",
     "Shown",
     "Side",
@@ -33,6 +35,7 @@ __all__ = [
     "diff",
     "info",
     "list_tensors",
+    "report",
     "show",
     "tree",
 ]
@@ -43,6 +46,7 @@ _HOMES = {
     "diffing": ("diff",),
     "folding": ("TreeNode", "tree"),
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
+    "reporting": ("Report", "report"),
     "summary": ("Info", "SectionInfo", "info"),
 }
 

@@ -1,0 +1,81 @@
+/* The tensors: a table of them all, and a closer look at one. */
+
+const TERMS = { minimum: "min", maximum: "max", mean: "mean", std: "std", norm: "norm", nan: "NaN", infinite: "Inf" };
+
+class Tensors {
+  /** Words that repeat come as numbers into lists of them. */
+  constructor({ tensors, values, words }) {
+    Object.assign(this, tensors, { values });
+    for (const [column, list] of Object.entries(words)) this[column] = this[column].map((i) => list[i]);
+    this.tie = new Map(tensors.tie);
+    /** What each adds to the whole: what has several names counts once. */
+    this.own = this.bytes.map((bytes, i) => (this.tie.has(i) ? 0 : bytes));
+  }
+
+  about(i) {
+    return `${this.dtype[i]} ${this.shape[i]} on ${this.device[i]}`;
+  }
+
+  columns(leaves) {
+    const words = (id, title, width) => ({ id, title, width, text: (i) => this[id][i], value: (i) => this[id][i] });
+    return [
+      nameColumn(leaves.full, (i, attributes, text) => leadTo(make("a", attributes, text), { tensor: leaves.full[i] })),
+      words("dtype", "dtype", 7),
+      { ...words("shape", "shape", 9), value: (i) => this.elements[i] },
+      words("device", "device", 6),
+      { id: "size", title: "size", width: 6, right: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
+      ...(this.values ? this.figures() : []),
+      words("marks", "marks", 12),
+    ];
+  }
+
+  figures() {
+    const { values } = this;
+    const figure = (id, title, width = 6) => ({
+      id, title, width, right: true, text: (i) => number(values[id][i]), value: (i) => numeric(values[id][i]),
+    });
+    const zeros = {
+      ...figure("zeros", "zeros"),
+      text: (i) => (values.zeros[i] === null ? "" : percent(values.zeros[i], this.elements[i])),
+      value: (i) => (values.zeros[i] === null ? null : values.zeros[i] / (this.elements[i] || 1)),
+    };
+    const spread = {
+      id: "spread", title: "histogram", width: 7, right: true,
+      cell: (i) => (values.bars[i] ? histogram(values.bars[i], 80, 20) : ""),
+      value: (i) => (values.bars[i] ? numeric(values.maximum[i]) - numeric(values.minimum[i]) : null),
+    };
+    return [
+      spread, figure("minimum", TERMS.minimum), figure("maximum", TERMS.maximum), figure("mean", TERMS.mean),
+      figure("std", TERMS.std), zeros, figure("nan", TERMS.nan, 5), figure("infinite", TERMS.infinite, 5),
+    ];
+  }
+
+  /** Everything about one tensor. */
+  facts(i, leaves) {
+    const facts = [
+      ["type", this.about(i)], ["elements", count(this.elements[i])], ["bytes", `${count(this.bytes[i])} (${size(this.bytes[i])})`],
+    ];
+    if (this.marks[i]) facts.push(["marks", this.marks[i]]);
+    if (this.tie.has(i)) facts.push(["same tensor as", leaves.full[this.tie.get(i)]]);
+    const { values } = this;
+    if (values && values.zeros[i] !== null) {
+      for (const [id, term] of Object.entries(TERMS)) {
+        if (values[id][i] !== null) facts.push([term, number(values[id][i])]);
+      }
+      facts.push(["zeros", percent(values.zeros[i], this.elements[i])]);
+    }
+    return facts;
+  }
+
+  close(host, i, leaves) {
+    host.hidden = i < 0;
+    if (i < 0) return;
+    const list = make("dl", {}, ...this.facts(i, leaves).map(([term, text]) => make("div", {}, make("dt", {}, term), make("dd", {}, text))));
+    const away = leadTo(make("a", { class: "away" }, "close"), { tensor: "" });
+    host.replaceChildren(make("h3", {}, leaves.full[i]), away, list);
+    const bars = this.values && this.values.bars[i];
+    if (!bars) return;
+    const edges = [this.values.low[i], this.values.high[i]].map((edge) => make("span", {}, number(edge)));
+    host.append(make("figure", {}, histogram(bars, 480, 90), make("figcaption", {}, ...edges)));
+  }
+}
