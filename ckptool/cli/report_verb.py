@@ -40,10 +40,11 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write a page about a checkpoint: one HTML file that needs no network.
+    """Write a page about a checkpoint, or about two compared.
 
-    Summary, a map of the bytes by module, every tensor with search and sort, and histograms of the
-    values; of two files also what differs, layer by layer. Any browser opens it.
+    It is one HTML file that needs no network: summary, a map of the bytes by module, every
+    tensor with search and sort, histograms of the values; of two files also what differs, layer by
+    layer. Any browser opens it.
     """
     with ExitStack() as stack:
         files = [file] if other is None else [file, other]
