@@ -104,16 +104,17 @@ def _different(diff: Diff) -> str:
         if counts[status]:
             parts.append(f"{count(counts[status])} {words}")
     if not diff.common:
-        return f"nothing in common: {', '.join(parts)}"
+        return f"no name in common: {', '.join(parts)}"
     equal = f"{count(diff.equal)} equal{' in structure' if diff.structure else ''}"
     return f"{', '.join(parts)}; {equal}{_bracketed(_on_trust(diff))}"
 
 
 def _on_trust(diff: Diff) -> Iterator[str]:
-    if diff.by_checksum:
-        yield f"{count(diff.by_checksum)} by CRC-32 alone"
+    """What makes equal less than equal byte for byte."""
     if diff.close:
         yield f"{count(diff.close)} within the tolerance"
+    if diff.by_checksum:
+        yield f"{plural(diff.by_checksum, 'tensor')} compared by CRC-32 alone"
 
 
 def _bracketed(parts: Iterable[str]) -> str:

@@ -1,0 +1,319 @@
+"""What diff looks like."""
+
+import csv
+from types import SimpleNamespace
+
+import pytest
+
+from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+from ckptool.render.diff import diff_lines, status_lines
+from ckptool.render.diff_rows import share
+from ckptool.render.diff_stat import stat_lines
+from ckptool.render.terminal import PLAIN, Look
+
+EVIL = "a\x1b]0;owned\x07|\u202e"
+NOTHING = dict.fromkeys("ADMRT", 0)
+
+
+def tensor(name, dtype="float32", shape=(2, 3), device="cpu", requires_grad=False):
+    return Side(name, "tensor", "torch.Tensor", dtype, shape, device, requires_grad, "strided", 24)
+
+
+def value(name, content):
+    return Side(name, "value", type(content).__name__, value=content)
+
+
+def figures(max_rel=0.5, **others):
+    known = {
+        "elements": 6,
+        "mismatched": 3,
+        "close": None,
+        "max_abs": 0.25,
+        "mean_abs": 0.0625,
+        "max_rel": max_rel,
+        "rmse": 0.125,
+        "cosine": 0.9999,
+        "nan_a": 0,
+        "nan_b": 0,
+        "inf_a": 0,
+        "inf_b": 0,
+    }
+    return SimpleNamespace(**{**known, **others})
+
+
+def changed(name, what=("value",), a=None, b=None, difference=None, **more):
+    sides = tensor(name, **(a or {})), tensor(name, **(b or {}))
+    return Changed(name, what, *sides, difference, **more)
+
+
+def made(changes=(), values=(), only_a=(), only_b=(), renamed=(), **more):
+    """A result whose numbers fit what is in it."""
+    counting = [row.status for row in (*changes, *values) if row.counts]
+    counts = {
+        "A": len(only_b),
+        "D": len(only_a),
+        "M": counting.count("M"),
+        "R": len(renamed),
+        "T": counting.count("T"),
+    }
+    known = {
+        "a": "a.pth",
+        "b": "b.safetensors",
+        "format_a": "torch-zip",
+        "format_b": "safetensors",
+        "identical": not any(counts.values()),
+        "only_in_a": tuple(only_a),
+        "only_in_b": tuple(only_b),
+        "changed": tuple(changes),
+        "values": tuple(values),
+        "renamed": tuple(renamed),
+        "changed_in_all": len(changes),
+        "counts": counts,
+        "tagged": len(changes) + len(values) - len(counting),
+        "common": 10,
+        "equal": 10 - len(counting),
+    }
+    return Diff(**{**known, **more})
+
+
+def everything():
+    return made(
+        changes=[
+            changed("head.w", ("shape",), b={"shape": (4, 3)}),
+            *(changed(f"l.{n}.w", difference=figures(n / 8, max_abs=n)) for n in range(4)),
+            changed("n.w", difference=figures(float("nan"), cosine=None, nan_b=2, inf_a=1)),
+        ],
+        values=[Changed("epoch", ("value",), value("epoch", 3), value("epoch", 4))],
+        only_a=[tensor("l.0.b", shape=(3,)), tensor("l.1.b", shape=(3,)), value("note", "x" * 50)],
+        only_b=[value("seed", None)],
+        renamed=[Renamed(tensor(f"l.{n}.k"), tensor(f"h.{n}.key")) for n in range(2)],
+    )
+
+
+def text(found, look=PLAIN):
+    return "\n".join(diff_lines(found, look))
+
+
+def test_the_screen_has_everything_with_the_largest_change_first_and_layers_folded():
+    assert text(everything()) == (
+        "A  a.pth  torch-zip, 15 entries\n"
+        "B  b.safetensors  safetensors, 13 entries\n"
+        "\n"
+        "name    what   in A    in B\n"
+        "head.w  shape  [2, 3]  [4, 3]\n"
+        "\n"
+        "name            what   max abs  mean abs  max rel   rmse    cosine  differing  NaN, Inf\n"
+        "n.w             value     0.25    0.0625      nan  0.125                50.0%  NaN 0 -> 2,"
+        " Inf 1 -> 0\n"
+        "l.{0..3}.w  x4  value        3    0.0625    0.375  0.125  0.999900      50.0%\n"
+        "\n"
+        "value\n"
+        "epoch  3 -> 4\n"
+        "\n"
+        "only in A\n"
+        "l.{0..1}.b  x2  float32 [3]\n"
+        f"note            str '{'x' * 18}...{'x' * 17}'\n"
+        "\n"
+        "only in B\n"
+        "seed       None\n"
+        "\n"
+        "renamed from      in B\n"
+        "l.{0..1}.k    x2  h.{0..1}.key  float32 [2, 3]\n"
+        "\n"
+        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_nothing_is_wider_than_the_terminal(width):
+    long = "deep." * 60
+    found = made(
+        changes=[
+            changed(long, difference=figures(-0.123456e-12, nan_a=10**6, inf_b=10**9)),
+            changed(long, ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures()),
+            changed(f"{long}w", ("shape",), {"shape": (1,) * 30}, {"shape": (2,) * 30}),
+            changed("t", ("device",), {"device": "cuda:0"}, {"device": "x" * 99}, counts=False),
+        ],
+        values=[Changed(long, ("value",), value(long, "a" * 99), value(long, "b" * 99))],
+        only_a=[tensor(long)],
+        only_b=[value(long, "c" * 99)],
+        renamed=[Renamed(tensor(long), tensor(f"{long}b"))],
+        a=long,
+        notes=("word " * 60,),
+    )
+    for lines in (diff_lines(found, Look(width)), stat_lines(found, Look(width))):
+        assert max(map(len, lines)) <= width
+
+
+def test_a_narrow_terminal_is_told_what_a_wide_one_shows():
+    found = text(made([changed("l.0.mlp.weight.of.a.layer", difference=figures())]), Look(70))
+    assert "(a wider terminal shows rmse, mean abs)" in found
+    assert "max rel" in found
+
+
+def test_other_dtypes_stand_beside_the_figures():
+    row = changed("w", ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures())
+    assert "w     float32 -> bfloat16     0.25" in text(made([row]))
+
+
+def test_a_family_has_the_figures_of_its_worst_whatever_the_order():
+    rows = [changed(f"l.{n}.w", difference=figures(rel)) for n, rel in enumerate((0.1, 0.9, 0.2))]
+    assert "l.{0..2}.w  x3  value     0.25    0.0625      0.9" in text(made(rows))
+
+
+def test_a_type_that_changed_is_told_with_the_value():
+    row = Changed("n", ("type", "value"), value("n", 1), value("n", 1.0))
+    assert "n      int 1 -> float 1.0" in text(made(values=[row]))
+    inside = Changed("o", ("value",), value("o", "x"), value("o", "y"), place="args[0]")
+    assert "o      'x' -> 'y' (at args[0])" in text(made(values=[inside]))
+
+
+def test_devices_are_a_line_and_no_rows():
+    rows = [
+        changed(f"l.{n}.w", ("device",), {"device": "cuda:3"}, counts=False) for n in range(3)
+    ] + [changed("l.3.w", ("device", "value"), {"device": "cuda:1"}, difference=figures())]
+    found = text(made(rows))
+    assert "device: cuda:3 -> cpu (3), cuda:1 -> cpu (1), ignored without --strict" in found
+    assert "l.{0..2}" not in found
+    assert "l.3.w  value" in found
+
+
+def test_devices_that_count_are_told_without_ignored():
+    found = text(made([changed("w", ("device",), {"device": "cuda:3"})]))
+    assert "device: cuda:3 -> cpu (1)\n" in found
+    assert "1 of 10 common entries differ" in found
+
+
+def test_many_devices_are_cut():
+    rows = [changed(f"w{n}", ("device",), {"device": f"cuda:{n}"}, counts=False) for n in range(9)]
+    assert "cuda:4 -> cpu (1), and 4 more" in text(made(rows))
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({}, "identical: 10 entries"),
+        ({"common": 1}, "identical: 1 entry"),
+        ({"by_checksum": 7}, "identical: 10 entries (7 tensors compared by CRC-32 alone)"),
+        ({"close": 2}, "identical: 10 entries (2 within the tolerance)"),
+        ({"structure": True}, "the same structure: 10 entries (values not compared)"),
+    ],
+)
+def test_identical_is_one_line_that_says_what_that_rests_on(more, line):
+    assert text(made(**more)) == line
+
+
+def test_identical_but_for_devices_says_so_in_its_line():
+    rows = [changed(f"{n}.w", ("device",), {"device": "cuda:3"}, counts=False) for n in range(2)]
+    assert text(made(rows)) == "identical: 10 entries (ignored device: cuda:3 -> cpu (2))"
+
+
+def test_notes_and_what_was_cut_off_are_told():
+    found = text(made([changed("w", difference=figures())], changed_in_all=4, notes=(EVIL,)))
+    assert "note: a\\x1b]0;owned\\x07|\\u202e\n" in found
+    assert "and 3 more tensors (--max-diffs)" in found
+
+
+def test_nothing_in_common():
+    found = text(made(only_a=[tensor("a")], common=0, equal=0))
+    assert found.endswith("\nno name in common: 1 only in A")
+
+
+def test_names_of_a_file_do_not_reach_the_terminal_as_they_are():
+    found = made(
+        [changed(f"{EVIL}.w", difference=figures()), changed(EVIL, ("shape",), {"shape": (1,)})],
+        [Changed(EVIL, ("value",), value(EVIL, EVIL), value(EVIL, 1))],
+        [tensor(EVIL)],
+        [value(EVIL, EVIL)],
+        [Renamed(tensor(EVIL), tensor(EVIL))],
+        a=EVIL,
+    )
+    for lines in (diff_lines(found, PLAIN), stat_lines(found, PLAIN), status_lines(found)):
+        said = "\n".join(lines)
+        assert "owned" in said
+        assert "\x1b" not in said
+        assert "\u202e" not in said
+
+
+def test_renames_that_do_not_go_in_step_are_not_folded():
+    rows = [Renamed(tensor(f"a.{n}.w"), tensor(f"b.{1 - n}.w")) for n in range(2)]
+    found = text(made(renamed=rows))
+    assert "a.0.w         b.1.w  float32 [2, 3]" in found
+    assert "x2" not in found
+
+
+def test_with_a_format_it_is_one_table_with_whole_cells():
+    rows = list(csv.reader(diff_lines(everything(), Look(fmt="csv"))))
+    assert rows[0][:6] == ["status", "name", "count", "what", "in A", "in B"]
+    assert rows[0][6:] == [
+        *("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
+    ]
+    assert {len(row) for row in rows} == {13}
+    by_name = {row[1]: row for row in rows[1:]}
+    assert by_name["l.{0..3}.w"][:4] == ["M", "l.{0..3}.w", "4", "value"]
+    assert by_name["l.{0..3}.w"][6:12] == ["3", "0.0625", "0.375", "0.125", "0.9999", "50.0%"]
+    assert by_name["note"][:5] == ["D", "note", "1", "", f"str '{'x' * 50}'"]
+    assert by_name["seed"][5] == "None"
+    assert by_name["l.{0..1}.k"][:6] == [
+        "R",
+        "l.{0..1}.k",
+        "2",
+        *["float32 [2, 3]"],
+        "l.{0..1}.k",
+        "h.{0..1}.key",
+    ]
+    assert list(diff_lines(made(), Look(fmt="csv"))) == [",".join(rows[0][:-1]) + ',"NaN, Inf"']
+
+
+def test_name_status_is_a_line_an_entry():
+    found = everything()
+    assert list(status_lines(found)) == [
+        "T\thead.w",
+        *(f"M\tl.{n}.w" for n in range(4)),
+        "M\tn.w",
+        "M\tepoch",
+        "D\tl.0.b",
+        "D\tl.1.b",
+        "D\tnote",
+        "A\tseed",
+        "R\tl.0.k\th.0.key",
+        "R\tl.1.k\th.1.key",
+    ]
+    tagged = made([changed("w", ("device",), {"device": "cuda:3"}, counts=False)])
+    assert list(status_lines(tagged)) == []
+
+
+def test_stat_counts_by_module():
+    assert list(stat_lines(everything(), PLAIN)) == [
+        "module           differing",
+        "head                     1  ~",
+        "l.{0..1}     x2          4  ~~--",
+        "l.{2..3}     x2          2  ~~",
+        "n                        1  ~",
+        "(top level)              3  ~-+",
+        "h.{0..1}     x2          2  >>",
+        "",
+        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal",
+    ]
+    assert list(stat_lines(made(), PLAIN)) == ["identical: 10 entries"]
+
+
+def test_a_bar_keeps_its_length_and_hides_nothing():
+    rows = [changed(f"m.w{n}", difference=figures()) for n in range(1000)]
+    (_, line, *_) = stat_lines(made(rows, only_a=[tensor("m.x")]), PLAIN)
+    assert line.split() == ["m", "1,001", "~" * 32 + "-"]
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "said"),
+    [
+        (0, 0, "0%"),
+        (0, 5, "0%"),
+        (5, 5, "100%"),
+        (1, 8, "12.5%"),
+        (1, 10**6, "<0.1%"),
+        (10**6 - 1, 10**6, ">99.9%"),
+    ],
+)
+def test_a_share_is_neither_all_nor_nothing_where_it_is_not(part, whole, said):
+    assert share(part, whole) == said
