@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.common_names import NameUse, SideNames
+from ckptool.inspection.common_names import Names, NameUse, Renamed, SideNames
 from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
 from ckptool.inspection.diff_scope import Scope, in_scope, scopes
 from ckptool.inspection.equality import difference
@@ -29,6 +29,8 @@ _SORTS = {"state_dict": "model", "module": "model"}
 """Kinds of section that may stand for each other; the others only for their own."""
 
 Couple = tuple[Section, Section]
+
+_AS_THEY_ARE = Names({}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,12 @@ def align(
     """
     found = scopes(a, b, key)
     aligned = _Alignment(
-        found.a, found.b,
-        SideNames(a.path, strict_names, NameUse(rules)), SideNames(b.path, strict_names),
-    ).run()  # fmt: skip
+        found.a,
+        found.b,
+        SideNames(a.path, strict_names, NameUse(rules)),
+        SideNames(b.path, strict_names),
+        whole=found.key is None,
+    ).run()
     return in_scope(found, aligned)
 
 
@@ -81,6 +86,8 @@ class _Alignment:
     b: Scope
     names_a: SideNames
     names_b: SideNames
+    whole: bool
+    """Whether all that is found will be kept."""
     pairs: list[Pair] = field(default_factory=list)
     only_a: list[Entry] = field(default_factory=list)
     only_b: list[Entry] = field(default_factory=list)
@@ -91,16 +98,17 @@ class _Alignment:
         parts_a, parts_b = _parts(self.a.root), _parts(self.b.root)
         couples = _coupled(parts_a, parts_b)
         taken = {id(part) for couple in couples for part in couple}
-        renamed = self._models(couples, parts_a, parts_b, taken)
+        names = self._models(couples, parts_a, parts_b, taken)
         for one, other in couples:
-            self._couple(one, other, renamed)
-        rest = self._rest(parts_a, parts_b, taken, renamed)
+            self._couple(one, other, names)
+        rest = self._rest(parts_a, parts_b, taken, names)
         left = [
             [name_of(scope.base + part.path) or "the root" for part in _left(parts, "model", taken)]
             for scope, parts in ((self.a, parts_a), (self.b, parts_b))
         ]
         self.notes.extend(_unpaired(left[0], left[1]))
-        self.notes.extend(_weights_alone(self.a, self.b, couples, rest))
+        if rest and self.whole:
+            self.notes.extend(_weights_alone(self.a, self.b, couples))
         self.notes.extend(self.names_a.use.idle())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
@@ -108,39 +116,41 @@ class _Alignment:
 
     def _models(
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
-    ) -> dict[int, dict[str, str]]:
+    ) -> dict[int, Names]:
         """How the names of every section change, by the section's identity."""
-        renamed: dict[int, dict[str, str]] = {}
+        settled: dict[int, Names] = {}
         for one, other in couples:
             if one.kind in MODEL_KINDS:
                 stripped = self._stripped(one, other)
-                renamed[id(one)] = self.names_a.settle(one, stripped[0])
-                renamed[id(other)] = self.names_b.settle(other, stripped[1])
-        for names, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
+                settled[id(one)] = self.names_a.settle(one, stripped[0])
+                settled[id(other)] = self.names_b.settle(other, stripped[1])
+        for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
-                    renamed[id(part)] = names.settle(part, names.stripped(part))
+                    settled[id(part)] = side.settle(part, side.stripped(part))
             for part in parts:
                 if part.kind == "optimizer":
-                    renamed[id(part)] = names.optimizer(part)
-        return renamed
+                    settled[id(part)] = side.optimizer(part)
+        return settled
 
-    def _stripped(self, one: Section, other: Section) -> tuple[dict[str, str], dict[str, str]]:
+    def _stripped(self, one: Section, other: Section) -> tuple[Renamed, Renamed]:
         """Wrapper components off both, unless more names agree where one or both stay as they are.
 
         They do where a layer is called `module` by its author, and one file has nothing else.
         """
         mine, others = self.names_a.stripped(one), self.names_b.stripped(other)
         ways = [(mine, others), (mine, {}), ({}, others), ({}, {})]
+        if not (mine or others) or _common(one, mine, other, others) == len(one.node):
+            return mine, others
         return max(ways, key=lambda way: _common(one, way[0], other, way[1]))
 
-    def _couple(self, one: Section, other: Section, renamed: dict[int, dict[str, str]]) -> None:
+    def _couple(self, one: Section, other: Section, names: dict[int, Names]) -> None:
         here, there = self.a.base + one.path, self.b.base + other.path
         before = here if here == there else ()
         if here != there and one.path == other.path:
             before = one.path
         a, b = (
-            _region(part, base, renamed.get(id(part), {}))
+            _region(part, base, names.get(id(part), _AS_THEY_ARE))
             for part, base in ((one, here), (other, there))
         )
         self._take(a, b, lambda key: name_of(before + key))
@@ -157,7 +167,7 @@ class _Alignment:
         parts_a: list[Section],
         parts_b: list[Section],
         taken: set[int],
-        renamed: dict[int, dict[str, str]],
+        names: dict[int, Names],
     ) -> bool:
         """Values, and sections that nothing stands against: by path; whether there are any."""
         pools = []
@@ -166,7 +176,13 @@ class _Alignment:
             pool.fill(scope.root, scope.base, skip=frozenset(part.path for part in parts))
             for part in parts:
                 if id(part) not in taken:
-                    _fill(pool, part, scope.base + part.path, renamed.get(id(part), {}), part.path)
+                    _fill(
+                        pool,
+                        part,
+                        scope.base + part.path,
+                        names.get(id(part), _AS_THEY_ARE),
+                        part.path,
+                    )
             pools.append(pool)
         before = self.a.base if self.a.base == self.b.base else ()
         self._take(pools[0], pools[1], lambda key: name_of(before + key))
@@ -217,30 +233,36 @@ def _sort(part: Section) -> str:
     return _SORTS.get(part.kind, part.kind)
 
 
-def _region(part: Section, base: Path, renamed: dict[str, str]) -> Region:
+def _region(part: Section, base: Path, names: Names) -> Region:
     region = Region()
-    _fill(region, part, base, renamed, ())
+    _fill(region, part, base, names, ())
     region.leaves.pop((), None)  # an object that is the section itself
     region.containers.pop((), None)
     return region
 
 
-def _fill(region: Region, part: Section, base: Path, renamed: dict[str, str], before: Path) -> None:
+def _fill(region: Region, part: Section, base: Path, names: Names, before: Path) -> None:
     """Take what a section holds, under the names by which it is compared."""
+    under = _optimizer_names if part.kind == "optimizer" else _model_names
 
-    def model(path: Path, leaf: Any) -> tuple[Path, Any]:
-        return ((renamed.get(path[0], path[0]), *path[1:]) if path else path), leaf
+    def changed(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+        key, compared = under(path, leaf, names.compared)
+        return key, compared, under(path, leaf, names.shown)[0]
 
-    def optimizer(path: Path, leaf: Any) -> tuple[Path, Any]:
-        if path[:1] == ("state",) and len(path) > 1:
-            return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
-        named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
-        if named and isinstance(leaf, str):
-            return path, renamed.get(leaf, leaf)
-        return path, leaf
+    region.fill(part.holder, base, before=before, changed=changed if names.compared or names.shown else None)
 
-    changed = (optimizer if part.kind == "optimizer" else model) if renamed else None
-    region.fill(part.holder, base, before=before, changed=changed)
+
+def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
+    """An entry of a model's section under its new name."""
+    return (renamed.get(path[0], path[0]), *path[1:]) if path else path, leaf
+
+
+def _optimizer_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
+    """An entry of an optimizer: names are keys of `state`, and items in the groups."""
+    if path[:1] == ("state",) and len(path) > 1:
+        return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
+    named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
+    return path, renamed.get(leaf, leaf) if named and isinstance(leaf, str) else leaf
 
 
 def _bare(holder: Opaque) -> Opaque:
@@ -258,7 +280,7 @@ def _versions(node: Any) -> Any:
     return (node.metadata or None) if isinstance(node, OrderedMap) else None
 
 
-def _common(one: Section, mine: dict[str, str], other: Section, others: dict[str, str]) -> int:
+def _common(one: Section, mine: Renamed, other: Section, others: Renamed) -> int:
     """How many names both have after these changes."""
     names = {mine.get(name, name) for name in one.node}
     return sum(others.get(name, name) in names for name in other.node)
@@ -273,10 +295,10 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
         )
 
 
-def _weights_alone(a: Scope, b: Scope, couples: list[Couple], rest: bool) -> Iterator[str]:
+def _weights_alone(a: Scope, b: Scope, couples: list[Couple]) -> Iterator[str]:
     """What to tell where one file is a state dict and the other holds more beside it."""
     for one, other in couples:
-        if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path) and rest:
+        if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path):
             scope, part = (a, one) if one.path else (b, other)
             whole, more = ("B", "A") if one.path else ("A", "B")
             name = printable(name_of(scope.base + part.path))

@@ -11,10 +11,21 @@ from ckptool.statedict import Section, optimizer_names, wrapped_names
 from ckptool.transforms.name_rules import Rule
 from ckptool.wrappers import check_collisions, strip_names
 
-__all__ = ["NameUse", "SideNames"]
+__all__ = ["NameUse", "Names", "Renamed", "SideNames"]
 
 Renamed = dict[str, str]
 """Old name to new, of the names that change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How the names of a section change."""
+
+    shown: Renamed
+    """For the screen: wrapper components off."""
+    compared: Renamed
+    """For the comparison: the rules applied to that as well."""
+
 
 STRICT_HINT = "--strict-names compares the names as they are"
 RULES_HINT = "make the rules narrower"
@@ -53,7 +64,7 @@ class SideNames:
     file: str
     strict: bool = False
     use: NameUse = field(default_factory=NameUse)
-    _namings: list[tuple[frozenset[str], Renamed]] = field(default_factory=list)
+    _namings: list[tuple[frozenset[str], Names]] = field(default_factory=list)
 
     def stripped(self, part: Section) -> Renamed:
         """The wrapper components taken off the names of a model's section.
@@ -63,7 +74,7 @@ class SideNames:
         """
         return {} if self.strict else self._strip(wrapped_names(part.node))
 
-    def settle(self, part: Section, stripped: Renamed) -> Renamed:
+    def settle(self, part: Section, stripped: Renamed) -> Names:
         """The names of a model's section as they are compared, remembered for the optimizers.
 
         Raises:
@@ -74,21 +85,24 @@ class SideNames:
         hint = RULES_HINT if self.use.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
-        self._namings.append((frozenset(names), renamed))
-        return renamed
+        settled = Names(stripped, renamed)
+        self._namings.append((frozenset(names), settled))
+        return settled
 
-    def optimizer(self, part: Section) -> Renamed:
+    def optimizer(self, part: Section) -> Names:
         """The same of the names that an optimizer holds: as those of the model they belong to."""
         own = optimizer_names(part.node)
         wanted = frozenset(own)
         namings = sorted(self._namings, key=lambda naming: -len(wanted & naming[0]))
         if not namings or not wanted & namings[0][0]:
-            return self._ruled(own, {} if self.strict else self._strip(own))
-        renamed: Renamed = {}
-        for names, changed in namings:
-            for name in wanted & names - renamed.keys():
-                renamed[name] = changed.get(name, name)
-        return {name: new for name, new in renamed.items() if new != name}
+            stripped = {} if self.strict else self._strip(own)
+            return Names(stripped, self._ruled(own, stripped))
+        found = Names({}, {})
+        for names, settled in namings:
+            for name in wanted & names - found.compared.keys():
+                found.shown[name] = settled.shown.get(name, name)
+                found.compared[name] = settled.compared.get(name, name)
+        return found
 
     def _strip(self, names: list[str]) -> Renamed:
         try:

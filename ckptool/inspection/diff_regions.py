@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.model import DeviceValue, Global, Opaque, Path, StorageRef, TensorRef
+from ckptool.model import DeviceValue, Global, Opaque, Path
 from ckptool.paths import walk
 
-__all__ = ["Entry", "Pair", "Region", "is_set", "pair_regions", "same_container"]
+__all__ = ["Entry", "Pair", "Region", "comparable", "is_set", "pair_regions", "same_container"]
 
 Key = tuple[Any, ...]
 """A path whose keys are equal in two files where they mean the same."""
 
-Changed = Callable[[Path, Any], tuple[Path, Any]]
-"""The path of a leaf below its part, and the leaf, as they are compared."""
+Found = tuple[Path, Any, Path]
+"""The path of an entry from the root of its file, its leaf, and its path as the screen has it."""
+
+Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
+"""Of a leaf: its path below its part, itself, both as they are compared, and the path as shown."""
 
 _PLAIN_KEYS = frozenset({str, int})
 _SETS = frozenset({"builtins.set", "builtins.frozenset"})
@@ -47,8 +50,8 @@ class Pair:
 class Region:
     """Entries of a part, by key, in the order of the file; containers beside them."""
 
-    leaves: dict[Key, tuple[Path, Any]] = field(default_factory=dict)
-    containers: dict[Key, tuple[Path, Any]] = field(default_factory=dict)
+    leaves: dict[Key, Found] = field(default_factory=dict)
+    containers: dict[Key, Found] = field(default_factory=dict)
     _again: dict[Key, int] = field(default_factory=dict)
 
     def fill(
@@ -70,19 +73,19 @@ class Region:
                 return False
             if isinstance(node, Opaque):
                 return not is_set(node)
-            self.containers[comparable(before + path)] = base + path, node
+            self.containers[comparable(before + path)] = base + path, node, before + path
             return True
 
         for path, leaf in walk(root, enter=enter):
-            key, shown = (path, leaf) if changed is None else changed(path, leaf)
-            self.add(comparable(before + key), base + path, shown)
+            key, leaf, shown = (path, leaf, path) if changed is None else changed(path, leaf)
+            self._add(comparable(before + key), (base + path, leaf, before + shown))
 
-    def add(self, key: Key, path: Path, leaf: Any) -> None:
+    def _add(self, key: Key, found: Found) -> None:
         """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""
         if key in self.leaves:
             count = self._again[key] = self._again.get(key, 1) + 1
             key = (*key, ("again", count))
-        self.leaves[key] = path, leaf
+        self.leaves[key] = found
 
 
 def comparable(path: Path) -> Key:
@@ -101,15 +104,16 @@ def _key(key: Any) -> Any:
         case tuple():
             return ("tuple", *map(_key, key))
         case Opaque():
-            plain = key.plain or key.class_name
-            return ("object", plain)
-        case TensorRef() | StorageRef():
-            return (type(key).__name__,)
+            return ("object", key.plain or key.class_name)
         case DeviceValue():
             return ("device", key.tag)
         case Global():
             return ("global", key.qualified)
-    return (type(key).__name__, repr(key) if isinstance(key, float) else key)
+        case float() | complex():
+            return (type(key).__name__, repr(key))
+        case int() | bytes():
+            return (type(key).__name__, key)
+    return (type(key).__name__,)
 
 
 def is_set(node: Any) -> bool:
@@ -123,7 +127,7 @@ def same_container(a: Any, b: Any) -> bool:
 
 
 def pair_regions(
-    a: Region, b: Region, named: Callable[[Key], str]
+    a: Region, b: Region, named: Callable[[Path], str]
 ) -> tuple[list[Pair], list[Entry], list[Entry]]:
     """What both have by key, what only A has, what only B has, each in its file's order.
 
@@ -133,40 +137,43 @@ def pair_regions(
     only_a: list[Entry] = []
     only_b: list[Entry] = []
 
-    def pair(key: Key, one: tuple[Path, Any], other: tuple[Path, Any]) -> None:
-        name = named(key)
-        pairs.append(Pair(name, Entry(name, *one), Entry(name, *other)))
+    def entry(found: Found) -> Entry:
+        return Entry(named(found[2]), found[0], found[1])
+
+    def pair(one: Found, other: Found) -> None:
+        name = named(one[2])
+        pairs.append(Pair(name, Entry(name, *one[:2]), Entry(name, *other[:2])))
 
     for key, found in a.leaves.items():
         against = b.leaves.get(key) or b.containers.get(key)
         if against is not None:
-            pair(key, found, against)
+            pair(found, against)
         else:
-            only_a.append(Entry(named(key), *found))
+            only_a.append(entry(found))
     for key, found in b.leaves.items():
         if key in a.leaves:
             continue
         if key in a.containers:
-            pair(key, a.containers[key], found)
+            pair(a.containers[key], found)
         else:
-            only_b.append(Entry(named(key), *found))
-    for key, one, other in _unlike(a, b):
-        pair(key, one, other)
-    only_a.extend(Entry(named(key), *found) for key, found in _empty(a, b))
-    only_b.extend(Entry(named(key), *found) for key, found in _empty(b, a))
+            only_b.append(entry(found))
+    for one, other in _unlike(a, b):
+        pair(one, other)
+    only_a.extend(entry(found) for found in _empty(a, b))
+    only_b.extend(entry(found) for found in _empty(b, a))
     return pairs, only_a, only_b
 
 
-def _unlike(a: Region, b: Region) -> Iterator[tuple[Key, tuple[Path, Any], tuple[Path, Any]]]:
+def _unlike(a: Region, b: Region) -> Iterator[tuple[Found, Found]]:
     """Containers of one key and different kinds."""
     for key, found in a.containers.items():
         against = b.containers.get(key)
         if against is not None and not same_container(found[1], against[1]):
-            yield key, found, against
+            yield found, against
 
 
-def _empty(here: Region, there: Region) -> Iterator[tuple[Key, tuple[Path, Any]]]:
+def _empty(here: Region, there: Region) -> Iterator[Found]:
     """Empty containers that nothing on the other side stands against."""
-    for key, (path, node) in here.containers.items():
-        if not node and key not in there.containers and key not in there.leaves:
-            yield key, (path, node)
+    for key, found in here.containers.items():
+        if not found[1] and key not in there.containers and key not in there.leaves:
+            yield found

@@ -87,11 +87,12 @@ def diff(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, meter=meter, limits=limits
     )
     aligned = align(a, b, strict_names=strict_names, rules=rules, key=key)
-    run = _Comparison(aligned, contents, meter, structure, strict, limits)
+    run = _Comparison(aligned, contents, meter, structure, quick, strict, limits)
     renames = None
     if not structure:
         renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
-        run.expect(renames)
+        if progress is not None:
+            run.expect(renames)
     run.compare()
     if renames is not None:
         run.rename(renames)
@@ -131,6 +132,7 @@ class _Comparison:
     contents: Contents
     meter: Meter
     structure: bool
+    quick: bool
     strict: bool
     limits: Limits
     changed: list[Changed] = field(default_factory=list)
@@ -180,7 +182,7 @@ class _Comparison:
             return _Elements()
         if alike and is_made_of_parts(a) and is_made_of_parts(b):
             return self._parts(pair, a, b)
-        if not (a.has_content and b.has_content):
+        if not (a.has_content and b.has_content) or (self.quick and a.dtype != b.dtype):
             return _Elements()
         verdict = self.contents.compare(pair.a.path, a, b)
         return _Elements(verdict.equal, verdict)

@@ -35,7 +35,7 @@ Same = Callable[[TensorRef, TensorRef], bool]
 ITSELF = "."
 """The place of a difference that is not inside."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_PARTS = frozenset({"strided", "numpy", "meta"})
 """Kinds that are all said by their header and their elements."""
 _INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
@@ -231,9 +231,11 @@ class _Comparison:
             return self._sets(a, b)
         steps = [list(_steps(node, held)) for node in (a, b)]
         self._require([kind for kind, _ in steps[0]] == [kind for kind, _ in steps[1]])
-        found: list[Step] = [("type", a.func, b.func)]
+        found: list[Step] = []
+        if not (isinstance(a.func, Global) and isinstance(b.func, Global)):
+            found.append(("function", a.func, b.func))
         if held or a.class_name != "collections.Counter":
-            found.append(("arguments", a.args, b.args))
+            found.append(("arguments", _arguments(a), _arguments(b)))
         found.append(("options", a.kwargs, b.kwargs))
         pairs = zip(*steps, strict=True)
         for (kind, mine), (_, others) in pairs:
@@ -242,9 +244,13 @@ class _Comparison:
         return found
 
     def _sets(self, a: Opaque, b: Opaque) -> list[Step]:
-        mine, others = (Counter(map(_member, _items(node))) for node in (a, b))
-        self._require(mine == others)
-        return []
+        mine, others = list(_items(a)), list(_items(b))
+        self._require(len(mine) == len(others))
+        if all(map(_is_member, (*mine, *others))):
+            self._require(Counter(map(_member, mine)) == Counter(map(_member, others)))
+            return []
+        self._kept += (mine, others)
+        return [("items", mine, others)]  # of what cannot be told apart by value: in their order
 
 
 def _keys(trail: Trail) -> tuple[Any, ...]:
@@ -315,6 +321,21 @@ def _items(node: Opaque) -> Iterator[Any]:
             yield from value
 
 
+def _is_member(item: Any) -> bool:
+    """Whether an item of a set is a plain value, or a tuple of such."""
+    return isinstance(item, _PLAIN) or (
+        isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
+    )
+
+
 def _member(item: Any) -> Any:
     """An item of a set as something that is equal in another file where it means the same."""
     return comparable((item,))
+
+
+def _arguments(node: Opaque) -> Any:
+    """What an object was made with; protocols 0 and 1 spell `cls.__new__(cls)` by a function."""
+    match node:
+        case Opaque(func=Global(name="_reconstructor"), args=(_, Global(name="object"), None)):
+            return ()
+    return node.args
