@@ -86,6 +86,8 @@ def test_the_wheel_ships_the_package_and_its_types(wheel):
     assert "ckptool/py.typed" in names
     assert {f"ckptool/{file}" for file in trees()} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    assets = (PROJECT / "ckptool/render/page/assets").iterdir()
+    assert {str(file.relative_to(PROJECT)) for file in assets} <= names
 
 
 def test_the_wheel_states_version_and_command(wheel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckptool.inspection.folding import MAX_PARTS
@@ -22,23 +22,21 @@ class Names:
         """Only the root is there."""
         self._labels = [""]
         self._parents = [0]
-        self._known: dict[tuple[int, str], int] = {}
+        self._children: dict[tuple[int, str], int] = {}
+        self._modules: dict[tuple[str, ...], int] = {}
 
     def place(self, path: Sequence[str | int]) -> tuple[int, str]:
-        """The module that a tensor with this path belongs to, and the label of its own."""
-        module = 0
-        *outer, own = _labels(path)
-        for label in outer:
-            key = (module, label)
-            found = self._known.get(key)
-            if found is None:
-                found = self._known[key] = len(self._labels)
-                self._labels.append(clean(label))
-                self._parents.append(module)
-            module = found
-        return module, clean(own)
+        """The module that a tensor with this path belongs to, and the label of its own.
 
-    def columns(self, paths: Sequence[Sequence[str | int]]) -> dict[str, Any]:
+        A name of more dots than modules nest is one label.
+        """
+        *outer, own = map(str, path) if path else ("",)
+        if "." in own and own.count(".") <= MAX_PARTS:
+            inner, _, own = own.rpartition(".")
+            return self._module((*outer, inner), dotted=True), clean(f".{own}")
+        return self._module(tuple(outer), dotted=False), clean(f"/{own}" if outer else own)
+
+    def columns(self, paths: Iterable[Sequence[str | int]]) -> dict[str, Any]:
         """`label` and `module` of each path, as columns."""
         placed = [self.place(path) for path in paths]
         return {
@@ -50,10 +48,21 @@ class Names:
         """The modules so far, as columns."""
         return {"label": self._labels, "parent": self._parents}
 
+    def _module(self, keys: tuple[str, ...], *, dotted: bool) -> int:
+        """The module at these keys, of which the last, where `dotted`, has parts of its own."""
+        known = (*keys, "." if dotted else "/")
+        if known not in self._modules:
+            module = 0
+            for depth, key in enumerate(keys):
+                first, *rest = key.split(".") if dotted and depth == len(keys) - 1 else (key,)
+                for label in (f"/{first}" if depth else first, *(f".{part}" for part in rest)):
+                    module = self._child(module, label)
+            self._modules[known] = module
+        return self._modules[known]
 
-def _labels(path: Sequence[str | int]) -> Iterator[str]:
-    *outer, own = (str(key) for key in path) if path else ("",)
-    first, *rest = own.split(".", MAX_PARTS)
-    for depth, key in enumerate((*outer, first)):
-        yield f"/{key}" if depth else key
-    yield from (f".{part}" for part in rest)
+    def _child(self, module: int, label: str) -> int:
+        found = self._children.setdefault((module, label), len(self._labels))
+        if found == len(self._labels):
+            self._labels.append(clean(label))
+            self._parents.append(module)
+        return found

@@ -105,14 +105,16 @@ def notes(report: Report) -> str:
 
 def changes_at_a_glance(diff: Diff) -> str:
     """How many tensors and values differ, and in what way."""
+    values = "; values were not compared" if diff.structure else ""
     if diff.identical:
-        return f"No difference in {plural(diff.common, 'entry')}."
+        return f"No difference in {plural(diff.common, 'entry')}{values}."
     parts = [
         f"{count(diff.counts[status])} {text}"
         for status, text in _STATUSES.items()
         if diff.counts.get(status)
     ]
-    return f"{', '.join(parts)}; {count(diff.equal)} of {count(diff.common)} in common are equal."
+    equal = f"{count(diff.equal)} of {count(diff.common)} in common are equal"
+    return f"{', '.join(parts)}; {equal}{values}."
 
 
 def first_tensors(report: Report) -> str:

@@ -1,0 +1,117 @@
+"""The page in a real browser: its script runs, and draws what it should."""
+
+import pytest
+
+from ckptool.inspection.listing import TensorRow
+from ckptool.inspection.reporting import Report, ReportedTensor, report
+from ckptool.inspection.summary import info
+from ckptool.render.page import page
+from tests.inspection.handmade import checkpoint, floats, tensor
+from tests.render.page.browser import looked_at
+from tests.render.page.test_markup import HOSTILE
+
+
+def small(**more):
+    names = ["conv1.weight", "conv1.bias", "layer.0.weight", "layer.1.weight", "fc.weight"]
+    over = {name: floats(*range(1, n + 5), key=str(n)) for n, name in enumerate(names)}
+    state = {name: tensor(one, (one.nbytes // 4,)) for name, one in over.items()}
+    return {"state_dict": {**state, **more}, "epoch": 7}
+
+
+def named(found, tag="a"):
+    """Full names in the tables of the page."""
+    return [
+        one.attributes["title"]
+        for one in found.elements
+        if one.tag == tag and "title" in one.attributes and "td" in one.inside
+    ]
+
+
+def shapes(found, class_):
+    return [one for one in found.elements if class_ in one.attributes.get("class", "").split()]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A file whose names are all that a page might fall for, as the browser shows it."""
+    over = floats(1.0, 2.0)
+    state = {name: tensor(over, (2,)) for name in HOSTILE}
+    folder = tmp_path_factory.mktemp("hostile")
+    made = checkpoint(small(**state))
+    return looked_at(page(report(made, values=False)), folder)
+
+
+def test_the_script_draws_a_row_a_tensor_and_areas(hostile):
+    assert len(named(hostile)) == 5 + len(HOSTILE)
+    assert len(shapes(hostile, "cell")) == 4  # conv1, layer, fc, and one that has many names
+    assert hostile.one("output", **{"class": "found"}).text == str(5 + len(HOSTILE))
+    assert "hidden" not in hostile.one("section", id="map").attributes
+
+
+def test_hostile_names_are_text_and_nothing_else(hostile):
+    assert "state_dict/</script><img src=x onerror=alert(1)>" in named(hostile)
+    assert any("<!--<script>" in name for name in named(hostile))
+    assert not hostile.all("img")
+    assert len(hostile.all("script")) == 2
+    assert all(name.isprintable() for name in named(hostile))
+
+
+def test_the_address_says_what_is_searched_sorted_and_looked_at(tmp_path):
+    made = page(report(checkpoint(small()), values=False))
+    place = {"at": "state_dict/layer", "tensor": "state_dict/fc.weight"}
+    found = looked_at(made, tmp_path, q="*.weight", sort="-size", **place)
+    assert named(found) == [
+        "state_dict/fc.weight",
+        "state_dict/layer.1.weight",
+        "state_dict/layer.0.weight",
+        "state_dict/conv1.weight",
+    ]
+    assert found.one("output", **{"class": "found"}).text == "4 of 5"
+    crumbs = found.one("nav", **{"class": "crumbs"}).text
+    assert crumbs == " \u203a ".join(["all", "state_dict", "layer"])
+    assert {one.attributes["aria-label"].split(",")[0] for one in shapes(found, "cell")} == {
+        "state_dict/layer.0",
+        "state_dict/layer.1",
+    }
+    assert found.one("h3").text == "state_dict/fc.weight"
+
+
+def test_a_search_that_finds_nothing_says_so(tmp_path):
+    found = looked_at(page(report(checkpoint(small()), values=False)), tmp_path, q="no such")
+    assert found.one("output", **{"class": "found"}).text == "0 of 5"
+    assert named(found) == []
+
+
+def test_two_files_give_a_chart_and_a_table_of_changes(tmp_path):
+    one = checkpoint(small())
+    state = {name: ref for name, ref in one["state_dict"].items() if name != "fc.weight"}
+    state["conv1.weight"] = tensor(floats(1.0, 2.0), (2,))
+    other = checkpoint({"state_dict": {**state, "<b>": tensor(floats(0.5), (1,))}, "epoch": 8})
+    made = page(report(one, other, values=False))
+    found = looked_at(made, tmp_path, find="conv")
+    bars = shapes(found, "bar")
+    assert [one.attributes["class"].removeprefix("bar status") for one in bars] == [*"TEEEAD"]
+    assert "state_dict/<b>, only in the second" in [one.attributes["aria-label"] for one in bars]
+    assert not found.all("b")
+    assert named(found, "span")[::2] == ["another shape or type"]
+    assert "[4] -> [2]" in " ".join(one.text for one in found.all("td"))
+    assert "another shape or type (1)" in found.one("p", **{"class": "legend"}).text
+
+
+def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):
+    names = [f"layers.{n // 100}.experts.{n % 100}.weight" for n in range(100_000)]
+    rows = tuple(
+        ReportedTensor(
+            TensorRow(("model", name), f"model/{name}", "float32", (n,), (1,), "cpu", 4 * n,
+                      "strided", str(n), False, numel=n)
+        )
+        for n, name in enumerate(names, 1)
+    )  # fmt: skip
+    made = page(Report(info(checkpoint({})), rows, measured=False))
+    assert len(made) < 30_000_000
+    found = looked_at(made, tmp_path, sort="-size")
+    assert named(found)[0] == "model/layers.999.experts.99.weight"
+    assert len(named(found)) < 60
+    assert len(shapes(found, "cell")) == 250
+    assert found.one("table", **{"class": "long"}).attributes["aria-rowcount"] == "100001"
+    assert found.one("output", **{"class": "found"}).text == "100,000"
