@@ -131,12 +131,14 @@ def _renaming(number: int, row: Renamed) -> Hashable:
     return texts if before == after else number
 
 
-def _alike(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str, bool]:
-    """What a row says beside its name and figures: only entries alike in it are folded."""
+def _alike(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str, Hashable]:
+    """What a row says beside its name and numbers: only entries alike in it are folded."""
     kept = [aspect for aspect in row.what if tags or aspect not in TAGS]
     what = ", ".join(kept) + (f" at {clean(row.place)}" if row.place else "")
     a, b = (" ".join(_said(side, kept, row, whole)) for side in (row.a, row.b))
-    return what, a, b, row.difference is not None
+    found = row.difference
+    odd = found and tuple(map(bool, (found.nan_a, found.nan_b, found.inf_a, found.inf_b)))
+    return what, a, b, odd
 
 
 def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iterator[str]:

@@ -8,7 +8,8 @@ import torch
 from ckptool.cli.group import VERBS
 from tests.cli.test_group import command_of
 
-WITH_TABLES = [name for name in VERBS["read"] if name in ("list", "info", "show", "diff")]
+TABLES = ("list", "info", "show", "stats", "diff", "verify")
+WITH_TABLES = [name for name in VERBS["read"] if name in TABLES]
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)

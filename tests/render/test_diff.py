@@ -161,6 +161,13 @@ def test_a_family_has_the_figures_of_its_worst_whatever_the_order():
     assert "l.{0..2}.w  x3  value     0.25    0.0625      0.9" in text(made(rows))
 
 
+def test_a_layer_with_nan_is_not_hidden_among_others():
+    rows = [changed(f"l.{n}.w", difference=figures(nan_b=3 * (n == 1))) for n in range(3)]
+    found = text(made(rows))
+    assert "l.{0,2}.w  x2" in found
+    assert found.count("NaN 0 -> 3") == 1
+
+
 def test_a_type_that_changed_is_told_with_the_value():
     row = Changed("n", ("type", "value"), value("n", 1), value("n", 1.0))
     assert "n      int 1 -> float 1.0" in text(made(values=[row]))
