@@ -12,7 +12,7 @@ from ckptool.formats.shard_index import ShardIndex
 from ckptool.model import OrderedMap, TensorRef, find_tensors
 from ckptool.paths import counted, listed
 
-__all__ = ["details_of"]
+__all__ = ["details_of", "total_size_notes"]
 
 _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
 """Entries of an index that follow from the tensors."""
@@ -33,7 +33,7 @@ def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: Ordere
         dead_bytes=sum(details.dead_bytes for details in all_of),
         notes=(
             *(() if index.weight_map else ("the index names no tensor",)),
-            *_total_size(index, root),
+            *total_size_notes(index, root),
             *_by_shard({file: shard.details.notes for file, shard in shards.items()}),
         ),
         left_behind=(
@@ -95,7 +95,7 @@ def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
         yield text if len(named) == len(sentences) else f"{listed(named, 3)}: {text}"
 
 
-def _total_size(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
+def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
     """A note where the index states another size than any that writers have counted."""
     stated = index.metadata.get("total_size")
     every = [value for value in root.values() if isinstance(value, TensorRef)]

@@ -12,9 +12,10 @@ from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, Source
 from ckptool.limits import Limits
 
-__all__ = ["is_tar", "read_members"]
+__all__ = ["BLOCK", "is_tar", "read_members"]
 
-_BLOCK = 512
+BLOCK = 512
+"""Bytes of a header; the content of a member is filled up to a multiple of it."""
 _MOST_EXTRA = 1 << 20
 _FILES = (b"\0", b"0", b"7")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
@@ -22,7 +23,7 @@ _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 def is_tar(head: bytes) -> bool:
     """Whether the first block is a tar header, by its magic and its checksum."""
-    return head[257:262] == b"ustar" and len(head) >= _BLOCK and _checksum_fits(head[:_BLOCK])
+    return head[257:262] == b"ustar" and len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
 
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
@@ -36,21 +37,21 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
     members: dict[str, ByteRange] = {}
     position, extra = 0, _Extra()
     for _ in range(limits.max_records):
-        if position + _BLOCK > source.size:
+        if position + BLOCK > source.size:
             return members
-        header = source.read(position, _BLOCK)
+        header = source.read(position, BLOCK)
         if not header.strip(b"\0"):
             return members
         kind, name, size = _parse(header, position, source.name)
         size = size if extra.size is None else extra.size
-        data = _content(source, position + _BLOCK, size, extra.name or name)
+        data = _content(source, position + BLOCK, size, extra.name or name)
         if kind in (_PAX, _LONG_NAME):
             extra = extra.with_record(kind, _small(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
             if kind in _FILES:
                 members[extra.name or name] = data
             extra = _Extra()
-        position += _BLOCK + -(-size // _BLOCK) * _BLOCK
+        position += BLOCK + -(-size // BLOCK) * BLOCK
     raise LimitExceeded(f"the tar has more than {limits.max_records:,} members", file=source.name)
 
 

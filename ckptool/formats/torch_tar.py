@@ -59,6 +59,7 @@ class TorchTar:
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
             storage_bytes=tar.storage_bytes,
+            dead_bytes=tar.unread,
             left_behind=tar.sources.left_behind(),
         )
         return Checkpoint(unpickled.root, self.name, probe.path, details, sources=(source,))
@@ -74,16 +75,20 @@ class _Tar:
         self.tensors: dict[int, TensorRef] = {}
         data = members["pickle"]
         self.file = data.source.name
-        self._read_storages(_Member("storages", members["storages"], limits))
+        storages = _Member("storages", members["storages"], limits)
+        self._read_storages(storages)
         self.storage_bytes = sum(ref.storage.nbytes for ref in self.storages.values())
-        self._read_views(members["storages"])
-        self._read_tensors(_Member("tensors", members["tensors"], limits))
+        self._read_views(storages)
+        tensors = _Member("tensors", members["tensors"], limits)
+        self._read_tensors(tensors)
         self.unpickled: Unpickled = unpickle(
             data,
             persistent_load=self._persistent,
             nested=NestedStreams(self.file, limits, data.length).load,
             limits=limits,
         )
+        self.unread = storages.left + tensors.left + data.length - self.unpickled.end
+        """Bytes behind the content of these members."""
 
     def _read_storages(self, member: _Member) -> None:
         for _ in range(member.count()):
@@ -95,11 +100,12 @@ class _Tar:
             nbytes = numel * BY_NAME[dtype].itemsize
             storage = Storage(str(key), member.take(nbytes), nbytes, location)
             self.storages[key] = StorageRef(storage, dtype, untyped)
-        self._views_at = member.position
 
-    def _read_views(self, data: ByteRange) -> None:
+    def _read_views(self, member: _Member) -> None:
         """Make a storage of each view: a part of the storage that it looks at."""
-        listed = unpickle(data, limits=self.limits, start=self._views_at).root
+        found = unpickle(member.data, limits=self.limits, start=member.position)
+        member.position = found.end
+        listed = found.root
         for view in listed if isinstance(listed, list) else ():
             match view:
                 case (int() as key, int() as root_key, int() as offset, int() as numel) if (
@@ -176,6 +182,11 @@ class _Member:
     data: ByteRange
     limits: Limits
     position: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that have not been read."""
+        return self.data.length - self.position
 
     def count(self) -> int:
         """The number of entries that follow; each takes more than a byte."""

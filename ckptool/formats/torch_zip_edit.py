@@ -15,6 +15,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.editing import Patch
 from ckptool.formats.base import EditPlan
+from ckptool.formats.torch_offsets import COMPUTING, Laid, alignment_of, computed_offsets
 from ckptool.formats.torch_zip import ALIGNMENT, PICKLE, SHORT, is_known_version
 from ckptool.formats.zip_directory import End, Entry, find_end, raw_entries, read_directory
 from ckptool.formats.zip_records import payload_offsets, record_of
@@ -27,8 +28,6 @@ __all__ = ["plan_edit"]
 
 _STALE = ".data/serialization_id"
 """A hash over all records, of which torch makes nothing but a line in a log."""
-_COMPUTING = (".format_version", ".storage_alignment")
-"""The records that let torch compute where storages are, instead of looking it up."""
 
 
 def plan_edit(checkpoint: Checkpoint) -> EditPlan | None:
@@ -49,7 +48,7 @@ def plan_edit(checkpoint: Checkpoint) -> EditPlan | None:
     used = directory.records_of(encoded.storages)
     if used is None:
         return None
-    dropped = {_STALE, *(() if directory.torch_computes(used) else _COMPUTING)}
+    dropped = {_STALE, *(() if directory.torch_computes(used) else COMPUTING)}
     patch = Patch(directory.data.length, directory.edited(encoded.data, dropped))
     return EditPlan(
         patch,
@@ -121,24 +120,12 @@ class _Directory:
         return records if alone else None
 
     def torch_computes(self, used: Sequence[tuple[Entry, ByteRange]]) -> bool:
-        """Whether torch's own sums lead to these records, in their order of first use.
-
-        It looks up the first alone, which must have the key 0, and adds up sizes from there
-        (torch/serialization.py `_get_offset`).
-        """
-        stated = self.fact(".storage_alignment")
-        alignment = str(ALIGNMENT) if stated is None else stated
-        if not alignment.isdecimal() or int(alignment) == 0:
+        """Whether torch's own sums lead to these records, in their order of first use."""
+        alignment = alignment_of(self.fact(".storage_alignment"))
+        if alignment is None:
             return False
-        if used and not used[0][0].raw_name.endswith(b"/data/0"):
-            return False
-        header = used[0][0].header if used else 0
-        for position, (entry, data) in enumerate(used):
-            place = Place(entry.raw_name, entry.size, header, int(alignment))
-            if position and place.payload != data.offset:
-                return False
-            header = data.offset + entry.size + place.descriptor_size
-        return True
+        laid = [Laid(entry.raw_name, entry.size, entry.header, data.offset) for entry, data in used]
+        return list(computed_offsets(laid, alignment)) == [one.payload for one in laid]
 
     def edited(self, pickle: bytes, dropped: Container[str]) -> bytes:
         """What goes behind the end: the record of the new pickle, the directory, its end.

@@ -1,0 +1,60 @@
+"""What is right or wrong with a file beyond what its reader must know.
+
+`structure` looks at a file before it is opened, `content` at what has been opened. Checksums are
+named here and computed by who asks: that reads the whole file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.formats.base import Probe
+from ckptool.formats.checks.archives import archive_findings, torch_zip_findings
+from ckptool.formats.checks.streams import (
+    legacy_findings,
+    pickle_findings,
+    safetensors_findings,
+    tar_findings,
+)
+from ckptool.formats.problems import Findings, Problem
+from ckptool.formats.shard_details import total_size_notes
+from ckptool.model import OrderedMap
+
+__all__ = ["content", "structure"]
+
+
+def structure(probe: Probe) -> Findings:
+    """What can be said of a file that may not be readable: the headers and checksums of a zip."""
+    return archive_findings(probe)
+
+
+def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
+    """What can be said of a file that has been read.
+
+    Raises:
+        CheckpointError: the file is not what it was when it was read.
+    """
+    found = Findings(notes=checkpoint.details.unreferenced)
+    source, limits = probe.source, probe.limits
+    match checkpoint.format:
+        case "torch-zip" if source is not None and probe.archive is not None:
+            return found + torch_zip_findings(probe.archive, limits)
+        case "safetensors-sharded" | "torch-sharded":
+            return found + Findings(tuple(_total_size(checkpoint, probe)))
+        case "torch-legacy" if source is not None:
+            return found + legacy_findings(checkpoint, source, limits)
+        case "torch-tar" if source is not None:
+            return found + tar_findings(checkpoint, source, limits)
+        case "pickle" if source is not None:
+            return found + pickle_findings(checkpoint, source, limits)
+        case "safetensors" if source is not None:
+            return found + safetensors_findings(source)
+    return found
+
+
+def _total_size(checkpoint: Checkpoint, probe: Probe) -> Iterator[Problem]:
+    """Whether the index states a size that no writer counts."""
+    if probe.shard_index is not None and isinstance(checkpoint.root, OrderedMap):
+        for text in total_size_notes(probe.shard_index, checkpoint.root):
+            yield Problem("total-size", "", text)

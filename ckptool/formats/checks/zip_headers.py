@@ -1,0 +1,201 @@
+"""What a zip states twice, held against itself: local headers, descriptors, the end records.
+
+torch's reader (miniz) takes the directory's word and looks at no more of a local header than where
+the bytes begin. Anything else that differs is damage all the same, or makes another reader see
+another file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from ckptool.errors import CheckpointError
+from ckptool.files import ByteRange
+from ckptool.formats.checks.zip_entries import (
+    Central,
+    Local,
+    directory_entries,
+    extra_fields,
+    local_header,
+    wide_values,
+)
+from ckptool.formats.problems import Problem
+from ckptool.formats.zip_directory import DEFLATED, STORED, End, find_end
+from ckptool.paths import counted, listed
+
+__all__ = ["header_problems"]
+
+_END = struct.Struct("<4s4H2IH")
+_LOCATOR = struct.Struct("<4sIQI")
+_END64_VERSIONS = struct.Struct("<12x2H")
+_DESCRIPTORS = tuple(
+    (struct.Struct(f"<{form}"), signature)
+    for signature in (b"PK\x07\x08", b"")
+    for form in ("3I", "I2Q")
+)
+"""CRC-32 and two sizes; the signature before them is optional (APPNOTE 4.3.9)."""
+_DESCRIBED = 1 << 3
+_FOLDER = 0x10
+"""MS-DOS's mark of a folder among the external attributes."""
+_ZIP64_VERSION = 45
+_VERSIONS = {10, 20, _ZIP64_VERSION}
+"""Versions needed that one header may have where the other has another: some tools count anew."""
+_FAR = 0xFFFFFFFF
+_ZIP64, _PADDING = 1, int.from_bytes(b"FB", "little")
+_TORCHS_END = 0x031E
+"""The version that torch's writer states in the 64-bit end record."""
+_SHARED = ("version needed", "flags", "method", "time", "date")
+
+
+def header_problems(data: ByteRange) -> tuple[Problem, ...]:
+    """Every contradiction between the headers of a zip; none where its end cannot be found.
+
+    What the reader refuses is told by opening the file, and not looked for here.
+    """
+    try:
+        end = find_end(data)
+        if end is None:
+            return ()
+        entries = list(directory_entries(data, end))
+    except (CheckpointError, struct.error):
+        return ()
+    headers = [local_header(data, entry.header, len(entry.name)) for entry in entries]
+    by_torch = _is_torchs(entries, headers)
+    problems = [
+        Problem("header", entry.name.decode("utf-8", "backslashreplace"), text)
+        for entry, local in zip(entries, headers, strict=True)
+        for text in _entry_faults(data, entry, local, by_torch)
+    ]
+    return (*problems, *_end_problems(data, end, by_torch))
+
+
+def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> bool:
+    """Whether most records are as torch's writer leaves them: then all should be."""
+    plain = sum(
+        entry.made_by == 0 and local is not None and _is_padded(local)
+        for entry, local in zip(entries, headers, strict=True)
+    )
+    return plain * 2 > len(entries)
+
+
+def _is_padded(local: Local) -> bool:
+    return any(number == _PADDING for number, _ in extra_fields(local.extra) or ())
+
+
+def _entry_faults(
+    data: ByteRange, entry: Central, local: Local | None, by_torch: bool
+) -> Iterator[str]:
+    """What is wrong with one record's headers, a clause each."""
+    if entry.external & _FOLDER and not entry.name.endswith(b"/"):
+        yield (
+            "the directory marks it as a folder, so that torch.load does not read its bytes and "
+            "gives what was in memory"
+        )
+    if entry.disk:
+        yield f"the directory puts it on disk {entry.disk:,} of the archive, which has one"
+    if extra_fields(entry.extra) is None:
+        yield "the extra field of its directory entry is damaged"
+    if local is None or local.name != entry.name:
+        return  # told by the reader
+    different = [
+        f"{name} {ours:,} and {theirs:,}"
+        for name, ours, theirs in zip(_SHARED, local.shared, entry.shared, strict=True)
+        if ours != theirs and not (name == _SHARED[0] and {ours, theirs} < _VERSIONS)
+    ]
+    if different:
+        yield f"its own header and the directory contradict each other: {listed(different)}"
+    yield from _size_faults(entry, local)
+    yield from _extra_faults(local)
+    if local.shared.flags & _DESCRIBED and not _is_described(data, entry, local):
+        yield "the data descriptor behind its bytes is missing, or contradicts the directory"
+    if by_torch and (entry.made_by == 0 or _is_padded(local)):
+        yield from _torchs_faults(entry, local)
+
+
+def _size_faults(entry: Central, local: Local) -> Iterator[str]:
+    """Checksum and sizes in the local header; zeros where a data descriptor has them."""
+    unknown = (0,) if local.shared.flags & _DESCRIBED else ()
+    wide = wide_values(local.extra)
+    for name, stated, wanted in (
+        ("CRC-32", local.crc32, entry.crc32),
+        ("packed size", local.packed, entry.packed),
+        ("size", local.size, entry.size),
+    ):
+        in_wide_field = name != "CRC-32" and stated == _FAR and wide
+        if stated != wanted and stated not in unknown and not in_wide_field:
+            yield f"its own header states the {name} {stated:,}, the directory {wanted:,}"
+    if not set(wide) <= {0, entry.packed, entry.size, entry.header}:
+        yield "the 64-bit sizes in its own header contradict the directory"
+
+
+def _extra_faults(local: Local) -> Iterator[str]:
+    fields = extra_fields(local.extra)
+    if fields is None:
+        yield "the extra field of its own header is damaged"
+    elif any(number == _PADDING and _is_damaged(content) for number, content in fields):
+        yield "the padding before its bytes is damaged"
+
+
+def _is_damaged(padding: bytes) -> bool:
+    """Whether it is neither torch's padding nor zeros, which others put there."""
+    return bool(padding.strip(b"Z") and padding.strip(b"\0"))
+
+
+def _is_described(data: ByteRange, entry: Central, local: Local) -> bool:
+    """Whether a data descriptor of any form follows the bytes, and says what the directory says."""
+    start = local.payload + entry.packed
+    longest = _DESCRIPTORS[1][0].size + 4
+    try:
+        found = data.read(start, max(min(longest, data.length - start), 0))
+    except CheckpointError:
+        return False
+    facts = (entry.crc32, entry.packed, entry.size)
+    return any(
+        found.startswith(signature + form.pack(*facts))
+        for form, signature in _DESCRIPTORS
+        if form.size > 12 or max(facts) <= _FAR
+    )
+
+
+def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
+    """Where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
+    wanted = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
+    stated = {
+        "version made by": entry.made_by,
+        "internal attributes": entry.internal,
+        "external attributes": entry.external & ~_FOLDER,
+        "length of the comment": len(entry.comment),
+    }
+    odd = [f"{name} {value:,}" for name, value in stated.items() if value]
+    if entry.shared.needed != wanted and entry.shared.needed == local.shared.needed:
+        odd.append(f"version needed {entry.shared.needed:,}")
+    if odd:
+        yield f"its directory entry has {listed(odd)}, where torch's writer puts nothing"
+    for extra, known in ((entry.extra, (_ZIP64,)), (local.extra, (_ZIP64, _PADDING))):
+        fields = extra_fields(extra) or ()
+        if any(number not in known for number, _ in fields):
+            yield "it has an extra field that torch's writer does not make"
+    if not _is_padded(local) and extra_fields(local.extra) is not None:
+        yield "the padding before its bytes is damaged"
+
+
+def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Problem]:
+    """What is wrong with the records behind the directory, and behind them."""
+    tail = data.read(end.start, end.size)
+    found = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + 4)
+    _, disk, first_disk, _, _, _, _, comment = _END.unpack_from(tail, found)
+    rest = len(tail) - found - _END.size - comment
+    if rest > 0:
+        yield Problem("trailing", "", f"{counted(rest, 'byte')} behind its end belong to nothing")
+    elif rest < 0:
+        yield Problem("end", "", f"its comment of {comment:,} bytes is cut short by {-rest:,}")
+    if found == 0:
+        return
+    locator = _LOCATOR.unpack_from(tail, found - _LOCATOR.size)
+    if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
+        yield Problem("end", "", "its end records speak of several disks")
+    made_by, needed = _END64_VERSIONS.unpack_from(tail)
+    if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCHS_END):
+        text = f"its 64-bit end record states the versions {made_by:,} and {needed:,}"
+        yield Problem("end", "", text)
