@@ -13,7 +13,7 @@ class DiffChart {
     this.figure = shape("svg", { class: "chart", role: "group", "aria-label": "Relative change by layer" });
     host.append(this.crumbs, this.figure, this.legend());
     this.node = 0;
-    new ResizeObserver(() => this.draw()).observe(host);
+    whenResized(host, () => this.draw());
     state.follow(["in"], (at) => { this.node = names.find(at); this.draw(); });
   }
 

@@ -22,6 +22,11 @@ function furnish(element, attributes, children) {
 
 const byId = (id) => document.getElementById(id);
 
+/** Draw again at another size, in a frame of its own: what is drawn may change the size once more. */
+function whenResized(element, draw) {
+  new ResizeObserver(() => requestAnimationFrame(draw)).observe(element);
+}
+
 const hint = make("div", { id: "hint", role: "status", hidden: "" });
 
 /** Show lines of text beside an element while the pointer or the focus is on it. */

@@ -31,8 +31,9 @@ class LongTable {
     table.style.width = `${columns.reduce((sum, column) => sum + column.width, 0)}em`;
     this.frame = make("div", { class: "frame", tabindex: "0", role: "region", "aria-label": title }, table);
     this.frame.addEventListener("scroll", () => requestAnimationFrame(() => this.draw()), { passive: true });
-    host.append(make("div", { class: "tools" }, this.input, this.found), this.frame);
-    new ResizeObserver(() => this.draw()).observe(this.frame);
+    this.cut = make("p", { class: "printed" });
+    host.append(make("div", { class: "tools" }, this.input, this.found), this.frame, this.cut);
+    whenResized(this.frame, () => this.draw());
     addEventListener("beforeprint", () => this.draw(PRINTED));
     addEventListener("afterprint", () => this.draw());
     state.follow([keys.search, keys.sort], (search, sort) => this.arrange(search, sort));
@@ -89,6 +90,7 @@ class LongTable {
     const last = Math.min(all, most || first + Math.ceil(this.frame.clientHeight / ROW) + 2 * SPARE);
     const rows = Array.from(this.order.subarray(first, last), (i, n) => this.row(i, first + n));
     const rest = most ? 0 : all - last;
+    this.cut.textContent = all > last ? `The first ${count(last)} of ${count(all)}.` : "";
     this.body.replaceChildren(this.room(first), ...rows, this.room(rest));
   }
 

@@ -46,7 +46,7 @@ class Treemap {
     this.figure = shape("svg", { class: "map", role: "group", "aria-label": "Bytes by module" });
     host.append(this.crumbs, this.figure);
     this.node = 0;
-    new ResizeObserver(() => this.draw()).observe(host);
+    whenResized(host, () => this.draw());
     state.follow(["at"], (at) => { this.node = this.inside(names.find(at)); this.draw(); });
   }
 
