@@ -25,7 +25,7 @@ class Tensors {
       words("device", "device", 6),
       { id: "size", title: "size", width: 6, right: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
       ...(this.values ? this.figures() : []),
-      words("marks", "marks", 12),
+      { ...words("marks", "marks", 12), value: (i) => this.marks[i] || null },
     ];
   }
 
