@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         average,
         convert,
         diff,
+        doctor,
         info,
         list_tensors,
         open,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptool.files.recovery import Recovery
-    from ckptool.inspection import Diff
+    from ckptool.inspection import Complaint, Diagnosis, Diff
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
@@ -68,8 +69,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "add_module", "average", "convert", "diff", "info", "list_tensors", "open", "recover",
-        "remap", "rename", "report", "strip_module",
+        "add_module", "average", "convert", "diff", "doctor", "info", "list_tensors", "open",
+        "recover", "remap", "rename", "report", "strip_module",
     ),
     "checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
@@ -81,7 +82,7 @@ _HOMES = {
         "WriteDenied", "WriteError",
     ),
     "files.recovery": ("Recovery",),
-    "inspection": ("Diff",),
+    "inspection": ("Complaint", "Diagnosis", "Diff"),
     "limits": ("Limits",),
     "loading": ("load", "load_state_dict"),
     "model": ("Opaque", "Storage", "TensorRef"),
@@ -95,10 +96,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWarning",
+    "Complaint",
     "Conversion",
     "CorruptFile",
     "Details",
     "DeviceError",
+    "Diagnosis",
     "Diff",
     "FileBusy",
     "FileDenied",
@@ -130,6 +133,7 @@ __all__ = [
     "average",
     "convert",
     "diff",
+    "doctor",
     "info",
     "list_tensors",
     "load",

@@ -13,7 +13,7 @@ from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import Diff, Info, Listing
+from ckptool.inspection import Diagnosis, Diff, Info, Listing
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
@@ -26,6 +26,7 @@ __all__ = [
     "average",
     "convert",
     "diff",
+    "doctor",
     "info",
     "list_tensors",
     "open",
@@ -73,6 +74,26 @@ def info(source: Source) -> Info:
     """
     with _opened(source) as checkpoint:
         return inspection.info(checkpoint)
+
+
+def doctor(path: str | os.PathLike[str], **options: Any) -> Diagnosis:
+    """Every reason why a plain `torch.load` and `load_state_dict` fail or mislead, and the cures.
+
+    A file that does not open as a checkpoint has a diagnosis too. Torch is not imported.
+
+    Args:
+        path: The file or folder.
+        options: `like`, a checkpoint of the architecture that it is to load into; `key`, the state
+            dict that is meant; `quick`, look at the header alone; `devices`, the device tags that
+            the machine has, if not this one's; `progress`, `limits`.
+
+    Raises:
+        FileMissing: there is no such file.
+        UnreadableFile: the system refuses it, or the reference cannot be read.
+        UsageError: the reference holds no state dict, or several.
+        NotFound: nothing answers to `key`.
+    """
+    return inspection.diagnose(path, **options)
 
 
 def list_tensors(source: Source, *, hash: bool = False) -> Listing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from ckptool.errors import CheckpointError, NotACheckpoint
 __all__ = [
     "DCP_HINT",
     "Finding",
+    "as_argument",
     "few",
     "looks_like_checkpoint",
     "quoted",
@@ -37,9 +39,14 @@ class Finding:
         return self.kind(f"{path} is {self.what}", file=path, hint=self.hint)
 
 
+def as_argument(path: str) -> str:
+    """A path that no command takes for an option."""
+    return os.path.join(".", path) if path.startswith("-") else path
+
+
 def shell(path: str) -> str:
     """A path as one word of a command."""
-    return shlex.quote(path)
+    return shlex.quote(as_argument(path))
 
 
 def quoted(name: str, most: int = 80) -> str:

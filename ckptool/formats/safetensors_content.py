@@ -12,7 +12,14 @@ from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
 from ckptool.paths import counted, listed, printable
 
-__all__ = ["flat_tensors", "left_out", "overlapping", "remarks", "true_ties"]
+__all__ = [
+    "flat_tensors",
+    "left_out",
+    "overlapping",
+    "overlapping_names",
+    "remarks",
+    "true_ties",
+]
 
 _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
@@ -147,6 +154,13 @@ def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterat
 
 def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
     """The tensors that share bytes, each of which gets its own."""
+    shared = overlapping_names(tensors)
+    if shared:
+        yield f"tensors that share memory get bytes of their own: {listed(shared)}"
+
+
+def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """The names of the tensors that share bytes with another one."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.nbytes:
@@ -161,9 +175,7 @@ def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
                 shared |= {widest, name}
             if stop > end:
                 end, widest = stop, name
-    if shared:
-        names = listed(name for name in tensors if name in shared)
-        yield f"tensors that share memory get bytes of their own: {names}"
+    return [name for name in tensors if name in shared]
 
 
 def _reach(tensor: TensorRef) -> tuple[int, int]:

@@ -232,6 +232,8 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
         yield f"{TORCH_REFUSES} it has no record 'version'"
     elif version is not None and not is_known_version(version):
         yield f"{TORCH_REFUSES} its version is {version!r}, not between 1 and 10"
+    if any(name.startswith("tensors/") for name in contents.storages.used):
+        yield f"{TORCH_REFUSES} its tensors lie in 'tensors/', as torch 1.4 wrote them"
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
         yield (

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.closeup import Shown, show
     from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
     from ckptool.inspection.diffing import diff
+    from ckptool.inspection.doctor import Complaint, Diagnosis, diagnose
     from ckptool.inspection.folding import TreeNode, tree
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
     from ckptool.inspection.reporting import Report, report
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changed",
+    "Complaint",
+    "Diagnosis",
     "Diff",
     "Info",
     "Listing",
@@ -32,6 +35,7 @@ __all__ = [
     "TensorRow",
     "TreeNode",
     "ValueRow",
+    "diagnose",
     "diff",
     "info",
     "list_tensors",
@@ -44,6 +48,7 @@ _HOMES = {
     "closeup": ("Shown", "show"),
     "diff_result": ("Changed", "Diff", "Renamed", "Side"),
     "diffing": ("diff",),
+    "doctor": ("Complaint", "Diagnosis", "diagnose"),
     "folding": ("TreeNode", "tree"),
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "reporting": ("Report", "report"),

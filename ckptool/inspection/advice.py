@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ckptool.formats.identify_kinds import as_argument
 from ckptool.paths import listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]
@@ -63,12 +64,8 @@ def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     facts = [f"{unseen:,} bytes of the storages are seen by no tensor"] if unseen > 0 else []
     facts += [f"{dead:,} bytes are dead"] if dead > 0 else []
     in_place = ["--in-place"] if _INDEX.search(file) else []  # shards have no other target
-    command = shlex.join(["ckptool", "compact", _as_argument(file), *in_place])
+    command = shlex.join(["ckptool", "compact", as_argument(file), *in_place])
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
-
-
-def _as_argument(file: str) -> str:
-    return file if not file.startswith("-") else os.path.join(".", file)
 
 
 def _to_first_gpu(tags: Sequence[str]) -> list[str]:
@@ -80,7 +77,7 @@ def _to_first_gpu(tags: Sequence[str]) -> list[str]:
 
 def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
     """The one command that does all of it."""
-    file = _as_argument(needs.file)
+    file = as_argument(needs.file)
     rules = list(rules)
     to_cpu = rules == ["*=cpu"]
     if needs.rewrite or needs.model_only or needs.plain or (needs.strip and rules):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.model import StorageRef, TensorRef
 from ckptool.paths import everything
+from ckptool.symbolic.blockers import blocking
 
-__all__ = ["REFUSED_FORMATS", "layout_blockers", "restored_devices"]
+__all__ = ["REFUSED_FORMATS", "layout_blockers", "outdated_names", "restored_devices"]
 
 REFUSED_FORMATS = {
     "torch-tar": "the tar format of torch 0.1 is refused",
@@ -37,6 +38,17 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
             yield note.removeprefix(TORCH_REFUSES).strip()
     if checkpoint.details.opcodes:
         yield f"pickle opcodes: {', '.join(checkpoint.details.opcodes)}"
+
+
+def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
+    """What the pickle names and `weights_only=True` refuses, though nothing in the tree needs it.
+
+    Functions by which older torch made tensors are such: a rewrite names today's. Where `objects`
+    block a file of the tree (`symbolic.encoder.blockers`) these are told instead.
+    """
+    if objects or checkpoint.format in REFUSED_FORMATS:
+        return ()
+    return blocking(checkpoint.details.globals)
 
 
 def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:

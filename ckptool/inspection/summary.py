@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.advice import Needs, choice_notes, load_commands, waste_notes
-from ckptool.inspection.obstacles import layout_blockers, restored_devices
+from ckptool.inspection.obstacles import layout_blockers, outdated_names, restored_devices
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
@@ -130,7 +130,8 @@ def info(checkpoint: Checkpoint) -> Info:
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
     held, reached = storage_use(checkpoint.root)
-    layout, objects = tuple(layout_blockers(checkpoint)), blockers(checkpoint.root)
+    objects = blockers(checkpoint.root)
+    layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     needs = _needs(checkpoint, sections, rewrite=bool(layout), objects_in_the_way=bool(objects))
     return Info(
         file=checkpoint.path,

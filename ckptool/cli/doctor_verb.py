@@ -1,0 +1,66 @@
+"""`ckptool doctor`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.inspection.doctor import diagnose, parsed_devices
+
+__all__ = ["command"]
+
+
+@verb(
+    "doctor",
+    "ckptool doctor model.pth",
+    "ckptool doctor model.pth --like reference.pth",
+    "ckptool doctor model.pth --quick --devices cpu,cuda:0",
+    finding="something fails or misleads",
+)
+@file_argument
+@click.option(
+    "--like",
+    metavar="REFERENCE",
+    type=click.Path(),
+    help="A checkpoint of the architecture that it is to load into.",
+)
+@click.option(
+    "--key", metavar="NAME", help="The state dict that is meant, where there are several."
+)
+@click.option("--quick", is_flag=True, help="Only the header: neither checksums nor NaN.")
+@click.option(
+    "--devices",
+    metavar="LIST",
+    help="Devices of the machine that is meant: cpu, or cuda:0,cuda:1. Default: this one's.",
+)
+@json_option
+@quiet_option
+def command(
+    file: str,
+    like: str | None,
+    key: str | None,
+    quick: bool,
+    devices: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Say why a checkpoint does not load, and what mends it.
+
+    Every reason why torch.load(FILE) and load_state_dict fail or mislead: what it is, where, why it
+    matters, and the command that mends it. Run in the order in which they stand, the commands make
+    one new file; FILE itself is never changed. Notes (what works, and is worth knowing) do not
+    count for the exit code. Which GPUs there are is told by the system: torch is not imported.
+    """
+    here = None if devices is None else parsed_devices(devices)
+    with Progress(quiet=quiet) as progress:
+        found = diagnose(file, like=like, key=key, quick=quick, devices=here, progress=progress)
+    if as_json:
+        print_document(found.to_dict())
+    else:
+        from ckptool.render.doctor import diagnosis_lines
+
+        print_lines(diagnosis_lines(found, stdout_look()))
+    if not found.ok:
+        click.get_current_context().exit(1)

@@ -1,0 +1,140 @@
+"""Complaints about where the state dict is: one level down, in several places, nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptool.errors import NameCollision
+from ckptool.inspection.doctor.complaint import (
+    Choice,
+    Complaint,
+    Found,
+    Need,
+    names_of,
+    quoted_names,
+)
+from ckptool.inspection.doctor.patient import Patient, unwrapped
+from ckptool.model import TensorRef
+from ckptool.paths import counted, listed, printable
+from ckptool.statedict import Section, wrapped_names
+
+__all__ = ["level"]
+
+AVERAGED = "n_averaged"
+"""The counter that `AveragedModel` keeps beside the names of its model."""
+
+
+def level(patient: Patient) -> Iterator[Found]:
+    """What `load_state_dict(torch.load(FILE))` would not find, or find too much."""
+    model = patient.model
+    if model is None:
+        yield _several(patient) if patient.models else _none(patient)
+        return
+    if model.path:
+        yield _below(patient, model)
+    yield from _values(model)
+    yield from _averaged(model)
+
+
+def _below(patient: Patient, model: Section) -> Found:
+    root = patient.checkpoint.root
+    keys = [str(key) for key in root] if isinstance(root, dict) else []
+    way = "".join(f"[{key!r}]" for key in model.path)
+    complaint = Complaint(
+        "level",
+        "fails",
+        f"the weights are one level down, in {printable(model.name)}",
+        (printable(model.name),),
+        "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict ... Unexpected "
+        f"key(s) in state_dict: {quoted_names(keys)}; with strict=False it loads nothing, without "
+        "an error",
+        remedy=f"in code, where the rest is needed too: torch.load(FILE){printable(way)}",
+    )
+    return Found(complaint, (Need("select"),))
+
+
+def _several(patient: Patient) -> Found:
+    """Several candidates: averaged weights beside the raw ones are the user's to choose."""
+    named = [section for section in patient.models if section.name]
+    shown = [
+        f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
+        for section in patient.models
+    ]
+    complaint = Complaint(
+        "several-models",
+        "fails",
+        f"{len(shown)} state dicts are in it: which one to load is yours to say",
+        names_of(shown, most=20),
+        "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict; and whoever takes "
+        "the wrong one (raw weights for averaged ones) is not told",
+        remedy="--key NAME chooses one, here and in ckptool convert",
+    )
+    choices = (
+        Choice(("extract", "--key", section.name, "--model-only"), _word(section))
+        for section in named
+    )
+    return Found(complaint, choices=tuple(choices))
+
+
+def _word(section: Section) -> str:
+    """What of a section's name fits into the name of a file."""
+    return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
+
+
+def _none(patient: Patient) -> Found:
+    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in patient.sections]
+    return Found(
+        Complaint(
+            "no-model",
+            "note",
+            "there is no state dict of a model in it",
+            names_of(kinds),
+            "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict, or that it "
+            "expected state_dict to be dict-like",
+            remedy="take the file that has the weights",
+        )
+    )
+
+
+def _values(model: Section) -> Iterator[Found]:
+    """Entries of a state dict that no model has."""
+    own = set(wrapped_names(model.node))
+    names = [
+        str(name)
+        for name, value in model.node.items()
+        if name not in own and not isinstance(value, TensorRef)
+    ]
+    if names and model.kind == "state_dict":
+        yield Found(
+            Complaint(
+                "values-inside",
+                "fails",
+                f"values stand among the tensors of the state dict: {listed(names)}",
+                names_of(names),
+                "load_state_dict says: Error(s) in loading state_dict: Unexpected key(s) in "
+                f"state_dict: {quoted_names(names)}",
+                remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+            ),
+            choices=(Choice(("convert", *(("--key", model.name) if model.path else ()))),),
+        )
+
+
+def _averaged(model: Section) -> Iterator[Found]:
+    """The counter of an `AveragedModel`, whose model has no such entry."""
+    try:
+        names = unwrapped(model)
+    except NameCollision:
+        return
+    if AVERAGED in names and len(names) > 1:
+        yield Found(
+            Complaint(
+                "averaged",
+                "fails",
+                f"{AVERAGED} says that an AveragedModel was saved",
+                (AVERAGED,),
+                "load_state_dict into the model says: Unexpected key(s) in state_dict: "
+                f'"{AVERAGED}" (an AveragedModel loads it: with module. before the names)',
+            ),
+            (Need("exclude", AVERAGED),),
+        )

@@ -1,0 +1,121 @@
+"""Which devices this machine has for torch, told without importing torch.
+
+NVIDIA's driver makes a file in /dev for every GPU; CUDA_VISIBLE_DEVICES hides some. A torch that
+was built without CUDA (its `version.py` says so, which is read, not run) has none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping
+
+from ckptool.errors import UsageError
+
+__all__ = ["devices_here", "parsed_devices"]
+
+_WORD = re.compile(r"[a-z][a-z0-9_]*(:\d+)?", re.ASCII)
+_GPU_FILE = re.compile(r"nvidia\d+")
+_WITHOUT_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*None", re.MULTILINE)
+_WITHOUT_ROCM = re.compile(r"^hip\b[^=\n]*=\s*None", re.MULTILINE)
+_AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
+_AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+def parsed_devices(text: str) -> tuple[str, ...]:
+    """`cpu`, `cuda:0,cuda:1`: the devices of the machine that is meant; `cpu` is always one.
+
+    Raises:
+        UsageError: a word is no device.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not _WORD.fullmatch(word):
+            raise UsageError(f"{word!r} is no device", hint="--devices cpu or --devices cuda:0")
+    return tuple(dict.fromkeys(("cpu", *(_numbered(word) for word in words))))
+
+
+def _numbered(word: str) -> str:
+    return "cuda:0" if word == "cuda" else word
+
+
+def devices_here(
+    root: str = os.sep, environment: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """The devices that torch would find here, as far as the system tells; `root` is for tests."""
+    count = min(_gpus(root), _visible(environment))
+    found = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        found.append("mps")
+    return tuple(found)
+
+
+def _gpus(root: str) -> int:
+    """How many GPUs there are for the torch that is installed."""
+    version = _installed_torch()
+    nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
+    amd = sum(map(_is_amd_gpu, _paths(os.path.join(root, _AMD_NODES))))
+    if not nvidia and _has_windows_driver(root):
+        nvidia = 1  # how many only the driver knows
+    without = nvidia and version and _WITHOUT_CUDA.search(version)
+    if amd and not (version and _WITHOUT_ROCM.search(version)):
+        return amd
+    return 0 if without else nvidia
+
+
+def _visible(environment: Mapping[str, str]) -> int:
+    """How many GPUs CUDA_VISIBLE_DEVICES leaves; what follows a number that is none is hidden."""
+    stated = environment.get("CUDA_VISIBLE_DEVICES")
+    if stated is None:
+        return 1 << 16
+    count = 0
+    for word in stated.split(","):
+        if not word.strip() or word.strip().startswith("-"):
+            break
+        count += 1
+    return count
+
+
+def _installed_torch() -> str | None:
+    """The text of the installed torch's `version.py`; None where there is no torch."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as at:
+            return at.read(1 << 16)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _has_windows_driver(root: str) -> bool:
+    """Whether NVIDIA's library for Windows is there, also inside its Linux."""
+    windows = os.environ.get("SYSTEMROOT", "C:\\Windows")
+    if sys.platform == "win32":
+        return os.path.exists(os.path.join(windows, "System32", "nvcuda.dll"))
+    return os.path.exists(os.path.join(root, "usr/lib/wsl/lib/libcuda.so"))
+
+
+def _is_amd_gpu(node: str) -> bool:
+    try:
+        with open(os.path.join(node, "properties"), encoding="ascii") as file:
+            return _AMD_GPU.search(file.read(1 << 16)) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _entries(folder: str) -> Iterable[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return ()
+
+
+def _paths(folder: str) -> Iterable[str]:
+    return (os.path.join(folder, name) for name in _entries(folder))

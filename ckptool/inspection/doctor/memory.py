@@ -1,0 +1,143 @@
+"""Complaints about bytes: more than the tensors need, shared, scattered, somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.formats.safetensors_content import overlapping_names
+from ckptool.inspection.doctor.complaint import Choice, Complaint, Found, Need, names_of
+from ckptool.inspection.doctor.patient import Patient, tensors_of
+from ckptool.inspection.usage import distinct, storage_use, ties
+from ckptool.model import TensorRef
+from ckptool.paths import name_of, printable
+
+__all__ = ["dead_is_much", "memory", "unseen_is_much"]
+
+_LEAST_UNSEEN = 1 << 10
+_LEAST_DEAD = 1 << 16
+"""Less than this many bytes is no waste: every edit in place leaves a header behind."""
+_SHARE = 20
+"""Waste is one part in so many, or more."""
+_LARGE_STATE = 4
+"""A training state is worth a note from one byte in so many on."""
+
+
+def unseen_is_much(held: int, reached: int) -> bool:
+    """Whether the bytes of storages that no tensor reaches are worth a complaint."""
+    unseen = held - reached
+    return unseen >= _LEAST_UNSEEN and unseen * _SHARE >= held
+
+
+def dead_is_much(dead: int, size: int) -> bool:
+    """Whether the bytes of a file that nothing refers to are worth a complaint."""
+    return dead >= _LEAST_DEAD and dead * _SHARE >= size
+
+
+def memory(patient: Patient) -> Iterator[Found]:
+    """What takes more bytes than it should, or shares them."""
+    yield from _bloat(patient)
+    yield from _training_state(patient)
+    if not patient.checkpoint.format.startswith("safetensors"):
+        yield from _not_for_safetensors(patient)
+
+
+def _bloat(patient: Patient) -> Iterator[Found]:
+    details = patient.checkpoint.details
+    held, reached = storage_use(patient.checkpoint.root)
+    facts = []
+    if unseen_is_much(held, reached):
+        facts.append(f"{held - reached:,} of the {held:,} bytes of its storages no tensor sees")
+    if dead_is_much(details.dead_bytes, details.size):
+        facts.append(f"{details.dead_bytes:,} of the {details.size:,} bytes of the file are dead")
+    if facts:
+        complaint = Complaint(
+            "bloat",
+            "misleads",
+            " and ".join(facts),
+            names_of(_views(patient)),
+            "torch.save writes the whole storage of a view (big[:10] takes what big takes), and "
+            "torch.load reads all of it into memory",
+        )
+        yield Found(complaint, (Need("compact"),))
+
+
+def _views(patient: Patient) -> Iterator[str]:
+    """Tensors that are a small part of what their storage holds."""
+    for path, tensor in patient.checkpoint.tensors():
+        if tensor.storage is not None and tensor.storage.nbytes - tensor.nbytes >= _LEAST_UNSEEN:
+            yield name_of(path)
+
+
+def _training_state(patient: Patient) -> Iterator[Found]:
+    """Optimizers beside a model, where they are a large part of the file."""
+    if patient.model is None or not patient.optimizers:
+        return
+    every = distinct(list(patient.checkpoint.tensors()))
+    total = sum(tensor.nbytes for _, tensor in every)
+    paths = [section.path for section in patient.optimizers]
+    state = sum(
+        tensor.nbytes
+        for path, tensor in every
+        if any(path[: len(above)] == above for above in paths)
+    )
+    if state * _LARGE_STATE >= total > 0:
+        yield Found(
+            Complaint(
+                "training-state",
+                "note",
+                f"the state of the optimizer takes {state:,} of the {total:,} bytes of its tensors",
+                names_of(section.name or "the root" for section in patient.optimizers),
+                "it is needed to go on with the training, and for nothing else; torch.load reads "
+                "it all the same",
+            ),
+            (Need("select"),),
+        )
+
+
+def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
+    """What `safetensors.torch.save_file` refuses of the weights."""
+    model = patient.model
+    if model is None:
+        return
+    tensors = {name: one for name, one in tensors_of(model).items() if one.has_content}
+    here = tuple(("--key", model.name) if patient.key is not None and model.path else ())
+    choices = (Choice(("convert", *here)),)
+    tied = list(ties(((name,), one) for name, one in tensors.items()))
+    if tied:
+        yield Found(
+            Complaint(
+                "ties",
+                "note",
+                "names are tied: one tensor under several",
+                names_of(" = ".join(map(printable, names)) for names in tied),
+                "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
+                "memory, this will lead to duplicate memory on disk and potential differences when "
+                "loading them again",
+            ),
+            choices=choices,
+        )
+    yield from _views_of(tensors, {name for names in tied for name in names}, choices)
+
+
+def _views_of(
+    tensors: dict[str, TensorRef], tied: set[str], choices: tuple[Choice, ...]
+) -> Iterator[Found]:
+    scattered = [name for name, one in tensors.items() if not one.is_contiguous]
+    shared = [name for name in overlapping_names(tensors) if name not in tied]
+    if not scattered and not shared:
+        return
+    texts = [
+        *(("some are not contiguous",) if scattered else ()),
+        *(("some share bytes with others",) if shared else ()),
+    ]
+    yield Found(
+        Complaint(
+            "views",
+            "note",
+            f"tensors are views: {', '.join(texts)}",
+            names_of(dict.fromkeys((*scattered, *shared))),
+            "torch.load keeps them as they are; safetensors.torch.save_file says: You are trying "
+            "to save a non contiguous tensor, or: Some tensors share memory",
+        ),
+        choices=choices,
+    )

@@ -1,0 +1,203 @@
+"""Complaints about the names of a state dict: wrappers, prefixes, near doubles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ckptool.errors import NameCollision
+from ckptool.inspection.doctor.complaint import (
+    Choice,
+    Complaint,
+    Found,
+    Need,
+    names_of,
+    quoted_names,
+)
+from ckptool.inspection.doctor.patient import Patient, tensors_of, unwrapped
+from ckptool.paths import listed, printable
+from ckptool.statedict import Section, wrapped_names
+from ckptool.wrappers import counts, strip_names
+
+__all__ = ["LORA", "naming", "wrapped_submodules"]
+
+LORA = "base_model.model."
+_ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
+_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+_LIGHTNING = "pytorch-lightning_version"
+
+
+def naming(patient: Patient) -> Iterator[Found]:
+    """What is wrong with the names."""
+    yield from _wrappers(patient)
+    for section in patient.models:
+        yield from _submodules(patient, section)
+        yield from _adapters(section)
+        yield from _flat(section)
+        yield from _nearly_equal(section)
+    yield from _lightning(patient)
+
+
+def _wrappers(patient: Patient) -> Iterator[Found]:
+    sections = [section for section in patient.models if section.wrappers]
+    if not sections:
+        return
+    kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
+    names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
+    collision = _collision(sections)
+    complaint = Complaint(
+        "wrappers",
+        "fails",
+        f"names carry the wrapper{'s' if len(kinds) > 1 else ''} "
+        f"{' '.join(f'{word}.' for word in kinds)} of "
+        f"{listed(section.name or 'the root' for section in sections)}",
+        names_of(names),
+        "load_state_dict into the bare model says: Missing key(s) in state_dict ... Unexpected "
+        f"key(s) in state_dict: {quoted_names(names)}; with strict=False it loads nothing of it, "
+        "without an error",
+        remedy=collision,
+    )
+    yield Found(complaint, (Need("strip"),))
+
+
+def _collision(sections: Iterable[Section]) -> str:
+    """Why the wrappers cannot come off, where they cannot."""
+    try:
+        for section in sections:
+            strip_names(wrapped_names(section.node))
+    except NameCollision as error:
+        return f"{error.message}: load the one that is meant by itself (ckptool extract --include)"
+    return ""
+
+
+def wrapped_submodules(names: Iterable[str]) -> list[str]:
+    """Paths of submodules below which every name goes on with `module`, outermost ones.
+
+    So saved models whose features alone were parallel.
+    """
+    below: dict[str, set[str]] = {}
+    for name in names:
+        path = ""
+        for part in name.split("."):
+            below.setdefault(path, set()).add(part)
+            path = f"{path}.{part}" if path else part
+    return [
+        path
+        for path, parts in below.items()
+        if path and parts == {"module"} and f"{path}.module" in below
+    ]
+
+
+def _submodules(patient: Patient, section: Section) -> Iterator[Found]:
+    """Submodules that look wrapped; not those that the reference has as well."""
+    try:
+        names = [name for name in unwrapped(section).values() if counts(name)]
+    except NameCollision:
+        return
+    wanted = _reference_names(patient)
+    for path in wrapped_submodules(names):
+        before = f"{path}.module."
+        own = [name for name in names if name.startswith(before)]
+        if any(name.startswith(before) for name in wanted):
+            continue
+        complaint = Complaint(
+            "submodule-wrapper",
+            "fails",
+            f"below {printable(path)} there is nothing but module.: DataParallel around a part of "
+            "the model",
+            names_of(own),
+            "load_state_dict into the bare model says: Unexpected key(s) in state_dict: "
+            f"{quoted_names(own)} (a model that has a layer of that name loads it: --like "
+            "REFERENCE tells)",
+        )
+        yield Found(complaint, (Need("strip-at", path),))
+
+
+def _reference_names(patient: Patient) -> list[str]:
+    if patient.reference is None:
+        return []
+    sections = Patient(patient.reference).models
+    return [name for section in sections for name in unwrapped(section).values()]
+
+
+def _adapters(section: Section) -> Iterator[Found]:
+    """What PEFT puts before the names of the model that it adapts."""
+    names = [name for name in wrapped_names(section.node) if name.startswith(LORA)]
+    if not names:
+        return
+    adapted = [name for name in names if _ADAPTER.search(name)]
+    own = bool(adapted) or len(names) < len(wrapped_names(section.node))
+    complaint = Complaint(
+        "adapter",
+        "note" if own else "fails",
+        f"names begin with {LORA}, as PEFT saves "
+        f"{'adapters (LoRA): weights beside those of a model' if own else 'a merged model'}",
+        names_of(adapted or names),
+        "load_state_dict into the model says: Unexpected key(s) in state_dict: "
+        f"{quoted_names(adapted or names)}; with strict=False an adapter is not applied, without "
+        "an error",
+        remedy="load it with peft (PeftModel.from_pretrained) over its base model" if own else "",
+    )
+    yield Found(complaint, () if own else (Need("prefix", f"{LORA}="),))
+
+
+def _flat(section: Section) -> Iterator[Found]:
+    """Parameters of FSDP that were saved flattened."""
+    names = [name for name in tensors_of(section) if _FLAT.search(name)]
+    if names:
+        yield Found(
+            Complaint(
+                "flat-parameters",
+                "fails",
+                "FSDP saved its flat parameters: the model's own names and shapes are gone",
+                names_of(names),
+                f"load_state_dict says: Unexpected key(s) in state_dict: {quoted_names(names)}; "
+                "with strict=False it changes nothing",
+                remedy="save it again with StateDictType.FULL_STATE_DICT where it was trained",
+            )
+        )
+
+
+def _nearly_equal(section: Section) -> Iterator[Found]:
+    """Names that differ in nothing but upper and lower case."""
+    first: dict[str, str] = {}
+    doubles: list[str] = []
+    for name in wrapped_names(section.node):
+        other = first.setdefault(name.casefold(), name)
+        if other != name:
+            doubles.append(f"{other} and {name}")
+    if doubles:
+        yield Found(
+            Complaint(
+                "case",
+                "note",
+                "names differ only in upper and lower case",
+                names_of(doubles),
+                "they are two parameters to torch; tools that write a file for each, and people, "
+                "take them for one",
+                remedy="if it is a slip: ckptool rename --map 'OLD=>NEW'",
+            )
+        )
+
+
+def _lightning(patient: Patient) -> Iterator[Found]:
+    """A LightningModule's own attribute before every name; which one, only its class says."""
+    root, model = patient.checkpoint.root, patient.model
+    if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
+        return
+    names = list(unwrapped(model).values()) if not _collision([model]) else []
+    parts = {name.partition(".")[0] for name in names}
+    if len(parts) == 1 and all("." in name for name in names):
+        prefix = f"{parts.pop()}."
+        yield Found(
+            Complaint(
+                "lightning",
+                "note",
+                f"every name begins with {printable(prefix)}, the attribute of the LightningModule "
+                "that holds the model",
+                names_of(names),
+                "it loads into that LightningModule; load_state_dict into the model alone says: "
+                f"Unexpected key(s) in state_dict: {quoted_names(names)}",
+            ),
+            choices=(Choice(("rename", "--prefix", f"{prefix}="), "renamed"),),
+        )

@@ -1,0 +1,316 @@
+"""doctor: each fault is found, and what it says to run mends it."""
+
+import gzip
+import shlex
+import subprocess
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from tests.inspection.doctor.faults import (
+    CPU,
+    GPU,
+    MENDED,
+    Net,
+    everything_at_once,
+    healthy,
+    retagged,
+    saved,
+    trained,
+    training_run,
+    wrapped,
+)
+
+
+def examined(ckptool, path, *options):
+    done = ckptool("doctor", path, "--quick", "--json", *options)
+    assert done.err == ""
+    document = done.document
+    assert done.code == (0 if document["ok"] else 1)
+    return document
+
+
+def kinds(document):
+    return [complaint["kind"] for complaint in document["complaints"]]
+
+
+def run(ckptool, commands):
+    """Run commands exactly as they are printed."""
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "ckptool"
+        done = ckptool(*arguments)
+        assert done.code == 0, (command, done.err)
+
+
+def read(path):
+    if str(path).endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("fault", MENDED, ids=lambda fault: fault.id)
+def test_what_is_said_to_run_mends_it(ckptool, tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    path = fault.make(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    document = examined(ckptool, path, *(fault.options or CPU))
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == fault.kind]
+    assert complaint["severity"] == fault.severity
+    assert complaint["commands"]
+    assert set(complaint["commands"]) <= set(document["commands"])
+    run(ckptool, document["commands"])
+    after = examined(ckptool, document["target"], *(fault.options or CPU))
+    mended = {one["kind"] for one in document["complaints"] if one["commands"]}
+    assert not mended & set(kinds(after))
+    assert after["ok"]
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+    if fault.loads:
+        Net().load_state_dict(read(document["target"]), strict=True)
+
+
+@pytest.mark.parametrize("fault", MENDED, ids=lambda fault: fault.id)
+def test_the_one_command_does_what_all_of_them_do(ckptool, tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    path = fault.make(tmp_path)
+    document = examined(ckptool, path, *(fault.options or CPU))
+    run(ckptool, [document["all_at_once"]])
+    after = examined(ckptool, document["target"], *(fault.options or CPU))
+    mended = {one["kind"] for one in document["complaints"] if one["commands"]}
+    assert not mended & set(kinds(after))
+    assert after["ok"]
+    Net().load_state_dict(read(document["target"]), strict=True)
+
+
+def test_all_faults_at_once_go_one_after_the_other(ckptool, tmp_path):
+    path = everything_at_once(tmp_path)
+    with warnings.catch_warnings():  # torch warns of the protocol before it fails on it
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception, match="Unsupported operand 149"):
+            torch.load(path)
+    document = examined(ckptool, path, *CPU)
+    assert {"protocol", "level", "objects", "wrappers", "device", "bloat"} <= set(kinds(document))
+    run(ckptool, document["commands"])
+    after = examined(ckptool, document["target"], *CPU)
+    assert (after["ok"], kinds(after)) == (True, ["metadata"])  # lost before: no command has it
+    mended = torch.load(document["target"], weights_only=True, mmap=True)
+    expected = {**trained()[0].state_dict(), "head.bias": torch.arange(4.0)}
+    assert mended.keys() == expected.keys()
+    assert all(torch.equal(mended[name], expected[name]) for name in expected)
+    Net().load_state_dict(mended)
+
+
+def test_a_healthy_file_has_no_complaint_at_all(ckptool, tmp_path):
+    path = saved(healthy)(tmp_path)
+    done = ckptool("doctor", "--quick", path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"{path}: nothing is in the way of torch.load and load_state_dict\n"
+    document = examined(ckptool, path)
+    assert (document["complaints"], document["commands"]) == ([], [])
+    assert (document["all_at_once"], document["target"]) == (None, None)
+
+
+def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    retagged(saved(wrapped("module")), "cuda:3")(tmp_path)
+    done = ckptool("doctor", "model.pth", "--quick", "--devices", "cpu")
+    assert done.code == 1
+    assert done.out.startswith("model.pth: 2 reasons to fail, 1 reason to mislead, 1 note\n\n1. ")
+    plan = done.out.partition("to run, in this order\n")[2]
+    assert plan == (
+        "  ckptool strip-module model.pth -o model.mended.pth\n"
+        "  ckptool remap --in-place --to cpu model.mended.pth\n"
+        "or all at once\n"
+        "  ckptool convert model.pth model.mended.pth --wrappers strip --to cpu\n"
+    )
+    for word in ("where", "why", "run", "Unexpected key(s)", "Attempting to deserialize"):
+        assert word in done.out
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "says"),
+    [
+        (b"", "truncated", "EOFError"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n",
+         "not-a-checkpoint", "Unsupported operand 118"),
+        (b"<!DOCTYPE html><title>Quota exceeded</title>", "not-a-checkpoint",
+         "Unsupported operand 60"),
+        (b'{"error": "not found"}', "not-a-checkpoint", "Unsupported operand 123"),
+        (b"PK\x03\x04 and no more", "truncated", "failed finding central directory"),
+        (b"GGUF" + bytes(60), "unsupported", "Unsupported operand 71"),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_a_finding(ckptool, tmp_path, content, kind, says):
+    (tmp_path / "model.pth").write_bytes(content)
+    done = ckptool("doctor", tmp_path / "model.pth", "--json")
+    assert (done.code, done.err) == (1, "")
+    (complaint,) = done.document["complaints"]
+    assert complaint["kind"] == kind
+    assert says in complaint["why"]
+    assert complaint["commands"] or complaint["remedy"]
+    assert done.document["format"] is None
+
+
+def test_a_pointer_is_fetched_by_git(ckptool, tmp_path):
+    (tmp_path / "-m.pth").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    document = ckptool("doctor", tmp_path / "-m.pth", "--json").document
+    assert document["commands"][0].startswith("git lfs install && git -C ")
+    assert document["commands"][0].endswith(" lfs pull --include '**/-m.pth'")
+
+
+def test_a_file_cut_short_is_a_finding(ckptool, tmp_path):
+    path = saved(healthy)(tmp_path)
+    path.write_bytes(path.read_bytes()[:-700])
+    done = ckptool("doctor", path, "--json")
+    assert (done.code, kinds(done.document)) == (1, ["truncated"])
+
+
+def test_a_gzipped_file_is_unpacked_by_the_command(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = saved(healthy)(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(gzip.compress(content))
+    (command,) = ckptool("doctor", "model.pth", "--json").document["commands"]
+    assert command == ("gzip -dc model.pth > model.pth.unpacked && ckptool list model.pth.unpacked")
+    subprocess.run(command.partition(" && ")[0], shell=True, check=True)
+    assert (tmp_path / "model.pth.unpacked").read_bytes() == content
+
+
+@pytest.mark.parametrize("more", [[], ["--like", "gone.pth"]])
+def test_what_is_not_there_is_an_error(ckptool, tmp_path, more):
+    here = saved(healthy)(tmp_path) if more else tmp_path / "gone.pth"
+    done = ckptool("doctor", here, *more)
+    assert (done.code, done.out) == (2, "")
+    assert "there is no such file" in done.err
+
+
+def test_a_missing_shard_is_a_finding(ckptool, tmp_path):
+    index = next(fault for fault in MENDED if fault.kind == "shards").make(tmp_path)
+    next(index.parent.glob("*-00001-*")).unlink()
+    done = ckptool("doctor", index, "--json")
+    assert (done.code, kinds(done.document)) == (1, ["missing-shard"])
+
+
+def test_among_several_state_dicts_none_is_chosen(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved({"model": healthy(), "model_ema": healthy(), "epoch": 3})(tmp_path)
+    document = examined(ckptool, "model.pth")
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == "several-models"]
+    assert complaint["where"] == ["model (9 tensors)", "model_ema (9 tensors)"]
+    assert (complaint["commands"], document["commands"]) == ([], [])
+    for command in complaint["alternatives"]:
+        run(ckptool, [command])
+    for name in ("model", "model_ema"):
+        Net().load_state_dict(torch.load(tmp_path / f"model.{name}.pth"))
+        assert examined(ckptool, tmp_path / f"model.{name}.pth")["ok"]
+
+
+def test_the_key_says_which_of_several_is_meant(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved({"model": healthy(), "ema": wrapped("module")(), "epoch": 3})(tmp_path)
+    document = examined(ckptool, "model.pth", "--key", "ema")
+    assert document["commands"][0].startswith("ckptool extract --key ema --model-only model.pth")
+    run(ckptool, document["commands"])
+    Net().load_state_dict(torch.load("model.mended.pth"))
+
+
+def test_alternatives_go_on_from_what_the_plan_writes(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved({"model": wrapped("module")(), "ema": wrapped("module")()})(tmp_path)
+    document = examined(ckptool, "model.pth")
+    run(ckptool, document["commands"])
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == "several-models"]
+    run(ckptool, complaint["alternatives"])
+    Net().load_state_dict(torch.load("model.ema.pth"))
+
+
+def tied():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    return net
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("ties", lambda: tied().state_dict()),
+        ("views", lambda: OrderedDict(w=torch.ones(4, 6).t(), b=torch.ones(4))),
+        ("views", lambda: OrderedDict(zip("ab", (lambda x: (x[:6], x[4:]))(torch.ones(9)),
+                                          strict=True))),
+        ("values-inside", lambda: OrderedDict([*healthy().items(), ("epoch", 3)])),
+    ],
+)  # fmt: skip
+def test_what_safetensors_refuses_is_converted(ckptool, tmp_path, monkeypatch, kind, make):
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    root = make()
+    saved(root)(tmp_path)
+    with pytest.raises((RuntimeError, ValueError)):
+        save_file(dict(root), "refused.safetensors")
+    document = examined(ckptool, "model.pth")
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == kind]
+    assert complaint["alternatives"] == ["ckptool convert model.pth model.safetensors"]
+    run(ckptool, complaint["alternatives"])
+    assert kind not in kinds(examined(ckptool, "model.safetensors"))
+    written = load_file("model.safetensors")
+    assert all(torch.equal(root[name], value) for name, value in written.items())
+
+
+def test_the_attribute_of_a_lightning_module_may_come_off(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inner = OrderedDict((f"net.{name}", value) for name, value in healthy().items())
+    saved({"pytorch-lightning_version": "2.0", "state_dict": inner})(tmp_path)
+    document = examined(ckptool, "model.pth")
+    run(ckptool, document["commands"])
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == "lightning"]
+    run(ckptool, complaint["alternatives"])
+    Net().load_state_dict(torch.load("model.renamed.pth"))
+
+
+@pytest.mark.parametrize(
+    "name", ["a b;$(x).pth", "-m.pth", "it's.pth", "new\nline.pth", "x.pth.tar"]
+)
+def test_any_name_of_a_file_is_quoted(ckptool, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    saved(wrapped("module"), pickle_protocol=4)(tmp_path).rename(name)
+    document = ckptool("doctor", "--quick", "--json", "--", name).document
+    run(ckptool, document["commands"])
+    Net().load_state_dict(torch.load(document["target"]))
+
+
+def test_a_target_that_is_there_is_not_proposed(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(wrapped("module"))(tmp_path)
+    (tmp_path / "model.mended.pth").write_text("mine")
+    document = examined(ckptool, "model.pth")
+    assert document["target"] == "model.mended-2.pth"
+    run(ckptool, document["commands"])
+    assert (tmp_path / "model.mended.pth").read_text() == "mine"
+
+
+def test_a_reference_tells_what_does_not_fit(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(Net(classes=7).state_dict(), "reference.pth")
+    saved(training_run)(tmp_path)
+    document = examined(ckptool, "model.pth", "--like", "reference.pth")
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == "size-mismatch"]
+    assert complaint["where"] == ["head.weight", "head.bias"]
+    assert "the shape in current model is torch.Size([7, 5])" in complaint["why"]
+    run(ckptool, [*document["commands"], *complaint["alternatives"]])
+    rest = torch.load("model.fitting.pth")
+    found = Net(classes=7).load_state_dict(rest, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["head.weight", "head.bias"], [])
+
+
+def test_devices_of_another_machine_can_be_given(ckptool, tmp_path):
+    path = retagged(saved(healthy), "cuda:1")(tmp_path)
+    assert kinds(examined(ckptool, path, "--devices", "cuda:0,cuda:1")) == ["one-gpu"]
+    assert kinds(examined(ckptool, path, *GPU)) == ["device", "one-gpu"]
+    done = ckptool("doctor", path, "--devices", "GPU 1")
+    assert (done.code, done.out) == (2, "")
+    assert "is no device" in done.err
