@@ -15,9 +15,9 @@ from ckptool.errors import UsageError
 from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import Elements, elements_of
-from ckptool.tensors.cast_kernel import CHUNK
-from ckptool.tensors.moments import Axis, Extent, Moments, Number, Numbers, axis_of
-from ckptool.tensors.tallies import Tally, by_pattern
+from ckptool.tensors.moments import CHUNK, Axis, Extent, Moments, Number, Numbers, axis_of
+from ckptool.tensors.runtime import require_torch
+from ckptool.tensors.tallies import Tally, add_counts, by_pattern, no_counts
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -142,11 +142,11 @@ class Measurer:
             raise UsageError(f"a tensor without figures cannot be measured ({reason})")
         once = ref.unrepeated
         if not once.numel:
-            return _measures(Extent(), Moments(), None, self._bins)
+            return _measures(ref.dtype, Extent(), Moments(), None, self._bins)
         reading = _Reading(self, elements_of(once), once.numel, ref.nbytes, told)
         found = reading.counted() if _is_counted(once) else reading.spanned()
         reading.tell()
-        return _measures(*found, self._bins).repeated(ref.numel // once.numel)
+        return _measures(ref.dtype, *found, self._bins).repeated(ref.numel // once.numel)
 
     @property
     def bins(self) -> int:
@@ -199,10 +199,10 @@ class _Reading:
 
     def counted(self) -> Found:
         """What the elements span, by their bit patterns."""
-        parts = self._blocks(self._counts, passes=1)
-        total = next(parts)
-        for counts in parts:
-            total += counts
+        require_torch()
+        total = no_counts(self._dtype)
+        for counts in self._blocks(self._counts, passes=1):
+            add_counts(total, counts)
         return by_pattern(self._dtype, total, self._measurer.bins)
 
     def spanned(self) -> Found:
@@ -267,13 +267,17 @@ class _Reading:
                 left.cancelled() or left.exception()
 
 
-def _measures(extent: Extent, moments: Moments, axis: Axis | None, bins: int) -> Measures:
+def _measures(
+    dtype: str, extent: Extent, moments: Moments, axis: Axis | None, bins: int
+) -> Measures:
     """The figures, in the numbers of the elements themselves."""
     elements = extent.finite + extent.nan + extent.infinite
     odd = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
     if not extent.finite:
         return Measures(elements, None, None, None, None, **odd, norm=0.0, histogram=None)
     low, high, count = extent.low, extent.high, extent.finite
+    if not BY_NAME[dtype].floating and not dtype.startswith("complex"):
+        low, high = int(low), int(high)
     if axis is None:
         mean, std, norm = float(low), 0.0, abs(float(low)) * math.sqrt(count)
         counts = [count if place == bins // 2 else 0 for place in range(bins)]

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptool.dtypes import BY_NAME
 from ckptool.tensors.averaging import Elements
-from ckptool.tensors.cast_kernel import CHUNK
 from ckptool.tensors.element_buffer import ElementBuffer
-from ckptool.tensors.moments import Axis, Extent, Moments, axis_of
+from ckptool.tensors.moments import CHUNK, Axis, Extent, Moments, axis_of
 from ckptool.tensors.runtime import require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COUNTED_AT_ONCE", "Tally", "by_pattern"]
+__all__ = ["Tally", "add_counts", "by_pattern", "no_counts"]
 
-COUNTED_AT_ONCE = 1 << 18
-"""Elements; each time the counts of all patterns are added up anew."""
+PIECE = 8 * CHUNK
+"""Elements that are counted by one call: it uses no other threads however many there are."""
+_SIGNED = {1: "int8", 2: "int16"}
 
 
 class Tally:
     """Counts the patterns of elements of one type, over buffers that are used again."""
 
     def __init__(self, dtype: str) -> None:
-        """Take memory for some elements.
+        """Take memory for a piece.
 
         Raises:
             TorchMissing: torch is not installed.
@@ -32,77 +33,95 @@ class Tally:
         require_torch()
         import torch
 
-        self._small = BY_NAME[dtype].itemsize == 1
-        self._patterns = 1 << 8 * BY_NAME[dtype].itemsize
-        seen_as = torch.uint8 if self._small else torch.int16
-        self._buffer = ElementBuffer(dtype, COUNTED_AT_ONCE, seen_as=seen_as)
-        room = 0 if self._small else COUNTED_AT_ONCE
-        self._unsigned = torch.empty(room, dtype=torch.int32)
+        size = BY_NAME[dtype].itemsize
+        self._last = (1 << 8 * size) - 1
+        self._buffer = ElementBuffer(dtype, PIECE, seen_as=torch_dtype(_SIGNED[size]))
+        self._patterns = torch.empty(PIECE, dtype=torch.int64)
+        self._ones = torch.ones(PIECE, dtype=torch.int32)
 
     def counts(self, run: Elements, start: int, stop: int) -> torch.Tensor:
-        """How often each pattern is among the elements from `start` up to `stop` (int64)."""
+        """How often each pattern is among the elements from `start` up to `stop`, as int32."""
         import torch
 
-        total = torch.zeros(self._patterns, dtype=torch.int64)
-        for first in range(start, stop, COUNTED_AT_ONCE):
-            count = min(COUNTED_AT_ONCE, stop - first)
-            bits = self._buffer.read(run, first, count)
-            if not self._small:
-                bits = self._without_sign(bits)
-            total += torch.bincount(bits, minlength=self._patterns)
-        return total
+        made = torch.frombuffer(bytearray(4 * (self._last + 1)), dtype=torch.int32)
+        for first in range(start, stop, PIECE):
+            count = min(PIECE, stop - first)
+            bits, patterns = self._buffer.read(run, first, count), self._patterns[:count]
+            for at in range(0, count, CHUNK):
+                patterns[at : at + CHUNK].copy_(bits[at : at + CHUNK]).bitwise_and_(self._last)
+            made.scatter_add_(0, patterns, self._ones[:count])
+        return made
 
-    def _without_sign(self, bits: torch.Tensor) -> torch.Tensor:
-        """16 bits as numbers that are not negative, chunk by chunk as `CHUNK` wants it."""
-        count = bits.numel()
-        for start in range(0, count, CHUNK):
-            part = slice(start, min(start + CHUNK, count))
-            self._unsigned[part].copy_(bits[part]).bitwise_and_(0xFFFF)
-        return self._unsigned[:count]
+
+def no_counts(dtype: str) -> torch.Tensor:
+    """Of all patterns of a type, none (int64)."""
+    import torch
+
+    return torch.frombuffer(bytearray(8 << 8 * BY_NAME[dtype].itemsize), dtype=torch.int64)
+
+
+def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
+    """Count those too, a chunk at a time as `CHUNK` wants it."""
+    for start in range(0, total.numel(), CHUNK):
+        total[start : start + CHUNK] += counts[start : start + CHUNK]
 
 
 def by_pattern(dtype: str, counts: torch.Tensor, bins: int) -> tuple[Extent, Moments, Axis | None]:
-    """What counted elements reach, and their moments on the axis, where there is one."""
-    import torch
-
-    values = _values(dtype)
-    there = counts.nonzero().flatten()
-    values, counts = values[there], counts[there]
-    nan, infinite = int(counts[values.isnan()].sum()), int(counts[values.isinf()].sum())
-    zeros = int(counts[values == 0].sum())
-    finite = values.isfinite()
-    values, counts = values[finite], counts[finite]
-    count = int(counts.sum())
-    if not count:
-        return Extent(nan=nan, infinite=infinite), Moments(), None
-    low, high = (end.item() for end in values.aminmax())
-    if not BY_NAME[dtype].floating:
-        low, high = int(low), int(high)
-    extent = Extent(low, high, count, zeros, nan, infinite)
-    if low == high:
-        return extent, Moments(), None
-    axis = axis_of(dtype, extent, bins)
-    mean = float((values * counts).sum()) / count
-    squares = float(((values - mean).square() * counts).sum())
-    places = axis.places(values).long().clamp_(max=bins - 1)
-    binned = torch.zeros(bins, dtype=torch.int64).scatter_add_(0, places, counts)
-    return extent, Moments(count, mean, squares, binned.tolist()), axis
-
-
-def _values(dtype: str) -> torch.Tensor:
-    """The value of each pattern (float64).
+    """What counted elements reach, and their moments on the axis, where there is one.
 
     Raises:
         UnsupportedFormat: this torch does not have the type.
     """
+    extent, moments = Extent(), Moments()
+    for values, times in _met(dtype, counts):
+        extent.add(_extent(values, times))
+    if extent.low >= extent.high:
+        return extent, moments, None
+    axis = axis_of(dtype, extent, bins)
+    for values, times in _met(dtype, counts):
+        moments.add(_moments(values, times, axis))
+    return extent, moments, axis
+
+
+def _met(dtype: str, counts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The values that were met (float64), and how often each, a chunk at a time."""
+    for start in range(0, counts.numel(), CHUNK):
+        part = counts[start : start + CHUNK]
+        yield _values(dtype, part.nonzero().flatten() + start), part.masked_select(part != 0)
+
+
+def _values(dtype: str, patterns: torch.Tensor) -> torch.Tensor:
+    """The values of bit patterns, as float64."""
+    if dtype == "bool":
+        return (patterns != 0).double()
+    if dtype == "uint16":
+        return patterns.double()
+    signed = torch_dtype(_SIGNED[BY_NAME[dtype].itemsize])
+    return patterns.to(signed).view(torch_dtype(dtype)).double()
+
+
+def _extent(values: torch.Tensor, times: torch.Tensor) -> Extent:
+    """How far values reach that were met so often."""
+    odd = (values.isnan(), values.isinf(), values == 0)
+    nan, infinite, zeros = (int((times * chosen).sum()) for chosen in odd)
+    finite = values.masked_select(values.isfinite())
+    if not finite.numel():
+        return Extent(nan=nan, infinite=infinite)
+    low, high = (end.item() for end in finite.aminmax())
+    return Extent(low, high, int(times.sum()) - nan - infinite, zeros, nan, infinite)
+
+
+def _moments(values: torch.Tensor, times: torch.Tensor, axis: Axis) -> Moments:
+    """The moments, on that axis, of the finite ones among values that were met so often."""
     import torch
 
-    if BY_NAME[dtype].itemsize == 1:
-        patterns = torch.arange(256, dtype=torch.uint8)
-        return (patterns != 0).double() if dtype == "bool" else _seen_as(patterns, dtype)
-    numbers = torch.arange(1 << 16, dtype=torch.int32)
-    return numbers.double() if dtype == "uint16" else _seen_as(numbers.to(torch.int16), dtype)
-
-
-def _seen_as(patterns: torch.Tensor, dtype: str) -> torch.Tensor:
-    return patterns.view(torch_dtype(dtype)).double()
+    finite = values.isfinite()
+    values, times = values.masked_select(finite), times.masked_select(finite)
+    bins = torch.zeros(axis.bins, dtype=torch.int64)
+    count = int(times.sum())
+    if not count:
+        return Moments(bins=bins.tolist())
+    bins.scatter_add_(0, axis.places(values).long().clamp_(max=axis.bins - 1), times)
+    mean = float((values * times).sum()) / count
+    squares = float(((values - mean).square_() * times).sum())
+    return Moments(count, mean, squares, bins.tolist())
