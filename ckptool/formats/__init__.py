@@ -30,6 +30,7 @@ __all__ = [
     "candidates",
     "editor",
     "open_checkpoint",
+    "read_probe",
     "writer",
 ]
 
@@ -90,7 +91,7 @@ def open_checkpoint(
             something writes to it all the time.
     """
     for _ in range(_ATTEMPTS if source is None else 1):
-        checkpoint = _of_one_state(Probe(path, limits, source))
+        checkpoint = read_probe(Probe(path, limits, source))
         if checkpoint is not None:
             return checkpoint
     raise UnreadableFile(
@@ -100,8 +101,14 @@ def open_checkpoint(
     )
 
 
-def _of_one_state(probe: Probe) -> Checkpoint | None:
-    """What a probe reads; None where something was written to a file meanwhile."""
+def read_probe(probe: Probe) -> Checkpoint | None:
+    """What a probe reads; None where something was written to a file meanwhile.
+
+    A probe that gives no checkpoint is closed.
+
+    Raises:
+        UnreadableFile: as `open_checkpoint`.
+    """
     try:
         with _collector_paused():
             checkpoint = _read(probe)

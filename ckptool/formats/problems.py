@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckptool.files import ByteRange
 
@@ -15,16 +15,17 @@ class Problem:
     """One thing that is wrong.
 
     `kind` is a word for programs, `place` the record, tensor or shard (empty: the file as a
-    whole), `text` a clause for people without a full stop.
+    whole), `text` a clause for people without a full stop, `hint` the step that helps.
     """
 
     kind: str
     place: str
     text: str
+    hint: str | None = None
 
-    def to_dict(self) -> Mapping[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """As `ckptool.verify/1` has it."""
-        return {"kind": self.kind, "place": self.place, "text": self.text}
+        return {"kind": self.kind, "place": self.place, "text": self.text, "hint": self.hint}
 
 
 @dataclass(frozen=True, slots=True)
