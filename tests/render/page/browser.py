@@ -1,5 +1,7 @@
 """A page as a real browser has it: Debian's chromium, without a screen."""
 
+import json
+import re
 import shutil
 import subprocess
 from urllib.parse import quote
@@ -39,8 +41,31 @@ def looked_at(page, folder, *, size=(1280, 2000), **state):
         ],
         capture_output=True,
         check=True,
-        timeout=120,
+        timeout=60,
     )
     said = [line for line in done.stderr.decode().splitlines() if "CONSOLE" in line]
     assert not said, said
     return Page(done.stdout)
+
+
+def used(page, folder, steps):
+    """What `steps`, lines of JavaScript, give by `tell(name, value)` as somebody who uses the page.
+
+    The policy of the page, which allows no other script than its own, is taken out for it.
+    """
+    script = """<script>
+    const told = {}, tell = (name, value) => { told[name] = value; };
+    const at = (query) => document.querySelector(query);
+    const soon = () => new Promise((done) => setTimeout(done, 100));
+    const fire = (target, event) => target.dispatchEvent(event);
+    const bubbling = { bubbles: true, cancelable: true };
+    const click = (target) => fire(target, new MouseEvent("click", bubbling));
+    addEventListener("load", async () => {
+      await soon();
+      STEPS
+      document.title = JSON.stringify(told);
+    });
+    </script></body>"""
+    policy = re.compile(rb'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    open_page = policy.sub(b"", page).replace(b"</body>", script.replace("STEPS", steps).encode())
+    return json.loads(looked_at(open_page, folder).one("title").text)

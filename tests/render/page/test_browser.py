@@ -7,7 +7,7 @@ from ckptool.inspection.reporting import Report, ReportedTensor, report
 from ckptool.inspection.summary import info
 from ckptool.render.page import page
 from tests.inspection.handmade import checkpoint, floats, tensor
-from tests.render.page.browser import looked_at
+from tests.render.page.browser import looked_at, used
 from tests.render.page.test_markup import HOSTILE
 
 
@@ -115,3 +115,48 @@ def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):
     assert len(shapes(found, "cell")) == 250
     assert found.one("table", **{"class": "long"}).attributes["aria-rowcount"] == "100001"
     assert found.one("output", **{"class": "found"}).text == "100,000"
+
+
+def test_it_follows_whoever_uses_it(tmp_path):
+    names = [f"layer.{n}.weight" for n in range(300)]
+    model, ema = floats(*range(301)), floats(*range(300))
+    root = {
+        "model": {name: tensor(model, (n,)) for n, name in enumerate(names, 2)},
+        "ema": {name: tensor(ema, (n,)) for n, name in enumerate(names, 1)},
+    }
+    made = page(report(checkpoint(root), values=False))
+    told = used(
+        made,
+        tmp_path,
+        """
+        click(at("a.cell")); await soon();
+        tell("into", at("#map .crumbs").textContent);
+        history.back(); await soon();
+        tell("back", at("#map .crumbs").textContent);
+        const first = at("#map [tabindex='0']"); first.focus();
+        fire(first, new KeyboardEvent("keydown", { key: "End", bubbles: true }));
+        tell("focus", document.activeElement.getAttribute("aria-label"));
+        tell("hint", at("#hint").textContent);
+        const frame = at(".frame"); frame.scrollTop = 6000; fire(frame, new Event("scroll"));
+        tell("row", Number(at(".long tr:nth-child(2)").getAttribute("aria-rowindex")));
+        const size = at("th:nth-child(5) button");
+        click(size); tell("falling", at("tbody a").title);
+        click(size); tell("rising", at("tbody a").title);
+        const input = at("input"); input.value = "LAYER.29?.*"; fire(input, new Event("input"));
+        tell("found", at(".found").textContent);
+        click(at("tbody a")); await soon(); tell("closer", at(".closer h3").textContent);
+        tell("address", location.hash);
+        click(at(".away")); await soon(); tell("closed", at(".closer").hidden);
+        """,
+    )
+    assert told["into"] == "all \u203a model \u203a layer"
+    assert told["back"] == "all"
+    assert told["focus"].startswith("ema")
+    assert told["hint"].startswith("ema")
+    assert 150 < told["row"] < 200
+    assert told["falling"] == "model/layer.299.weight"
+    assert told["rising"] == "ema/layer.0.weight"
+    assert told["found"] == "20 of 600"
+    assert told["closer"] == "ema/layer.290.weight"
+    assert told["address"] == "#sort=size&q=LAYER.29%3F.*&tensor=ema%2Flayer.290.weight"
+    assert told["closed"] is True

@@ -30,7 +30,7 @@ class LongTable {
     );
     table.style.width = `${columns.reduce((sum, column) => sum + column.width, 0)}em`;
     this.frame = make("div", { class: "frame", tabindex: "0", role: "region", "aria-label": title }, table);
-    this.frame.addEventListener("scroll", () => requestAnimationFrame(() => this.draw()), { passive: true });
+    this.frame.addEventListener("scroll", () => this.draw(), { passive: true });
     this.cut = make("p", { class: "printed" });
     host.append(make("div", { class: "tools" }, this.input, this.found), this.frame, this.cut);
     whenResized(this.frame, () => this.draw());
