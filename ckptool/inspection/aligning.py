@@ -249,7 +249,8 @@ def _fill(region: Region, part: Section, base: Path, names: Names, before: Path)
         key, compared = under(path, leaf, names.compared)
         return key, compared, under(path, leaf, names.shown)[0]
 
-    region.fill(part.holder, base, before=before, changed=changed if names.compared or names.shown else None)
+    changes = names.compared or names.shown
+    region.fill(part.holder, base, before=before, changed=changed if changes else None)
 
 
 def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:

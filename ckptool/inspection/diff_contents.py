@@ -10,12 +10,12 @@ from ckptool.errors import TorchMissing
 from ckptool.inspection.listing import RepeatedBytes, tie_key
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
-from ckptool.transforms.places import place_of
+from ckptool.tensors.sameness import same_by_checksum, same_content
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
 
-__all__ = ["Contents", "Meter", "Verdict", "is_whole", "same_by_checksum"]
+__all__ = ["Contents", "Meter", "Verdict"]
 
 Progress = Callable[[int, int], None]
 
@@ -35,6 +35,7 @@ class Meter:
     def begin(self, nbytes: int) -> None:
         """Start on a part of what was expected; what is told of it never exceeds that."""
         self._size, self._within = nbytes, 0
+        self._total = max(self._total, self._done + nbytes)
 
     def told(self, nbytes: int) -> None:
         """Some bytes of the part are done."""
@@ -47,6 +48,12 @@ class Meter:
         self._done += self._size
         self._within = self._size = 0
         if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def finish(self) -> None:
+        """All is done, also where less was to do than expected."""
+        self._done = self._total
+        if self._progress is not None and self._total:
             self._progress(self._done, self._total)
 
 
@@ -131,8 +138,6 @@ class Contents:
             self._meter.end()
 
     def _read(self, a: TensorRef, b: TensorRef) -> Verdict:
-        from ckptool.tensors.sameness import same_content
-
         same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
         if same or self._quick:
             return Verdict(same)
@@ -156,33 +161,3 @@ class Contents:
 
 def _pair_key(a: TensorRef, b: TensorRef) -> Any:
     return tie_key(a) or id(a), tie_key(b) or id(b)
-
-
-def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
-    """What the CRC-32 that both files state say of two tensors of one type and shape.
-
-    None where they say nothing: one is not stated, the elements lie otherwise, or the storages
-    differ and hold more than these elements.
-    """
-    one, other = a.storage, b.storage
-    if one is None or other is None or one.crc32 is None or other.crc32 is None:
-        return None
-    if _layout(a) != _layout(b) or one.byteorder != other.byteorder:
-        return None
-    if (one.crc32, one.nbytes) == (other.crc32, other.nbytes):
-        return True
-    return False if is_whole(a) and is_whole(b) else None
-
-
-def is_whole(tensor: TensorRef) -> bool:
-    """Whether each byte of its storage belongs to it."""
-    storage = tensor.storage
-    if storage is None or storage.nbytes != tensor.nbytes:
-        return False
-    return tensor.is_contiguous or place_of(tensor).distinct
-
-
-def _layout(tensor: TensorRef) -> tuple[Any, ...]:
-    """Which bytes of its storage are which of its elements."""
-    stride = None if tensor.is_contiguous else tensor.stride
-    return tensor.dtype, tensor.shape, stride, tensor.offset, tensor.flags

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckptool.inspection.diff_contents import Meter, is_whole
+from ckptool.inspection.diff_contents import Meter
 from ckptool.inspection.diff_regions import Entry
 from ckptool.inspection.listing import RepeatedBytes, tie_key
 from ckptool.limits import Limits
@@ -41,16 +41,15 @@ class Renames:
         self._groups = [group for group in groups.values() if all(group)]
 
     def expected(self) -> int:
-        """Bytes that `found` may read."""
-        entries = {
-            tie_key(entry.leaf): entry.leaf
-            for group in self._groups
-            for side in group
-            for entry in side
-        }
+        """Bytes that `found` may read: for checksums, and to confirm what they say."""
         if self._stated_only:
             return 0
-        return sum(leaf.nbytes for leaf in entries.values() if _stated(leaf) is None)
+        total = 0
+        for group in self._groups:
+            total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
+            unknown = {tie_key(entry.leaf): entry.leaf for side in group for entry in side}
+            total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
+        return total
 
     def found(self, same: Same, meter: Meter) -> list[tuple[Entry, Entry]]:
         """The pairs, in the order of A. `same` confirms what checksums say.
@@ -92,9 +91,9 @@ class Renames:
 
 def _stated(tensor: TensorRef) -> int | None:
     """What the file states of just these elements."""
-    if tensor.storage is None or not tensor.is_verbatim or not is_whole(tensor):
-        return None
-    return tensor.storage.crc32
+    storage = tensor.storage
+    whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
+    return storage.crc32 if storage is not None and whole else None
 
 
 def _matched(mine: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, Entry]]:

@@ -1,0 +1,567 @@
+"""Two checkpoints compared, with torch as the judge."""
+
+import json
+import math
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from ckptool.tensors.comparing import Comparer
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
+from ckptool.inspection import diff_contents
+from ckptool.statedict import model_state_dict
+from tests.inspection.handmade import checkpoint, floats, tensor
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Save two objects with torch and compare the files."""
+
+    def run(a, b, **options):
+        torch.save(a, tmp_path / "a.pth")
+        torch.save(b, tmp_path / "b.pth")
+        found = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", **options)
+        json.dumps(found.to_dict(), allow_nan=False)
+        return found
+
+    return run
+
+
+def whats(found):
+    return {row.name: row.what for row in (*found.changed, *found.values)}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv = torch.nn.Conv2d(2, 3, 3)
+        self.bn = torch.nn.BatchNorm2d(3)
+        self.fc = torch.nn.Linear(3, 4)
+
+
+def trained(net, **more):
+    optimizer = torch.optim.Adam(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, **more}
+
+
+class TestFormats:
+    """One model in every format is the same."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def files(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("formats")
+        net = Net()
+        state = net.state_dict()
+        wrapped = OrderedDict((f"module._orig_mod.{name}", value) for name, value in state.items())
+        torch.save(state, folder / "zip.pth")
+        torch.save({"state_dict": wrapped}, folder / "wrapped.pth")
+        torch.save(state, folder / "legacy.pth", _use_new_zipfile_serialization=False)
+        torch.save(net, folder / "module.pth")
+        torch.jit.script(net.fc).save(folder / "script.pt")
+        save_file(dict(state), folder / "flat.safetensors")
+        ckptool.convert(
+            folder / "zip.pth", folder / "model.safetensors.index.json", max_shard_size=200
+        )
+        return {
+            "zip": folder / "zip.pth",
+            "wrapped": folder / "wrapped.pth",
+            "legacy": folder / "legacy.pth",
+            "module": folder / "module.pth",
+            "flat": folder / "flat.safetensors",
+            "shards": folder / "model.safetensors.index.json",
+        }
+
+    @pytest.mark.parametrize("one", ["zip", "wrapped", "legacy", "module", "flat", "shards"])
+    @pytest.mark.parametrize("other", ["zip", "wrapped", "legacy", "module", "flat", "shards"])
+    def test_a_pair(self, files, one, other):
+        for options in ({}, {"quick": True}, {"structure": True}):
+            found = ckptool.diff(files[one], files[other], **options)
+            assert found.identical, whats(found)
+            assert found.common >= len(Net().state_dict())
+            assert not found.notes
+
+
+def every_fixture(fixtures):
+    for oracle in sorted(fixtures.rglob("*.oracle.json")):
+        yield re.sub(r"\.oracle\.json$", "", str(oracle))
+
+
+def test_every_fixture_is_itself(fixtures):
+    for name in every_fixture(fixtures):
+        for options in ({"strict": True}, {"quick": True}, {"structure": True}):
+            found = ckptool.diff(name, name, **options)
+            assert found.identical, (name, whats(found))
+            assert found.common == found.equal
+            assert (found.changed, found.values, found.notes) == ((), (), ()), name
+
+
+def test_every_fixture_has_the_weights_of_what_it_is_converted_to(fixtures, memory_path):
+    target = memory_path / "out.safetensors"
+    converted = 0
+    for name in every_fixture(fixtures):
+        try:
+            ckptool.convert(name, target, overwrite=True)
+        except ckptool.CheckpointError:
+            continue  # it has no weights that the format can hold
+        with ckptool.open(name) as source:
+            found = ckptool.diff(source, target, key=model_state_dict(source).path or None)
+        tensors = {what for row in found.changed for what in row.what}
+        assert tensors <= {"device", "requires_grad", "kind"}, (name, whats(found))
+        assert not found.only_in_b, name
+        left = [side.name for side in found.only_in_a if side.sort == "tensor"]
+        assert not [name for name in left if "_extra_state" not in name], name
+        converted += 1
+    assert converted > 150
+
+
+class TestValues:
+    def test_what_differs_has_figures(self, compare):
+        a, b = torch.randn(50), torch.randn(50)
+        (row,) = compare({"w.x": a, "same": a}, {"w.x": b, "same": a}).changed
+        assert (row.name, row.what, row.status) == ("w.x", ("value",), "M")
+        difference = (a.double() - b.double()).abs()
+        assert row.difference.max_abs == pytest.approx(difference.max().item())
+        assert row.difference.mean_abs == pytest.approx(difference.mean().item())
+        assert row.difference.mismatched == 50
+
+    @given(st.data())
+    def test_a_state_dict_is_equal_where_torch_says_so(self, tmp_path_factory, data):
+        numbers = st.sampled_from([0.0, 1.0, -1.5, math.inf, 1e-30])
+        rows = st.lists(numbers, min_size=3, max_size=3)
+        states = [
+            {f"layer.{index}": torch.tensor(data.draw(rows)) for index in range(3)}
+            for _ in range(2)
+        ]
+        folder = tmp_path_factory.mktemp("pair")
+        for name, state in zip("ab", states, strict=True):
+            torch.save(state, folder / f"{name}.pth")
+        found = ckptool.diff(folder / "a.pth", folder / "b.pth")
+        unequal = {n for n in states[0] if not torch.equal(states[0][n], states[1][n])}
+        assert {row.name for row in found.changed} == unequal
+        assert found.identical == (not unequal)
+        assert found.counts["M"] == len(unequal)
+
+    def test_the_largest_relative_change_comes_first_other_types_before(self, compare):
+        one = torch.ones(4)
+        a = {"l.small": one, "l.big": one, "l.type": one, "l.shape": one, "l.mid": one}
+        b = {
+            "l.small": one + 0.01,
+            "l.big": one * 9,
+            "l.type": one.double(),
+            "l.shape": torch.ones(2, 2),
+            "l.mid": one + 0.5,
+        }
+        found = compare(a, b)
+        assert [row.name for row in found.changed] == [
+            "l.type",
+            "l.shape",
+            "l.big",
+            "l.mid",
+            "l.small",
+        ]
+        assert [row.status for row in found.changed] == ["T", "T", "M", "M", "M"]
+        assert found.counts == {"A": 0, "D": 0, "M": 3, "R": 0, "T": 2}
+
+    def test_the_first_of_many_are_kept(self, compare):
+        a = {f"l.{index}": torch.ones(2) for index in range(6)}
+        b = {name: value + index for index, (name, value) in enumerate(a.items())}
+        found = compare(a, b, max_diffs=2)
+        assert [row.name for row in found.changed] == ["l.5", "l.4"]
+        assert found.changed_in_all == found.to_dict()["changed_in_all"] == 5
+        assert found.counts["M"] == 5
+        assert compare(a, b, max_diffs=0).changed == ()
+
+    def test_layouts_are_no_difference(self, compare):
+        weight = torch.randn(4, 6)
+        a = {"w": weight, "v": weight[:, :2]}
+        b = {"w": weight.t().contiguous().t(), "v": weight[:, :2].clone()}
+        assert compare(a, b).identical
+
+    def test_another_dtype_is_another_type_and_the_values_are_compared_in_the_wider_one(
+        self, compare
+    ):
+        a = torch.tensor([1.0, 2.0, 0.1])
+        rows = compare({"l.a": a, "l.b": a[:2]}, {"l.a": a.half(), "l.b": a[:2].half()}).changed
+        assert {row.name: row.what for row in rows} == {
+            "l.a": ("dtype", "value"),
+            "l.b": ("dtype",),
+        }
+        assert all(row.status == "T" for row in rows)
+        (worst,) = [row.difference for row in rows if row.name == "l.a"]
+        assert worst.max_abs == pytest.approx((a.double() - a.half().double()).abs().max().item())
+
+    def test_another_shape_has_no_figures(self, compare):
+        (row,) = compare({"l.a": torch.ones(2)}, {"l.a": torch.ones(3)}).changed
+        assert (row.what, row.difference) == (("shape",), None)
+
+    def test_ties_are_compared_once(self, compare, monkeypatch):
+        shared, other = torch.ones(5), torch.zeros(5)
+        calls = []
+        real = diff_contents.Contents._read
+        monkeypatch.setattr(
+            diff_contents.Contents,
+            "_read",
+            lambda self, a, b: calls.append(a) or real(self, a, b),
+        )
+        found = compare({"l.a": shared, "l.b": shared}, {"l.a": other, "l.b": other})
+        assert (len(calls), len(found.changed), found.read) == (1, 2, 2)
+
+    def test_bits_that_make_no_other_value_are_noted(self, compare):
+        found = compare({"l.a": torch.tensor([0.0, 1.0])}, {"l.a": torch.tensor([-0.0, 1.0])})
+        assert found.identical
+        assert "bits" in found.notes[0]
+
+    def test_progress_ends_with_all_of_it(self, compare):
+        told = []
+        a = {"l.a": torch.ones(1000), "l.b": torch.ones(10), "l.c": torch.ones(9)}
+        b = {"l.a": torch.ones(1000), "l.b": torch.zeros(10), "l.x": torch.ones(9)}
+        compare(a, b, progress=lambda done, total: told.append((done, total)))
+        assert told == sorted(told)
+        assert told[-1] == (4076, 4076)
+
+
+class TestTolerance:
+    A, B = torch.tensor([1.0, 100.0, 0.0]), torch.tensor([1.001, 100.1, 1e-9])
+
+    @pytest.mark.parametrize(
+        ("options", "close"),
+        [
+            ({"rtol": 0.01}, True),
+            ({"rtol": 1e-6}, False),
+            ({"atol": 0.2, "rtol": 0.0}, True),
+            ({"atol": 0.01, "rtol": 0.0}, False),
+        ],
+    )
+    def test_what_is_close_is_equal(self, compare, options, close):
+        given = {"rtol": 1e-5, "atol": 1e-8, **options}
+        assert torch.allclose(self.A, self.B, **given) == close
+        found = compare({"l.a": self.A, "l.b": self.A}, {"l.a": self.B, "l.b": self.A}, **options)
+        assert found.identical == close
+        assert found.close == int(close)
+        assert found.equal == 1 + int(close)
+
+    def test_nan_is_equal_where_asked(self, compare):
+        a, b = torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 1.0001])
+        assert not compare({"l.a": a}, {"l.a": b}, rtol=0.1).identical
+        assert compare({"l.a": a}, {"l.a": b}, rtol=0.1, equal_nan=True).identical
+
+    @pytest.mark.parametrize("options", [{}, {"rtol": 0.1}])
+    def test_equal_bytes_are_equal_whatever_they_say(self, compare, options):
+        nan = {"l.a": torch.tensor([math.nan, 1.0])}
+        assert compare(nan, nan, **options).identical
+
+
+class TestTags:
+    @pytest.fixture
+    def moved(self, tmp_path):
+        torch.save({"l.a": torch.ones(2), "l.b": torch.ones(2)}, tmp_path / "a.pth")
+        with ckptool.open(tmp_path / "a.pth") as source:
+            source.remap({"*": "cuda:1"}).save(tmp_path / "b.pth")
+        return tmp_path / "a.pth", tmp_path / "b.pth"
+
+    def test_devices_are_shown_and_do_not_count(self, moved):
+        found = ckptool.diff(*moved)
+        assert found.identical
+        assert (found.tagged, found.equal, found.counts["M"]) == (2, 2, 0)
+        assert whats(found) == {"l.a": ("device",), "l.b": ("device",)}
+        assert [(row.a.device, row.b.device) for row in found.changed] == [("cpu", "cuda:1")] * 2
+        assert not any(row.counts for row in found.changed)
+
+    def test_devices_count_where_asked(self, moved):
+        found = ckptool.diff(*moved, strict=True)
+        assert not found.identical
+        assert (found.tagged, found.equal, found.counts["M"]) == (0, 0, 2)
+
+    def test_requires_grad_is_one_too(self, compare):
+        a, b = torch.ones(2), torch.ones(2, requires_grad=True)
+        found = compare({"l.a": a}, {"l.a": b})
+        assert found.identical
+        assert whats(found) == {"l.a": ("requires_grad",)}
+        assert not compare({"l.a": a}, {"l.a": b}, strict=True).identical
+
+    def test_so_are_devices_among_the_values(self, compare):
+        a, b = ({"it": torch.device(word), "in": {torch.device(word)}} for word in ("cpu", "cuda"))
+        found = compare(a, b)
+        assert found.identical
+        assert whats(found) == {"it": ("device",), "in": ("device",)}
+        assert not compare(a, b, strict=True).identical
+
+    def test_what_does_not_count_comes_last(self, compare):
+        a = {"l.a": torch.ones(2), "l.b": torch.ones(2)}
+        b = {"l.a": torch.ones(2, requires_grad=True), "l.b": torch.zeros(2)}
+        assert [row.name for row in compare(a, b).changed] == ["l.b", "l.a"]
+
+
+class TestRest:
+    """What is no weight is compared as well."""
+
+    def test_values_with_both_sides(self, compare):
+        net = Net()
+        a, b = trained(net, lr=0.1, args={"steps": [1, 2]}), trained(net, lr=0.2, new=True)
+        b["epoch"] = 4.0
+        found = compare(a, b)
+        rows = {row.name: row for row in found.values}
+        assert rows["lr"].what == ("value",)
+        assert (rows["lr"].a.value, rows["lr"].b.value) == (0.1, 0.2)
+        assert rows["epoch"].what == ("type",)
+        assert rows["epoch"].status == "T"
+        assert [side.name for side in found.only_in_a] == ["args/steps/0", "args/steps/1"]
+        assert [side.value for side in found.only_in_b] == [True]
+
+    def test_the_state_of_an_optimizer(self, compare):
+        a = trained(Net())
+        b = trained(Net())
+        assert compare(a, b).identical
+        b["optimizer"]["state"][0]["exp_avg"] = b["optimizer"]["state"][0]["exp_avg"] + 1
+        b["optimizer"]["param_groups"][0]["lr"] = 1.0
+        assert whats(compare(a, b)) == {
+            "optimizer/state/0/exp_avg": ("value",),
+            "optimizer/param_groups/0/lr": ("value",),
+        }
+
+    def test_objects(self, compare):
+        import argparse
+
+        a, b = ({"args": argparse.Namespace(lr=lr, inner={"x": [1, lr]})} for lr in (1, 2))
+        (row,) = compare(a, b).values
+        assert (row.what, row.place) == (("value",), "attributes/lr")
+        assert row.a.type == "argparse.Namespace"
+
+    def test_a_tensor_in_place_of_a_value(self, compare):
+        (row,) = compare({"x": torch.ones(2)}, {"x": 3}).changed
+        assert (row.what, row.status) == (("type",), "T")
+        assert row.to_dict()["b"]["type"] == "int"
+
+    def test_storages(self, compare):
+        one, other = (torch.tensor([1.0, value]).untyped_storage() for value in (1.0, 2.0))
+        assert compare({"it": one}, {"it": one}).identical
+        assert whats(compare({"it": one}, {"it": other})) == {"it": ("value",)}
+
+    def test_attributes_of_a_module(self, compare):
+        a, b = Net(), Net()
+        b.eval()
+        found = compare(a, b)
+        assert [row.what for row in found.values] == [("value",)]
+        assert found.values[0].place.endswith("training")
+
+    def test_buffers_that_a_state_dict_leaves_out(self, compare):
+        a, b = Net(), Net()
+        for net, value in ((a, 1.0), (b, 2.0)):
+            net.register_buffer("hidden", torch.full((3,), value), persistent=False)
+        assert not compare(a, b).identical
+        assert compare(a, a).identical
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
+class TestKinds:
+    """Tensors that are made of parts."""
+
+    @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+    def test_sparse(self, compare, layout):
+        dense = torch.zeros(4, 6)
+        dense[1, 2] = 3.0
+        makers = {
+            "coo": lambda it: it.to_sparse(),
+            "csr": lambda it: it.to_sparse_csr(),
+            "csc": lambda it: it.to_sparse_csc(),
+            "bsr": lambda it: it.to_sparse_bsr((2, 2)),
+            "bsc": lambda it: it.to_sparse_bsc((2, 2)),
+        }
+        a = makers[layout](dense)
+        assert compare({"l.a": a}, {"l.a": makers[layout](dense.clone())}).identical
+        (row,) = compare({"l.a": a}, {"l.a": makers[layout](dense * 2)}).changed
+        assert (row.what, row.place, row.difference.max_abs) == (("value",), "values", 3.0)
+        moved = torch.zeros(4, 6)
+        moved[3, 2] = 3.0
+        (row,) = compare({"l.a": a}, {"l.a": makers[layout](moved)}).changed
+        assert row.what == ("value",)
+        assert "indices" in row.place
+        (row,) = compare({"l.a": a}, {"l.a": dense}).changed
+        assert (row.what, row.status, row.difference) == (("kind",), "T", None)
+
+    @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+    def test_quantised(self, compare, dtype):
+        weight = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
+        a = torch.quantize_per_tensor(weight, 0.5, 3, dtype)
+        assert compare({"l.a": a}, {"l.a": a.clone()}).identical
+        elements = torch.quantize_per_tensor(weight + 1, 0.5, 3, dtype)
+        (row,) = compare({"l.a": a}, {"l.a": elements}).changed
+        assert (row.what, row.place) == (("value",), None)
+        scale = torch._make_per_tensor_quantized_tensor(a.int_repr(), 0.25, 3)
+        (row,) = compare({"l.a": a}, {"l.a": scale}).changed
+        assert (row.what, row.difference) == (("value",), None)
+        assert row.place.startswith("quantizer")
+
+    def test_quantised_per_channel(self, compare):
+        weight = torch.ones(2, 2)
+
+        def made(scale):
+            scales = torch.tensor([scale, 0.5])
+            integers = torch.quantize_per_tensor(weight, 0.5, 0, torch.qint8).int_repr()
+            zeros = torch.zeros(2, dtype=torch.int64)
+            return torch._make_per_channel_quantized_tensor(integers, scales, zeros, 0)
+
+        assert compare({"l.a": made(0.5)}, {"l.a": made(0.5)}).identical
+        assert whats(compare({"l.a": made(0.5)}, {"l.a": made(0.25)})) == {"l.a": ("value",)}
+
+    def test_nested(self, compare):
+        def made(value):
+            return torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), value)])
+
+        assert compare({"l.a": made(1.0)}, {"l.a": made(1.0)}).identical
+        assert whats(compare({"l.a": made(1.0)}, {"l.a": made(2.0)})) == {"l.a": ("value",)}
+
+    def test_meta(self, compare):
+        a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 3, device="meta")
+        found = compare({"l.a": a}, {"l.a": a})
+        assert found.identical
+        assert found.read == 0
+        assert whats(compare({"l.a": a}, {"l.a": b})) == {"l.a": ("shape",)}
+
+    def test_numpy_arrays(self, compare):
+        array = torch.arange(6.0).numpy()
+        assert compare({"l.a": array}, {"l.a": array.copy()}).identical
+        found = compare({"l.a": array}, {"l.a": torch.arange(6.0)})
+        assert whats(found) == {"l.a": ("kind",)}
+        assert whats(compare({"l.a": array}, {"l.a": array + 1})) == {"l.a": ("value",)}
+
+    def test_attributes_of_a_tensor(self, compare):
+        a, b = torch.ones(2), torch.ones(2)
+        a.tag, b.tag = "x", "y"
+        (row,) = compare({"l.a": a}, {"l.a": b}).changed
+        assert (row.what, row.place) == (("value",), "state/tag")
+        assert compare({"l.a": a}, {"l.a": torch.ones(2)}).identical
+
+    def test_conjugates(self, compare):
+        a = torch.tensor([1 + 2j, 3 - 4j])
+        assert compare({"l.a": a.conj()}, {"l.a": a.conj().resolve_conj()}).identical
+        assert not compare({"l.a": a.conj()}, {"l.a": a}).identical
+
+
+class TestQuick:
+    def test_checksums_are_taken_and_bytes_are_not_read(self, compare, monkeypatch):
+        a = {"l.a": torch.ones(9), "l.b": torch.ones(9), "n": 1}
+        b = {"l.a": torch.ones(9), "l.b": torch.zeros(9), "n": 1}
+
+        def read(*arguments):
+            pytest.fail("read")
+
+        monkeypatch.setattr(diff_contents.Contents, "_read", read)
+        found = compare(a, b, quick=True)
+        assert (found.by_checksum, found.read) == (2, 0)
+        (row,) = found.changed
+        assert (row.name, row.what, row.difference) == ("l.b", ("value",), None)
+
+    def test_what_states_none_is_read_without_figures(self, tmp_path):
+        a = {"l.a": torch.ones(9), "l.b": torch.ones(9)}
+        torch.save(a, tmp_path / "a.pth")
+        save_file({**a, "l.b": torch.zeros(9)}, tmp_path / "b.safetensors")
+        found = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.safetensors", quick=True)
+        assert (found.by_checksum, found.read) == (0, 2)
+        assert [(row.what, row.difference) for row in found.changed] == [(("value",), None)]
+
+    def test_values_of_another_dtype_are_not_looked_at(self, compare):
+        found = compare({"l.a": torch.ones(2)}, {"l.a": torch.zeros(2).half()}, quick=True)
+        assert whats(found) == {"l.a": ("dtype",)}
+
+
+class TestStructure:
+    def test_no_value_is_looked_at(self, compare, monkeypatch):
+        monkeypatch.setattr(diff_contents.Contents, "compare", None)
+        a, b = trained(Net(), lr=1), trained(Net(), lr=2)
+        b["state_dict"]["fc.weight"] += 1
+        found = compare(a, b, structure=True)
+        assert found.identical
+        assert found.structure
+        assert (found.read, found.elements) == (0, 0)
+
+    def test_names_types_and_shapes_are(self, compare):
+        a = {"l.a": torch.ones(2), "l.b": torch.ones(2), "l.c": torch.ones(2), "n": 1}
+        b = {"l.a": torch.ones(3), "l.b": torch.ones(2).half(), "l.d": torch.ones(2), "n": 1.0}
+        found = compare(a, b, structure=True)
+        assert whats(found) == {"l.a": ("shape",), "l.b": ("dtype",), "n": ("type",)}
+        assert found.counts == {"A": 1, "D": 1, "M": 0, "R": 0, "T": 3}
+
+
+def test_without_torch_there_are_no_figures(compare, monkeypatch):
+    def missing(self, a, b, told=None):
+        raise TorchMissing("torch is needed and not installed")
+
+    monkeypatch.setattr(Comparer, "compare", missing)
+    found = compare({"l.a": torch.ones(2)}, {"l.a": torch.zeros(2)})
+    (row,) = found.changed
+    assert (row.what, row.difference) == (("value",), None)
+    assert "torch is not installed" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structure": True, "quick": True},
+        {"structure": True, "rtol": 0.1},
+        {"quick": True, "atol": 0.1},
+        {"quick": True, "equal_nan": True},
+        {"max_diffs": -1},
+        {"rules": ["no rule"]},
+        {"rules": "a=>b"},
+    ],
+)
+def test_options_that_do_not_fit_are_refused(compare, options):
+    with pytest.raises(UsageError):
+        compare({"l.a": torch.ones(1)}, {"l.a": torch.ones(1)}, **options)
+
+
+def test_open_checkpoints_stay_open(tmp_path):
+    torch.save({"a.w": torch.ones(2)}, tmp_path / "a.pth")
+    with ckptool.open(tmp_path / "a.pth") as opened:
+        assert ckptool.diff(opened, tmp_path / "a.pth").identical
+        assert opened["a.w"].read()
+
+
+def test_errors_name_the_file(tmp_path):
+    torch.save({"net._orig_mod.w": torch.ones(1), "net.w": torch.ones(1)}, tmp_path / "a.pth")
+    with pytest.raises(NameCollision, match=r"a\.pth"):
+        ckptool.diff(tmp_path / "a.pth", tmp_path / "a.pth")
+    with pytest.raises(NotFound, match=r"a\.pth"):
+        ckptool.diff(tmp_path / "a.pth", tmp_path / "a.pth", strict_names=True, key="nix")
+
+
+def test_a_view_that_repeats_bytes_without_end_is_refused():
+    a, b = (
+        checkpoint({"w": tensor(floats(1.0), [1 << 40], stride=[0])}, "pickle") for _ in range(2)
+    )
+    with pytest.raises(ckptool.CheckpointError, match="repeated bytes"):
+        ckptool.diff(a, b)
+
+
+def test_rules_rename(compare):
+    a, b = {"old.w": torch.ones(2)}, {"new.w": torch.zeros(2)}
+    assert whats(compare(a, b, rules=["^old=>new"])) == {"old.w": ("value",)}
+
+
+def test_the_document_has_what_the_contract_says(compare):
+    a = {"l.a": torch.tensor([1.0, math.inf]), "l.gone": torch.ones(2), "n": math.nan, "e": 1}
+    b = {"l.a": torch.tensor([1.5, math.nan]), "l.new": torch.zeros(3), "n": math.nan, "e": 2}
+    document = compare(a, b).to_dict()
+    assert document["schema"] == "ckptool.diff/1"
+    assert document["identical"] is False
+    assert document["only_in_a"] == ["l.gone"]
+    assert document["only_in_b"] == ["l.new"]
+    (row,) = document["changed"]
+    assert (row["name"], row["what"], row["status"]) == ("l.a", ["value"], "M")
+    figures = {"max_abs", "max_rel", "mean_abs", "mismatched", "share", "rmse", "cosine"}
+    assert figures | {"nan_a", "nan_b", "inf_a", "inf_b", "elements"} <= row.keys()
+    (value,) = document["values"]
+    assert (value["a"]["value"], value["b"]["value"]) == (1, 2)
+    assert json.loads(json.dumps(document, allow_nan=False))

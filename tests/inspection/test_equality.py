@@ -1,0 +1,251 @@
+"""Values and objects compared structurally."""
+
+import argparse
+import collections
+import math
+import pathlib
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.errors import LimitExceeded
+from ckptool.inspection.equality import difference, raw_elements, type_name
+from ckptool.limits import Limits
+from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
+from tests.inspection.handmade import floats, tensor
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=2) | st.integers(0, 3) | st.booleans(), inner, max_size=3
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def shape(value):
+    """A value with its types spelled out, so that Python's own `==` tells what is meant."""
+    if isinstance(value, dict):
+        return "dict", {repr(key): shape(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [shape(item) for item in value]
+    return type(value).__name__, repr(value) if value != 0 else "0"
+
+
+@given(plain, plain)
+def test_plain_data_is_equal_where_values_and_types_are(a, b):
+    assert (difference(a, b) is None) == (shape(a) == shape(b))
+
+
+@given(plain)
+def test_plain_data_is_equal_to_a_copy(value):
+    assert difference(value, pickle.loads(pickle.dumps(value))) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0.0, False),
+        ([1], (1,)),
+        ("a", b"a"),
+        (None, False),
+        ({}, []),
+        (1, "1"),
+    ],
+)
+def test_types_tell_apart(a, b):
+    assert difference({"x": a}, {"x": b}) == "x"
+    assert difference(a, b) == "."
+
+
+@pytest.mark.parametrize("value", [math.nan, complex(math.nan, 1.0), [math.nan]])
+def test_nan_is_equal_to_itself(value):
+    assert difference(value, pickle.loads(pickle.dumps(value))) is None
+
+
+def test_the_order_of_a_dict_is_no_matter_nor_its_kind():
+    assert difference({"a": 1, "b": 2}, OrderedMap({"b": 2, "a": 1})) is None
+    assert difference(Size((1, 2)), (1, 2)) is None
+
+
+def test_keys_of_other_types_are_other_keys():
+    assert difference({1: "x"}, {True: "x"}) == "."
+    assert difference({1: "x"}, {"1": "x"}) == "."
+    assert difference({(1, "a"): "x"}, {(1, "a"): "x"}) is None
+
+
+def test_the_first_difference_is_told_by_its_place():
+    a = {"x": [1, {"deep": 2}], "y": 3}
+    b = {"x": [1, {"deep": 5}], "y": 4}
+    assert difference(a, b) == "x/1/deep"
+    assert difference([1, 2], [1, 2, 3]) == "."
+
+
+def test_cycles_end():
+    def ring(last):
+        node = {"here": []}
+        node["here"].append(node)
+        node["last"] = last
+        return node
+
+    assert difference(ring(1), ring(1)) is None
+    assert difference(ring(1), ring(2)) == "last"
+
+
+def test_no_depth_is_too_deep():
+    def nest(inner):
+        for _ in range(50_000):
+            inner = [inner]
+        return inner
+
+    assert difference(nest(1), nest(1)) is None
+    assert difference(nest(1), nest(2)).count("/") == 49_999
+
+
+def test_each_pair_is_looked_at_once():
+    a, b = [1], [1]
+    for _ in range(40):
+        a, b = [a, a], [b, b]
+    assert difference(a, b) is None  # each pair once
+
+
+def test_one_container_held_against_many_is_refused():
+    shared = []
+    with pytest.raises(LimitExceeded, match="again and again"):
+        difference([shared] * 100, [[] for _ in range(100)], limits=Limits(max_repeats=10))
+
+
+class Kept:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def opened(tmp_path, name, value, protocol=2):
+    path = tmp_path / f"{name}.pth"
+    torch.save({"it": value}, path, pickle_protocol=protocol)
+    with ckptool.open(path) as checkpoint:
+        return checkpoint.root["it"]
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (argparse.Namespace(lr=0.1, arch="r18"), argparse.Namespace(lr=0.2, arch="r18")),
+        (pathlib.PurePosixPath("/a/b"), pathlib.PurePosixPath("/a/c")),
+        (collections.Counter("aab"), collections.Counter("abb")),
+        (collections.defaultdict(list, a=[1]), collections.defaultdict(list, a=[2])),
+        (collections.deque([1, 2], 5), collections.deque([1, 3], 5)),
+        ({"a", "b", "c"}, {"a", "b", "d"}),
+        (frozenset({1, 2}), frozenset({1, 3})),
+        (range(3), range(4)),
+        (Kept(a=1, inner=Kept(b=2)), Kept(a=1, inner=Kept(b=3))),
+    ],
+)
+def test_objects_are_equal_whatever_protocol_wrote_them(tmp_path, protocol, value, other):
+    one = opened(tmp_path, "a", value)
+    again = opened(tmp_path, "b", value, protocol)
+    changed = opened(tmp_path, "c", other, protocol)
+    assert difference(one, again) is None
+    assert difference(one, changed) is not None
+
+
+def test_a_set_has_no_order():
+    def made(*items, step=False):
+        if step:
+            return Opaque(Global("builtins", "set"), ([],), steps=[("add", list(items))])
+        return Opaque(Global("builtins", "set"), (list(items),))
+
+    assert difference(made("a", "b"), made("b", "a")) is None
+    assert difference(made("a", "b"), made("b", "a", step=True)) is None
+    assert difference(made("a"), made("b")) == "."
+    assert difference(made(1), made(True)) == "."
+    assert difference(made(("a", 1), "b"), made("b", ("a", 1))) is None
+    assert difference(made(["no", "key"]), made(["no", "key"])) is None
+    assert difference(made("a"), made("a", "b")) == "."
+
+
+def test_a_class_and_its_arguments_tell_apart():
+    def made(name="Thing", args=(), state=None):
+        return Opaque(Global("lib", name), args, steps=[] if state is None else [("build", state)])
+
+    assert difference(made(), made("Other")) == "."
+    assert difference(made(args=(1,)), made(args=(2,))) == "arguments/0"
+    assert difference(made(state={"x": 1}), made(state={"x": 2})) == "attributes/x"
+    assert difference(made(state={"x": 1}), made()) == "."
+    assert difference(made(), 3) == "."
+
+
+def test_items_of_the_object_itself_can_be_left_out():
+    def made(item):
+        func = Global("collections", "deque")
+        return Opaque(func, ([],), steps=[("append", [1]), ("append", [item])])
+
+    assert difference(made(1), made(2)) == "items/1"
+    assert difference(made(1), made(2), held=False) is None
+    portions = Opaque(Global("collections", "deque"), ([],), steps=[("append", [1, 2])])
+    assert difference(made(2), portions) is None
+
+
+def test_devices_count_where_asked():
+    a, b = DeviceValue("cuda:0"), DeviceValue("cpu")
+    assert difference([a], [b]) == "0"
+    assert difference([a], [b], devices=False) is None
+    one, other = (tensor(floats(1.0, device=tag), [1]) for tag in ("cuda:0", "cpu"))
+    assert difference([one], [other]) == "0"
+    assert difference([one], [other], devices=False) is None
+
+
+def test_tensors_inside_are_asked_about():
+    one, other = tensor(floats(1.0), [1]), tensor(floats(2.0), [1])
+    asked = []
+
+    def same(a, b):
+        asked.append((a, b))
+        return False
+
+    assert difference({"w": one}, {"w": other}, same) == "w"
+    assert asked == [(one, other)]
+    assert difference({"w": one}, {"w": other}) is None
+    assert difference({"w": one}, {"w": tensor(floats(1.0, 2.0), [2])}) == "w"
+    listed = {id(one), id(other)}
+    assert difference({"w": one}, {"w": other}, same, listed=listed) is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised tensors
+def test_quantised_elements_are_their_integers(tmp_path):
+    weight = torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.5, 3, torch.qint8)
+    torch.save(weight, tmp_path / "q.pth")
+    with ckptool.open(tmp_path / "q.pth") as checkpoint:
+        found = raw_elements(checkpoint.root)
+        assert (found.dtype, found.read()) == ("int8", weight.int_repr().numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (1, "int"),
+        (None, "NoneType"),
+        (OrderedDict(a=1), "OrderedDict"),
+        (torch.Size([1]), "torch.Size"),
+        (torch.device("cpu"), "torch.device"),
+        (torch.float32, "torch.dtype"),
+        (torch.ones(1), "torch.Tensor"),
+        (torch.ones(1).untyped_storage(), "torch.storage.UntypedStorage"),
+        (argparse.Namespace(), "argparse.Namespace"),
+        ((1, 2), "tuple"),
+    ],
+)
+def test_types_have_the_names_that_list_gives_them(tmp_path, value, name):
+    assert type_name(opened(tmp_path, "t", value)) == name
