@@ -17,6 +17,7 @@ from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
 from ckptool.inspection import diff_contents
 from ckptool.statedict import model_state_dict
 from tests.inspection.handmade import checkpoint, floats, tensor
+from tests.sources import PROJECT
 
 
 @pytest.fixture
@@ -565,3 +566,16 @@ def test_the_document_has_what_the_contract_says(compare):
     (value,) = document["values"]
     assert (value["a"]["value"], value["b"]["value"]) == (1, 2)
     assert json.loads(json.dumps(document, allow_nan=False))
+
+
+def test_the_example_in_the_documentation_has_every_key(compare):
+    text = (PROJECT / "docs" / "json.md").read_text().partition("## `diff`")[2]
+    example = json.loads(text.partition("```json")[2].partition("```")[0])
+    found = compare(
+        {"l.a": torch.ones(2), "epoch": 1}, {"l.a": torch.zeros(2), "epoch": 2}
+    ).to_dict()
+    assert list(example) == list(found)
+    for rows in ("changed", "values"):
+        assert list(example[rows][0]) == list(found[rows][0])
+        for side in ("a", "b"):
+            assert list(example[rows][0][side]) == list(found[rows][0][side])
