@@ -116,8 +116,9 @@ def diagnose(
                 raise
             return _of_unopened(file, here, unopened(error, file))
         patient = Patient(checkpoint, key, here, reference)
+        found = list(_found(patient))  # before all of it is read: the key may name nothing
         harm = [] if quick else _harm(checkpoint.path, limits, progress)
-        return _assembled(patient, harm, list(_found(patient)))
+        return _assembled(patient, harm, found)
 
 
 def _of_unopened(file: str, devices: tuple[str, ...], complaint: Complaint) -> Diagnosis:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
@@ -26,6 +26,11 @@ from ckptool.transforms.selection import state_dict_alone
 
 __all__ = ["fit", "reference_model"]
 
+_MOST_GLOBS = 50
+_MOST_TRIED = 20
+"""Names of which every beginning is tried as a prefix."""
+_DEEPEST = 16
+"""Parts of a name that are looked at."""
 _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
     "half loaded"
@@ -57,8 +62,8 @@ def fit(patient: Patient) -> Iterator[Found]:
     comparison = _compared(align(mine, wanted))
     prefix = _prefix(comparison)
     if prefix is not None:
-        yield _prefixed(comparison, *prefix)
-        return
+        yield _prefixed(comparison, prefix)
+        comparison = _renamed(comparison, prefix)
     yield from _names(comparison)
     yield from _shapes(comparison)
     yield from _types(comparison)
@@ -95,34 +100,60 @@ def _is_tensor(entry: Entry) -> bool:
 
 
 def _prefix(comparison: _Comparison) -> tuple[str, str] | None:
-    """What to put in place of what before the names, so that all of them fit; None for nothing."""
+    """What to put in place of what before the names, so that none is missing; None for nothing."""
     unexpected, missing = comparison.unexpected, comparison.missing
-    if not unexpected or not missing or comparison.pairs:
+    if not unexpected or not missing:
         return None
+    for name in list(unexpected)[:_MOST_TRIED]:
+        parts = name.split(".", _DEEPEST)
+        for depth in range(1, len(parts)):
+            before = ".".join(parts[:depth]) + "."
+            found = {one.removeprefix(before) for one in unexpected if one.startswith(before)}
+            if missing.keys() <= found and not _any_begins(comparison, before):
+                return before, ""
     first = next(iter(unexpected))
-    parts = first.split(".")
-    for depth in range(1, len(parts)):
-        before = ".".join(parts[:depth]) + "."
-        if {name.removeprefix(before) for name in unexpected} == set(missing):
-            return before, ""
     longer = next((name for name in missing if name.endswith(f".{first}")), None)
-    if longer is not None:
+    if longer is not None and not comparison.pairs:
         after = longer.removesuffix(first)
-        if {after + name for name in unexpected} == set(missing):
+        if missing.keys() <= {after + name for name in unexpected}:
             return "", after
     return None
 
 
-def _prefixed(comparison: _Comparison, before: str, after: str) -> Found:
-    names = list(comparison.unexpected)
-    text = f"begin with {before}" if before else f"lack {after} in front"
+def _any_begins(comparison: _Comparison, before: str) -> bool:
+    return any(name.startswith(before) for name, _, _ in comparison.pairs)
+
+
+def _new_name(name: str, prefix: tuple[str, str]) -> str:
+    before, after = prefix
+    return after + name[len(before) :] if name.startswith(before) else name
+
+
+def _renamed(comparison: _Comparison, prefix: tuple[str, str]) -> _Comparison:
+    """The comparison after the prefix is changed: what was missing is there."""
+    pairs, kept, unexpected = list(comparison.pairs), list(comparison.kept), {}
+    for name, (own, tensor) in comparison.unexpected.items():
+        new = _new_name(name, prefix)
+        if new in comparison.missing:
+            pairs.append((new, tensor, comparison.missing[new]))
+            kept.append(own)
+        else:
+            unexpected[new] = own, tensor
+    return _Comparison(tuple(pairs), tuple(kept), unexpected, {})
+
+
+def _prefixed(comparison: _Comparison, prefix: tuple[str, str]) -> Found:
+    before, after = prefix
+    names = [n for n in comparison.unexpected if _new_name(n, prefix) in comparison.missing]
+    text = f"begin with {before}, and" if before else f"lack {after} in front, which"
     complaint = Complaint(
         "prefix",
         "fails",
-        f"all its names {text}, as the reference has them",
+        f"names {text} those of the reference {'do not' if before else 'have'}",
         names_of(names),
         f"load_state_dict says: Missing key(s) in state_dict: {quoted_names(comparison.missing)} "
-        f"Unexpected key(s) in state_dict: {quoted_names(names)}",
+        f"Unexpected key(s) in state_dict: {quoted_names(names)}; with strict=False they are left "
+        "out, without an error",
     )
     return Found(complaint, (Need("prefix", f"{before}={after}"),))
 
@@ -152,28 +183,42 @@ def _names(comparison: _Comparison) -> Iterator[Found]:
             "load_state_dict says: Unexpected key(s) in state_dict: "
             f"{quoted_names(unexpected)}; with strict=False they are left out. {_HALF_LOADED}",
         )
-        if missing:  # they may be the missing ones under other names: theirs to say
-            yield Found(complaint, choices=(_without(_globs(unexpected, names)),))
+        if missing:  # they may be the missing ones under other names: the user's to say
+            yield Found(complaint, choices=_without(_globs(unexpected, names)))
         else:  # before names change: globs for those in the file
             own = [name for name, _ in comparison.unexpected.values()]
             globs = _globs(own, comparison.kept)
-            yield Found(complaint, tuple(Need("exclude", glob) for glob in globs))
+            remedy = "" if globs else "load_state_dict(..., strict=False) leaves them out"
+            needs = tuple(Need("exclude", glob) for glob in globs)
+            yield Found(replace(complaint, remedy=remedy), needs)
 
 
-def _without(globs: Sequence[str]) -> Choice:
+def _without(globs: Sequence[str]) -> tuple[Choice, ...]:
     words = [word for glob in globs for word in ("--exclude", glob)]
-    return Choice(("extract", *words), "fitting")
+    return (Choice(("extract", *words), "fitting"),) if globs else ()
 
 
-def _globs(names: Sequence[str], kept: Sequence[str]) -> list[str]:
-    """Globs that match these names and none that is kept: of whole modules where that is so."""
+def _globs(names: Iterable[str], kept: Iterable[str]) -> list[str]:
+    """Globs that match these names and none that is kept: of whole modules where that is so.
+
+    None where it would take more of them than a command should have.
+    """
+    occupied = {head for name in kept for head in _heads(name)}
     globs: dict[str, None] = {}
     for name in names:
-        parts = name.split(".")
-        heads = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-        head = next((h for h in heads if not any(k.startswith(h) for k in kept)), None)
+        head = next((head for head in _heads(name) if head not in occupied), None)
         globs[f"{_escaped(head)}*" if head else _escaped(name)] = None
-    return list(globs)
+    return list(globs) if len(globs) <= _MOST_GLOBS else []
+
+
+def _heads(name: str) -> Iterator[str]:
+    """The modules that a name lies in, outermost first, each with its dot."""
+    at = -1
+    for _ in range(_DEEPEST):
+        at = name.find(".", at + 1)
+        if at < 0:
+            return
+        yield name[: at + 1]
 
 
 def _escaped(text: str) -> str:
@@ -198,7 +243,7 @@ def _shapes(comparison: _Comparison) -> Iterator[Found]:
             f"torch.Size({_size(b)}); strict=False does not skip it. {_HALF_LOADED}",
             remedy="without these, load_state_dict(..., strict=False) takes the rest",
         ),
-        choices=(_without(_globs([name for name, _, _ in wrong], right)),),
+        choices=_without(_globs([name for name, _, _ in wrong], right)),
     )
 
 

@@ -11,7 +11,6 @@ from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.obstacles import layout_blockers, outdated_names
 from ckptool.model import ByteString
 from ckptool.paths import listed, name_of, printable, walk
-from ckptool.symbolic.encoder import blockers
 
 __all__ = ["layout"]
 
@@ -123,7 +122,7 @@ def _protocol(patient: Patient) -> Iterator[Found]:
 
 def _outdated(patient: Patient) -> Iterator[Found]:
     """Functions by which older torch made tensors."""
-    names = outdated_names(patient.checkpoint, blockers(patient.checkpoint.root))
+    names = outdated_names(patient.checkpoint, patient.blocked)
     if names:
         yield _found(
             "outdated",

@@ -8,7 +8,7 @@ from ckptool.formats.safetensors_content import overlapping_names
 from ckptool.inspection.doctor.complaint import Choice, Complaint, Found, Need, names_of
 from ckptool.inspection.doctor.patient import Patient, tensors_of
 from ckptool.inspection.usage import distinct, storage_use, ties
-from ckptool.model import TensorRef
+from ckptool.model import Path, TensorRef
 from ckptool.paths import name_of, printable
 
 __all__ = ["dead_is_much", "memory", "unseen_is_much"]
@@ -69,29 +69,32 @@ def _views(patient: Patient) -> Iterator[str]:
 
 
 def _training_state(patient: Patient) -> Iterator[Found]:
-    """Optimizers beside a model, where they are a large part of the file."""
-    if patient.model is None or not patient.optimizers:
-        return
+    """Optimizers, and copies of the weights, beside a model: where they are much of the file."""
+    parts = [*patient.optimizers, *(patient.models if len(patient.models) > 1 else ())]
     every = distinct(list(patient.checkpoint.tensors()))
     total = sum(tensor.nbytes for _, tensor in every)
-    paths = [section.path for section in patient.optimizers]
-    state = sum(
-        tensor.nbytes
-        for path, tensor in every
-        if any(path[: len(above)] == above for above in paths)
+    shares = {part.name: _share(part.path, every) for part in parts}
+    large = {name: held for name, held in shares.items() if held * _LARGE_STATE >= total > 0}
+    if not patient.models or not large:
+        return
+    shown = ", ".join(f"{held:,} in {printable(name)}" for name, held in large.items())
+    yield Found(
+        Complaint(
+            "training-state",
+            "note",
+            f"of the {total:,} bytes of its tensors {shown}",
+            names_of(large),
+            "the state of an optimizer is needed to go on with the training and for nothing else, "
+            "raw weights beside averaged ones the same; torch.load reads all of it",
+            remedy="" if patient.model is not None else "ckptool extract --key NAME takes one part",
+        ),
+        (Need("select"),) if patient.model is not None else (),
     )
-    if state * _LARGE_STATE >= total > 0:
-        yield Found(
-            Complaint(
-                "training-state",
-                "note",
-                f"the state of the optimizer takes {state:,} of the {total:,} bytes of its tensors",
-                names_of(section.name or "the root" for section in patient.optimizers),
-                "it is needed to go on with the training, and for nothing else; torch.load reads "
-                "it all the same",
-            ),
-            (Need("select"),),
-        )
+
+
+def _share(path: Path, every: list[tuple[Path, TensorRef]]) -> int:
+    """Bytes of the tensors below a path."""
+    return sum(tensor.nbytes for at, tensor in every if at[: len(path)] == path)
 
 
 def _not_for_safetensors(patient: Patient) -> Iterator[Found]:

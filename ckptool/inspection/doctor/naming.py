@@ -25,6 +25,8 @@ LORA = "base_model.model."
 _ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _LIGHTNING = "pytorch-lightning_version"
+_LONGEST = 1000
+"""Characters of a name of which every part is looked at."""
 
 
 def naming(patient: Patient) -> Iterator[Found]:
@@ -71,14 +73,14 @@ def _collision(sections: Iterable[Section]) -> str:
 
 
 def wrapped_submodules(names: Iterable[str]) -> list[str]:
-    """Paths of submodules below which every name goes on with `module`, outermost ones.
+    """Paths of submodules below which every name goes on with `module`, outermost ones first.
 
-    So saved models whose features alone were parallel.
+    So saved models whose features alone were parallel. Names that no model has are passed over.
     """
     below: dict[str, set[str]] = {}
     for name in names:
         path = ""
-        for part in name.split("."):
+        for part in name.split(".") if len(name) <= _LONGEST else ():
             below.setdefault(path, set()).add(part)
             path = f"{path}.{part}" if path else part
     return [

@@ -9,7 +9,6 @@ from ckptool.inspection.doctor.patient import Patient
 from ckptool.model import Opaque
 from ckptool.modules import is_module
 from ckptool.paths import listed, name_of, printable
-from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.refusals import class_of, refusals
 
 __all__ = ["objects"]
@@ -72,7 +71,7 @@ def _objects(others: list[tuple[str, str]]) -> Found:
 
 def _unexplained(patient: Patient) -> Iterator[Found]:
     """What blocks without being an object that could be named."""
-    names = blockers(patient.checkpoint.root)
+    names = patient.blocked
     if names:
         complaint = Complaint(
             "objects",

@@ -8,6 +8,7 @@ from functools import cached_property
 from ckptool.checkpoint import Checkpoint
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
+from ckptool.symbolic.encoder import blockers
 from ckptool.wrappers import strip_names
 
 __all__ = ["Patient", "metadata_of", "tensors_of", "unwrapped"]
@@ -24,6 +25,11 @@ class Patient:
     """Device tags for which this machine has a device."""
     reference: Checkpoint | None = None
     """A checkpoint of the architecture that it is to load into."""
+
+    @cached_property
+    def blocked(self) -> tuple[str, ...]:
+        """What keeps `weights_only=True` from loading a file of this tree (`encoder.blockers`)."""
+        return blockers(self.checkpoint.root)
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, NameCollision, NotRepresentable
@@ -139,6 +139,7 @@ class _Planner:
         self._state = patient.checkpoint
         self._done: list[_Step] = []
         self._met_by: dict[Need, _Step] = {}
+        self._size = 0
         self._obstacle = ""
 
     def plan(self) -> Plan:
@@ -180,7 +181,7 @@ class _Planner:
         """Apply a step, where it can be done and its result written."""
         try:
             state = step.apply(self._state)
-            writer(self._format).plan(state)
+            self._size = writer(self._format).plan(state).size
         except CheckpointError as error:
             self._obstacle = self._obstacle or error.message
             return False
@@ -189,13 +190,12 @@ class _Planner:
         return True
 
     def _sweep(self) -> None:
-        """Leave out the headers that edits in place leave behind, where they are worth it."""
+        """Leave out the headers that edits in place leave behind, where they are much."""
         if self._format != "torch-zip" or any(s.words[0] == "compact" for s in self._done):
             return
-        size = writer(self._format).plan(self._state).size
-        header = size - storage_use(self._state.root)[0]
-        if dead_is_much((len(self._done) - 1) * header, size):
-            self._done.append(_compacting(()))
+        header = self._size - storage_use(self._state.root)[0]
+        if dead_is_much((len(self._done) - 1) * header, self._size):
+            self._done.append(replace(_compacting(()), convert=()))
 
     def _is_met(self, need: Need) -> bool:
         """Whether the tree has no need of that any more; cheap questions, all about the header."""
@@ -214,7 +214,8 @@ class _Planner:
                 before = _before(need)
                 return not any(_begins(part.node, before) for part in models) if before else False
             case "plain":
-                return not blockers(state.root)
+                at_first = state is self._patient.checkpoint
+                return not (self._patient.blocked if at_first else blockers(state.root))
             case "cpu":
                 return all(tag in ANYWHERE for tag in restored_devices(state.root))
             case "compact":

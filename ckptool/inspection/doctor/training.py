@@ -54,7 +54,12 @@ def _where(section: Section) -> str:
 def _groups(section: Section) -> list[list[Any]]:
     """The numbers, or names, of the parameters of each group."""
     held = [group.get("params") for group in section.node["param_groups"]]
-    return [list(one) if isinstance(one, (list, tuple)) else [] for one in held]
+    return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
+
+
+def _key(held: Any) -> Any:
+    """What a group says of a parameter, as a key of `state`; anything odd is nobody's."""
+    return held if isinstance(held, (int, str)) else ("?", id(held))
 
 
 def _names(section: Section) -> list[str]:
@@ -101,7 +106,7 @@ def _states(section: Section) -> dict[Any, Shape]:
 
 def _left_over(patient: Patient, section: Section) -> Iterator[Found]:
     """State of parameters that no group has."""
-    known = {key for group in _groups(section) for key in group if not isinstance(key, TensorRef)}
+    known = {key for group in _groups(section) for key in group}
     gone = [key for key in section.node["state"] if key not in known]
     if gone:
         yield _found(

@@ -1,0 +1,60 @@
+"""Every real file has a diagnosis, and its plan gives one that torch loads, or says why not."""
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptool.cli import main
+from ckptool.inspection.doctor import diagnose
+
+FIXTURES = Path(__file__).parent.parent.parent.parent / "fixtures"
+NAMES = [
+    str(path.relative_to(FIXTURES)).removesuffix(".oracle.json")
+    for path in sorted(FIXTURES.rglob("*.oracle.json"))
+]
+CHOICES = {"several-models", "values-inside"}
+"""What fails for `load_state_dict` alone."""
+
+
+def copied(name, folder):
+    """A copy of a fixture, with all that belongs to it."""
+    source = FIXTURES / name
+    if source.is_dir():
+        return Path(shutil.copytree(source, folder / source.name))
+    if name.endswith(".index.json"):
+        return Path(shutil.copytree(source.parent, folder / "parts")) / source.name
+    return Path(shutil.copy(source, folder))
+
+
+def loads(path):
+    if str(path).endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(path) is not None
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name):
+    path = copied(name, memory_path)
+    found = diagnose(path, quick=True, devices=["cpu"])
+    for command in found.commands:
+        assert main(shlex.split(command)[1:]) == 0, command
+    target = found.target or path
+    left = [
+        one.kind
+        for one in found.complaints
+        if one.severity == "fails" and not one.commands and one.kind not in CHOICES
+    ]
+    assert all(one.remedy for one in found.complaints if one.kind in left)
+    assert loads(target) == (not left)
+    again = {one.kind for one in diagnose(target, quick=True, devices=["cpu"]).complaints}
+    assert not again & {one.kind for one in found.complaints if one.commands}
