@@ -73,11 +73,11 @@ def _command_lines(command: str, look: Look, taken: int) -> Iterator[str]:
     line = ""
     for word in map(shlex.quote, shlex.split(command)):
         if line and taken + len(line) + len(word) + 3 > look.width:
-            yield f"{clean(line)} \\"
-            line = f"  {word}"
+            yield f"{line} \\"
+            line = f"  {clean(word)}"
         else:
-            line = f"{line} {word}" if line else word
-    yield clean(line)
+            line = f"{line} {clean(word)}" if line else clean(word)
+    yield line
 
 
 def _fact(name: str, text: str, look: Look) -> Iterator[str]:

@@ -64,6 +64,13 @@ def test_a_command_runs_without_torch(torchless, model, arguments):
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize("more", [[], ["--quick"], ["--like", "MODEL"]], ids=" ".join)
+def test_a_diagnosis_is_made_without_torch(torchless, model, more):
+    done = torchless("doctor", model, *(model if word == "MODEL" else word for word in more))
+    assert (done.code, done.err) == (1, "")
+    assert "1. fails: " in done.out
+
+
 def test_help_imports_no_verb(process):
     code = (
         "import sys\n"
