@@ -88,7 +88,9 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def _identical(diff: Diff) -> str:
-    found = "the same structure" if diff.structure else "identical"
+    found = "equal" if diff.close else "identical"
+    if diff.structure:
+        found = "the same structure"
     aside = [*_on_trust(diff)]
     if diff.structure:
         aside.append("values not compared")
@@ -104,7 +106,7 @@ def _different(diff: Diff) -> str:
         if counts[status]:
             parts.append(f"{count(counts[status])} {words}")
     if not diff.common:
-        return f"no name in common: {', '.join(parts)}"
+        return f"no name in common: {', '.join(parts)}{_bracketed(_on_trust(diff))}"
     equal = f"{count(diff.equal)} equal{' in structure' if diff.structure else ''}"
     return f"{', '.join(parts)}; {equal}{_bracketed(_on_trust(diff))}"
 

@@ -123,7 +123,7 @@ def test_tolerances_are_those_of_allclose(ckptool, tmp_path):
     assert ckptool("diff", a, b).code == 1
     assert ckptool("diff", a, b, "--atol", "0.01").code == 1
     done = ckptool("diff", a, b, "--atol", "0.01", "--equal-nan")
-    assert (done.code, done.out) == (0, "identical: 2 entries (2 within the tolerance)\n")
+    assert (done.code, done.out) == (0, "equal: 2 entries (2 within the tolerance)\n")
 
 
 def test_max_diffs_keeps_the_worst(ckptool, files):

@@ -202,7 +202,7 @@ def test_many_devices_are_cut():
         ({}, "identical: 10 entries"),
         ({"common": 1}, "identical: 1 entry"),
         ({"by_checksum": 7}, "identical: 10 entries (7 tensors compared by CRC-32 alone)"),
-        ({"close": 2}, "identical: 10 entries (2 within the tolerance)"),
+        ({"close": 2}, "equal: 10 entries (2 within the tolerance)"),
         ({"structure": True}, "the same structure: 10 entries (values not compared)"),
     ],
 )
