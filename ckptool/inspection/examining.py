@@ -1,0 +1,285 @@
+"""One checkpoint looked at from all sides: structure, checksums, content, if asked for values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileDenied,
+    UnreadableFile,
+    UnsupportedFormat,
+)
+from ckptool.files.crc import crc32s
+from ckptool.formats import checks, read_probe
+from ckptool.formats.base import Probe
+from ckptool.formats.problems import Checksum, Findings, Problem
+from ckptool.formats.shard_index import ShardIndex
+from ckptool.inspection.listing import RepeatedBytes
+from ckptool.inspection.manifest import HashedTensor, hashed_tensors
+from ckptool.inspection.usage import distinct
+from ckptool.inspection.verdict import Verdict, problem_of
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Path, TensorRef
+from ckptool.paths import counted, listed, name_of
+from ckptool.tensors.nonfinite import is_floating, nonfinite
+
+__all__ = ["Progress", "examine"]
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all."""
+
+
+class _Wrong(NamedTuple):
+    """Bytes that do not have the CRC-32 that they should."""
+
+    checksum: Checksum
+    crc32: int
+
+
+def examine(
+    path: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    hashes: bool = False,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> tuple[Verdict, tuple[HashedTensor, ...] | None]:
+    """The verdict on one checkpoint, and with `hashes` the content hash of every tensor.
+
+    `values` looks for NaN and infinities as well. `progress` is told of each part of the work anew.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileDenied: the system does not let us read it, or a shard.
+        FileBusy: another process is editing it.
+        UnsupportedFormat: a checkpoint of a kind that is not read.
+        UnreadableFile: it changed meanwhile, or the disk refuses.
+    """
+    look = _Look(Verdict(os.fsdecode(path)), limits, progress)
+    try:
+        probe = Probe(path, limits)
+    except CorruptFile as error:  # of the journal of an edit that was cut short
+        look.blame(error)
+        return look.verdict, None
+    with closing(probe):
+        try:
+            index = probe.shard_index
+            if index is None:
+                look.at_file(probe, values=values, hashes=hashes)
+            else:
+                look.at_set(probe, index, values=values, hashes=hashes)
+        except CheckpointError as error:
+            look.blame(error)
+        except PermissionError as error:
+            raise FileDenied("the system does not let us read it", file=path) from error
+    return look.verdict, look.hashes
+
+
+@dataclass
+class _Look:
+    """What has been found so far of the file, or set of files, that is looked at."""
+
+    verdict: Verdict
+    limits: Limits
+    progress: Progress | None
+    hashes: tuple[HashedTensor, ...] | None = None
+    done: int = field(default=0)
+    total: int = field(default=0)
+
+    def at_file(self, probe: Probe, *, values: bool, hashes: bool) -> None:
+        """Look at one file, or the files of an unzipped one."""
+        found = checks.structure(probe)
+        self.add(found)
+        wrong = self.sum_up(found.checksums)
+        try:
+            checkpoint = read_probe(probe)
+        except CheckpointError as error:
+            self.add(_damaged(wrong, None))
+            self.blame(error, contradicted=bool(self.verdict.problems))
+            return
+        self.at_content(checkpoint, probe, wrong, values=values, hashes=hashes)
+
+    def at_set(self, probe: Probe, index: ShardIndex, *, values: bool, hashes: bool) -> None:
+        """Look at an index and each of its shards, then at what they are together."""
+        self.verdict = replace(self.verdict, file=index.path, shards=len(index.shards))
+        faulty = {path for name in index.shards if self.at_shard(path := index.beside(name), name)}
+        try:
+            checkpoint = read_probe(probe)
+        except CheckpointError as error:
+            if error.file not in faulty:
+                self.blame(error, contradicted=True)
+            return
+        self.at_content(checkpoint, probe, [], values=values, hashes=hashes)
+
+    def at_shard(self, path: str, name: str) -> bool:
+        """Look at a shard by itself, as far as it is there; whether anything is wrong with it."""
+        if not os.path.isfile(path):
+            return False
+        with closing(Probe(path, self.limits)) as probe:
+            if probe.shard_index is not None:
+                return False
+            look = _Look(Verdict(path), self.limits, self.progress)
+            try:
+                look.at_file(probe, values=False, hashes=False)
+            except UnsupportedFormat:
+                return False
+        found, verdict = look.verdict, self.verdict
+        self.add(
+            Findings(
+                tuple(replace(one, place=_below(name, one.place)) for one in found.problems),
+                tuple(f"{name}: {note}" for note in found.notes),
+                records=found.records,
+            )
+        )
+        self.verdict = replace(
+            self.verdict,
+            summed=verdict.summed + found.summed,
+            checked=verdict.checked + found.checked,
+        )
+        return not found.ok
+
+    def at_content(
+        self,
+        checkpoint: Checkpoint | None,
+        probe: Probe,
+        wrong: Sequence[_Wrong],
+        *,
+        values: bool,
+        hashes: bool,
+    ) -> None:
+        """Look at what has been read.
+
+        Raises:
+            UnreadableFile: a file changed meanwhile.
+        """
+        if checkpoint is None:
+            raise UnreadableFile(
+                "changed while it was read",
+                file=self.verdict.file,
+                hint="try again when nothing writes to the file any more",
+            )
+        with checkpoint:
+            self.add(_damaged(wrong, checkpoint))
+            self.add(checks.content(checkpoint, probe))
+            tensors = list(checkpoint.tensors())
+            self.verdict = replace(
+                self.verdict,
+                format=checkpoint.format,
+                size=checkpoint.details.size,
+                tensors=len(tensors),
+                content=sum(tensor.nbytes for _, tensor in distinct(tensors)),
+                values=values,
+            )
+            if values:
+                self.at_values(tensors)
+            if hashes:
+                self.begin(self.verdict.content)
+                self.hashes = hashed_tensors(checkpoint, self.limits, self.told)
+            for source in checkpoint.sources:
+                source.check_unchanged()
+
+    def at_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
+        """Look for NaN and infinities in every tensor, or in what it is made of."""
+        floating = [(path, _numbers(tensor)) for path, tensor in distinct(tensors)]
+        self.begin(sum(part.nbytes for _, parts in floating for part in parts))
+        repeated = RepeatedBytes(self.limits)
+        for path, parts in floating:
+            nan = infinite = 0
+            for part in parts:
+                repeated.add(path, part.unrepeated)
+                found = nonfinite(part, self.told)
+                nan, infinite = nan + found[0], infinite + found[1]
+            elements = sum(part.numel for part in parts)
+            for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
+                if count:
+                    text = f"{count:,} of {counted(elements, 'element')} {_are(count)} {word}"
+                    self.add(Findings((Problem(kind, name_of(path), text),)))
+
+    def add(self, found: Findings) -> None:
+        """Take what was found."""
+        verdict = self.verdict
+        self.verdict = replace(
+            verdict,
+            problems=verdict.problems + found.problems,
+            notes=verdict.notes + found.notes,
+            records=verdict.records + found.records,
+        )
+
+    def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
+        """Take an error as a problem; where other things are wrong, also that a kind is unknown.
+
+        Raises:
+            CheckpointError: the error itself, where it says nothing about the file.
+        """
+        problem = problem_of(error, contradicted=contradicted)
+        if problem is None:
+            raise error
+        self.add(Findings((problem,)))
+
+    def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
+        """Compute checksums; those that are not what they should be."""
+        self.begin(sum(one.data.length for one in checksums))
+        found = crc32s([one.data for one in checksums], self.told)
+        wrong = []
+        for one, crc in zip(checksums, found, strict=True):
+            if isinstance(crc, CorruptFile):
+                self.add(Findings((Problem("checksum", one.place, crc.message),)))
+            elif crc != one.crc32:
+                wrong.append(_Wrong(one, crc))
+        verdict = self.verdict
+        self.verdict = replace(
+            verdict,
+            summed=verdict.summed + len(checksums),
+            checked=verdict.checked + self.total,
+        )
+        return wrong
+
+    def begin(self, total: int) -> None:
+        """Begin a part of the work that takes so many bytes."""
+        self.done, self.total = 0, total
+
+    def told(self, count: int) -> None:
+        """So many bytes more are done."""
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _below(shard: str, place: str) -> str:
+    return f"{shard}: {place}" if place else shard
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _numbers(tensor: TensorRef) -> list[TensorRef]:
+    """The arrays of floating numbers that a tensor is made of, mostly itself."""
+    parts = [tensor] if tensor.has_content else tensor.tensors_inside()
+    return [part for part in parts if part.has_content and is_floating(part.dtype)]
+
+
+def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings:
+    """Bytes that are not those that were written, with the tensors that lie in them."""
+    if not wrong:
+        return Findings()
+    names: dict[tuple[int, int], list[str]] = {}
+    for path, tensor in checkpoint.tensors() if checkpoint is not None else ():
+        if tensor.storage is not None and tensor.storage.data is not None:
+            data = tensor.storage.data
+            names.setdefault((id(data.source), data.offset), []).append(name_of(path))
+    problems = []
+    for checksum, found in wrong:
+        data, stated = checksum.data, checksum.crc32
+        text = f"its bytes are not those that were written: CRC-32 {found:08x}, not {stated:08x}"
+        inside = names.get((id(data.source), data.offset))
+        text += f"; in it {_are(len(inside))} {listed(inside, 3)}" if inside else ""
+        problems.append(Problem("checksum", checksum.place, text))
+    return Findings(tuple(problems))

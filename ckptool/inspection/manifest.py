@@ -1,0 +1,217 @@
+"""The SHA-256 of every tensor's content, kept in a file and held against a checkpoint later.
+
+A content hash is the same whatever the format, so that a manifest made of one checks a copy in
+another: `{"schema": "ckptool.manifest/1", "files": [{"file", "tensors": [{"path", "name", "dtype",
+"shape", "sha256"}]}]}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CorruptFile, LimitExceeded, UsageError
+from ckptool.files import FileSource
+from ckptool.files.atomic import atomic_output
+from ckptool.files.computed import may_be_shared
+from ckptool.formats.safetensors_header import parse_json
+from ckptool.inspection.listing import RepeatedBytes, tie_key
+from ckptool.inspection.values import json_path
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Path, TensorRef
+from ckptool.paths import name_of
+
+__all__ = ["HashedTensor", "hashed_tensors", "manifest_name", "read_manifest", "write_manifest"]
+
+SCHEMA = "ckptool.manifest/1"
+_THREADS = min(2, os.cpu_count() or 1)
+_JOB, _MOST = 8 << 20, 64
+"""Bytes that a thread is given at a time, and tensors: many are small."""
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HashedTensor:
+    """A tensor as a manifest has it; `sha256` is None where the kind has no plain content."""
+
+    path: tuple[str | int, ...]
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    sha256: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `ckptool.manifest/1` has it."""
+        return {
+            "path": self.path,
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "sha256": self.sha256,
+        }
+
+
+Files = Mapping[str, Sequence[HashedTensor]]
+"""The tensors of each file, by its name relative to the folder of the manifest."""
+
+
+def manifest_name(file: str, manifest: str) -> str:
+    """How a file is called in a manifest: relative to the manifest's folder, with slashes."""
+    folder = os.path.dirname(os.path.abspath(manifest))
+    try:
+        return os.path.relpath(file, folder).replace(os.sep, "/")
+    except ValueError:  # another drive
+        return os.path.abspath(file).replace(os.sep, "/")
+
+
+def hashed_tensors(
+    checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: Told | None = None
+) -> tuple[HashedTensor, ...]:
+    """Every listed tensor with its content hash, ties read once, several tensors at a time.
+
+    `told` is called with bytes done, now and then.
+
+    Raises:
+        LimitExceeded: strides repeat more bytes than in a real file.
+        CorruptFile: bytes that cannot be read.
+    """
+    leaves = list(checkpoint.tensors())
+    distinct: dict[Any, TensorRef] = {}
+    repeated = RepeatedBytes(limits)
+    for path, tensor in leaves:
+        if tensor.has_content and tie_key(tensor) not in distinct:
+            repeated.add(path, tensor)
+            distinct[tie_key(tensor)] = tensor
+    hashes = dict(zip(distinct, _hashes(list(distinct.values()), told), strict=True))
+    return tuple(
+        _hashed(path, tensor, hashes[tie_key(tensor)] if tensor.has_content else None)
+        for path, tensor in leaves
+    )
+
+
+def _hashed(path: Path, tensor: TensorRef, sha256: str | None) -> HashedTensor:
+    return HashedTensor(json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
+
+
+def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
+    """The hash of each, in order; those that threads cannot read side by side one by one."""
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
+    jobs = list(_jobs(tensors))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            begun = [pool.submit(_sha256s, job) if _is_shared(job[0]) else None for job in jobs]
+            for job, future in zip(jobs, begun, strict=True):
+                yield from _sha256s(job) if future is None else future.result()
+                if told is not None:
+                    told(sum(tensor.nbytes for tensor in job))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
+    """The tensors in order, some at a time: as many as make a thread worth its while."""
+    for shared, alike in groupby(tensors, key=_is_shared):
+        job: list[TensorRef] = []
+        for tensor in alike:
+            job.append(tensor)
+            if not shared or sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
+                yield job
+                job = []
+        if job:
+            yield job
+
+
+def _is_shared(tensor: TensorRef) -> bool:
+    return tensor.storage is not None and (
+        tensor.storage.data is not None and may_be_shared(tensor.storage.data)
+    )
+
+
+def _sha256s(tensors: Iterable[TensorRef]) -> list[str]:
+    import hashlib  # OpenSSL: a check of structure has no use for it
+
+    hashes = []
+    for tensor in tensors:
+        digest = hashlib.sha256()
+        for block in tensor.content():
+            digest.update(block)
+        hashes.append(digest.hexdigest())
+    return hashes
+
+
+def write_manifest(path: str, files: Files) -> None:
+    """Write a manifest, whole or not at all; what is there already is not replaced.
+
+    Raises:
+        WriteError: the system does not let us, or something is there.
+    """
+    documents = [
+        {"file": name, "tensors": [tensor.to_dict() for tensor in tensors]}
+        for name, tensors in files.items()
+    ]
+    data = json.dumps({"schema": SCHEMA, "files": documents}, indent=1).encode() + b"\n"
+    with atomic_output(path, len(data)) as output:
+        output.write(data)
+
+
+def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
+    """What a manifest says; None where there is no such file yet.
+
+    Raises:
+        UsageError: it is something else, which must not be written over.
+        LimitExceeded: it is longer than `limits` allows.
+    """
+    if not os.path.lexists(path):
+        return None
+    source = FileSource(path)
+    try:
+        if not source.read(0, min(source.size, 64)).lstrip().startswith(b"{"):
+            raise _no_manifest(path)
+        if source.size > limits.max_json_bytes:
+            raise LimitExceeded(
+                f"the manifest has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed",
+                file=path,
+            )
+        document = parse_json(source.read(0, source.size).decode("utf-8"), "the manifest")
+    except (UnicodeDecodeError, CorruptFile) as error:
+        raise _no_manifest(path) from error
+    finally:
+        source.close()
+    match document:
+        case {"schema": str(schema), "files": list(files)} if schema == SCHEMA:
+            return dict(_file(entry, path) for entry in files)
+    raise _no_manifest(path)
+
+
+def _file(entry: Any, path: str) -> tuple[str, list[HashedTensor]]:
+    match entry:
+        case {"file": str(name), "tensors": list(tensors)}:
+            return name, [_tensor(tensor, path) for tensor in tensors]
+    raise _no_manifest(path)
+
+
+def _tensor(entry: Any, path: str) -> HashedTensor:
+    match entry:
+        case {
+            "path": list(keys), "name": str(name), "dtype": str(dtype), "shape": list(shape),
+            "sha256": str() | None as sha256,
+        } if (
+            all(isinstance(key, (str, int)) for key in keys)
+            and all(size is None or type(size) is int for size in shape)
+        ):  # fmt: skip
+            return HashedTensor(tuple(keys), name, dtype, tuple(shape), sha256)
+    raise _no_manifest(path)
+
+
+def _no_manifest(path: str) -> UsageError:
+    return UsageError(
+        "is no manifest of ckptool's, and is not written over",
+        file=path,
+        hint="give --manifest the name of a new file, or of a manifest",
+    )

@@ -1,0 +1,162 @@
+"""A checkpoint held against what a manifest says of it, or of a copy in another form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptool.errors import NameCollision
+from ckptool.formats.problems import Findings, Problem
+from ckptool.inspection.manifest import HashedTensor
+from ckptool.inspection.values import shape_text
+from ckptool.paths import counted, listed, name_of
+from ckptool.wrappers import strip_names
+
+__all__ = ["held_against"]
+
+_Place = tuple[str | int, ...]
+"""The path of a container."""
+_Group = dict[str | int, HashedTensor]
+"""The tensors of one container by their own names, wrappers off."""
+_MOST_COMPARED = 1_000_000
+
+
+class _Pairs(NamedTuple):
+    """What belongs together: of the manifest, and in the file."""
+
+    both: list[tuple[HashedTensor, HashedTensor]]
+    missing: list[HashedTensor]
+    extra: list[HashedTensor]
+    elsewhere: tuple[Counter[str], Counter[str]]
+    """Where the file is laid out otherwise: containers of the manifest of which it has nothing,
+    and the other way round, with their tensors."""
+
+
+def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
+    """What differs: a tensor missing, one too many, another dtype, shape or content.
+
+    Names are held against each other as they are, else with section and wrappers off
+    (`state_dict/module.fc.weight` is `fc.weight`). Where a file is laid out otherwise than the
+    manifest's, containers of which it has nothing are a note and no fault.
+    """
+    pairs = _paired(wanted, found)
+    problems = [
+        *(
+            Problem("missing", one.name, "it is in the manifest and not here")
+            for one in pairs.missing
+        ),
+        *(Problem("extra", one.name, "it is here and not in the manifest") for one in pairs.extra),
+        *(problem for want, have in pairs.both for problem in _differences(want, have)),
+    ]
+    return Findings(tuple(problems), tuple(_notes(pairs)))
+
+
+def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Problem]:
+    if want.dtype != have.dtype:
+        text = f"it has the dtype {have.dtype}, in the manifest {want.dtype}"
+        yield Problem("dtype", have.name, text)
+    if want.shape != have.shape:
+        text = (
+            f"it has the shape {shape_text(have.shape)}, in the manifest {shape_text(want.shape)}"
+        )
+        yield Problem("shape", have.name, text)
+    elif want.dtype == have.dtype and want.sha256 != have.sha256:
+        text = "its content is not what the manifest says: other elements, by SHA-256"
+        yield Problem("content", have.name, text)
+
+
+def _notes(pairs: _Pairs) -> Iterator[str]:
+    renamed = [want for want, have in pairs.both if want.name != have.name]
+    if renamed:
+        first = next(have for want, have in pairs.both if want.name != have.name)
+        yield (
+            f"{counted(len(renamed), 'tensor')} told by section and wrappers off: "
+            f"{listed([renamed[0].name])} of the manifest is {listed([first.name])} here"
+        )
+    for counts, where in zip(
+        pairs.elsewhere, ("not in this file", "not in the manifest"), strict=True
+    ):
+        for place, count in counts.items():
+            yield f"{counted(count, 'tensor')} of {listed([place])} are {where}"
+    unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in pairs.both)
+    if unhashed:
+        yield (
+            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantised or the "
+            "like: their dtype and shape alone were compared"
+        )
+
+
+def _paired(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> _Pairs:
+    by_path = {one.path: one for one in found}
+    both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
+    taken = {one.path for one, _ in both}
+    ours, theirs = _groups(wanted, taken), _groups(found, taken)
+    moved = False
+    for want, have in _group_pairs(ours, theirs):
+        moved = moved or want != have
+        common = ours[want].keys() & theirs[have].keys()
+        both.extend((ours[want].pop(name), theirs[have].pop(name)) for name in common)
+    missing, nowhere = _left(ours, {want.path[:-1] for want, _ in both}, moved)
+    extra, new = _left(theirs, {have.path[:-1] for _, have in both}, moved)
+    return _Pairs(both, missing, extra, (nowhere, new))
+
+
+def _left(
+    groups: Mapping[_Place, _Group], paired: Container[_Place], moved: bool
+) -> tuple[list[HashedTensor], Counter[str]]:
+    """What has no counterpart; of a file laid out otherwise, whole containers are counted apart."""
+    lone: list[HashedTensor] = []
+    elsewhere: Counter[str] = Counter()
+    for place, group in groups.items():
+        if moved and place not in paired:
+            elsewhere[name_of(place[:1])] += len(group)
+        else:
+            lone.extend(group.values())
+    return lone, +elsewhere
+
+
+def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:
+    """Tensors by container and own name without wrappers, those left out whose path is `taken`."""
+    groups: dict[_Place, _Group] = {}
+    for one in tensors:
+        groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
+    return {
+        place: {own: one for own, one in _unwrapped(group).items() if one.path not in taken}
+        for place, group in groups.items()
+    }
+
+
+def _unwrapped(group: _Group) -> _Group:
+    """A container's tensors under their names without wrappers, where these are as many."""
+    try:
+        renamed = strip_names([own for own in group if isinstance(own, str)]).renamed
+    except NameCollision:
+        return group
+    return {
+        renamed.get(own, own) if isinstance(own, str) else own: one for own, one in group.items()
+    }
+
+
+def _group_pairs(
+    wanted: dict[_Place, _Group], found: dict[_Place, _Group]
+) -> Iterator[tuple[_Place, _Place]]:
+    """Containers that belong together: of the same path, else those that agree in most."""
+    same = [place for place in found if place in wanted]
+    yield from ((place, place) for place in same)
+    left = [place for place in wanted if place not in found and wanted[place]]
+    other = [place for place in found if place not in wanted and found[place]]
+    if len(left) * len(other) > _MOST_COMPARED:
+        return
+    for have in sorted(other, key=lambda place: -len(found[place])):
+        scores = {want: _agreement(wanted[want], found[have]) for want in left}
+        best = max(left, key=lambda want: scores[want], default=None)
+        if best is not None and scores[best][0]:
+            left.remove(best)
+            yield best, have
+
+
+def _agreement(wanted: _Group, found: _Group) -> tuple[int, int]:
+    """How many names two containers have in common, and how many of these with equal content."""
+    common = wanted.keys() & found.keys()
+    return len(common), sum(wanted[name].sha256 == found[name].sha256 for name in common)
