@@ -276,9 +276,10 @@ def _bare(holder: Opaque) -> Opaque:
     return holder
 
 
-def _versions(node: Any) -> Any:
+def _versions(node: Any) -> dict[Any, Any] | None:
     """`_metadata` of a state dict, where it says something."""
-    return (node.metadata or None) if isinstance(node, OrderedMap) else None
+    metadata = node.metadata if isinstance(node, OrderedMap) else None
+    return metadata if isinstance(metadata, dict) and metadata else None
 
 
 def _common(one: Section, mine: Renamed, other: Section, others: Renamed) -> int:

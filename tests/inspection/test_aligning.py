@@ -233,6 +233,9 @@ def test_versions_in_metadata_are_noted():
     assert aligned(versioned(1), versioned(1)).notes == ()
     assert "_metadata" in aligned(versioned(1), versioned(2)).notes[0]
     assert aligned(versioned(1), state("w")).notes == ()
+    foreign = state("w")
+    foreign.attributes["_metadata"] = Opaque(Global("lib", "Thing"))
+    assert aligned(versioned(1), foreign).notes == ()
 
 
 TRAINED = {"state_dict": state(*WEIGHTS, wrapper="module."), "args": {"lr": 0.1}, "epoch": 3}
