@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import TorchMissing
+from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.listing import RepeatedBytes, tie_key
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
@@ -142,8 +142,8 @@ class Contents:
         if same or self._quick:
             return Verdict(same)
         found = self._figures(a, b)
-        if found is None:
-            return Verdict(False)
+        if found is None:  # of two types it is not known whether their values are the same
+            return Verdict(a.dtype != b.dtype)
         equal = found.mismatched == 0 if found.close is None else found.close
         return Verdict(equal, difference=found)
 
@@ -156,7 +156,9 @@ class Contents:
             return self._comparer.compare(a, b, self._meter.told)
         except TorchMissing:
             self.without_torch = True
-            return None
+        except UnsupportedFormat:  # a type of which nobody knows the numbers
+            pass
+        return None
 
 
 def _pair_key(a: TensorRef, b: TensorRef) -> Any:

@@ -294,8 +294,8 @@ class _Comparison:
     def _notes(self) -> Iterable[str]:
         if self.contents.without_torch:
             yield (
-                "torch is not installed, so there are no figures, and tensors of different bytes "
-                "or dtypes count as different"
+                "torch is not installed, so there are no figures: "
+                "tensors of different bytes count as different"
             )
         bits = self.tally["in_value_only"]
         if bits:
