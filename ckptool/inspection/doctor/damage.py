@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ckptool.formats.problems import Problem
-from ckptool.inspection.doctor.complaint import Complaint, Found, names_of
+from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
+from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.verifying import verify
 from ckptool.limits import Limits
 from ckptool.paths import counted
@@ -15,27 +16,33 @@ __all__ = ["damage"]
 
 Progress = Callable[[int, int], None]
 
-_VALUES = ("nan", "inf")
-"""Kinds of problem that are about the numbers in a tensor."""
-_TOLD_ELSEWHERE = frozenset({"compressed", "dead", "trailing", "foreign"})
-"""Kinds of problem that do not change what loads, or that `layout` and `memory` tell of."""
+_DAMAGE = frozenset({"checksum", "corrupt", "truncated", "missing", "limit"})
+"""Kinds of problem after which nothing that loads can be trusted."""
+_CONTRADICTIONS = frozenset({"header", "end"})
+_REMAINS = frozenset({"trailing", "padding", "total-size"})
 _MASK = re.compile(r"mask", re.IGNORECASE)
 
 
-def damage(path: str, limits: Limits, progress: Progress | None) -> Iterator[Found]:
+def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
     """What is wrong with the bytes, all of which are read."""
-    verdict = verify(path, values=True, progress=progress, limits=limits)
-    wrong = [one for one in verdict.problems if one.kind not in (*_VALUES, *_TOLD_ELSEWHERE)]
+    path = patient.checkpoint.path
+    problems = verify(path, values=True, progress=progress, limits=limits).problems
+    wrong = [one for one in problems if one.kind in _DAMAGE]
     if wrong:
         yield _damaged(wrong)
-    nan = [one for one in verdict.problems if one.kind == "nan"]
-    infinite = [
-        one for one in verdict.problems if one.kind == "inf" and not _MASK.search(one.place)
-    ]
-    if nan:
-        yield _values("nan", "NaN", nan)
-    if infinite:
-        yield _values("infinite", "infinite values", infinite)
+    for kind, word in (("nan", "NaN"), ("inf", "infinite values")):
+        found = [one for one in problems if one.kind == kind and _counts(patient, one.place)]
+        if kind == "inf":  # a mask of -inf is one that adds to attention scores
+            found = [one for one in found if not _MASK.search(one.place)]
+        if found:
+            yield _values("infinite" if kind == "inf" else kind, word, found)
+    yield from _container(problems)
+
+
+def _counts(patient: Patient, name: str) -> bool:
+    """Whether a tensor is one of a model or an optimizer: a best score so far may be infinite."""
+    parts = [part.name for part in (*patient.models, *patient.optimizers)]
+    return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
 
 def _damaged(wrong: Sequence[Problem]) -> Found:
@@ -43,9 +50,8 @@ def _damaged(wrong: Sequence[Problem]) -> Found:
         Complaint(
             "damaged",
             "fails",
-            f"it is damaged: {wrong[0].text}"
-            + (f", and {counted(len(wrong) - 1, 'problem')} more" if len(wrong) > 1 else ""),
-            names_of(dict.fromkeys(one.place or "the file" for one in wrong)),
+            f"it is damaged: {_first(wrong)}",
+            _places(wrong),
             "torch.load checks no checksum: it loads other numbers than were saved, without an "
             "error, or says: PytorchStreamReader failed reading file: invalid header or archive is "
             "corrupted",
@@ -61,8 +67,39 @@ def _values(kind: str, word: str, problems: Sequence[Problem]) -> Found:
             kind,
             "misleads",
             f"{counted(len(problems), 'tensor')} with {word}: {problems[0].text}",
-            names_of(one.place for one in problems),
-            "it loads without a word, and whatever is computed with these weights becomes NaN",
+            _places(problems),
+            "it loads without a word, and what is computed with these weights becomes NaN",
             remedy="no command brings the numbers back: take an earlier checkpoint",
         )
     )
+
+
+def _container(problems: Sequence[Problem]) -> Iterator[Found]:
+    """What is wrong around the tensors, and leaves them right: a rewrite has none of it."""
+    offsets = [one for one in problems if one.kind == "offsets"]
+    if offsets:
+        why = (
+            "torch.load(map_location='meta') and FakeTensorMode take other bytes, without an error"
+        )
+        yield _rewritten(Complaint("offsets", "misleads", _first(offsets), _places(offsets), why))
+    apart = [one for one in problems if one.kind in _CONTRADICTIONS]
+    if apart:
+        why = "torch.load reads over it; another program may refuse the file, or read other bytes"
+        yield _rewritten(Complaint("container", "misleads", _first(apart), _places(apart), why))
+    rest = [one for one in problems if one.kind in _REMAINS]
+    if rest:
+        why = "torch.load does not look at it, and a rewrite does not carry it over"
+        yield _rewritten(Complaint("remains", "note", _first(rest), _places(rest), why))
+
+
+def _rewritten(complaint: Complaint) -> Found:
+    return Found(complaint, (Need("rewrite"),))
+
+
+def _first(problems: Sequence[Problem]) -> str:
+    more = f", and {counted(len(problems) - 1, 'problem')} more" if len(problems) > 1 else ""
+    return f"{problems[0].text}{more}"
+
+
+def _places(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return names_of(dict.fromkeys(one.place for one in problems if one.place))

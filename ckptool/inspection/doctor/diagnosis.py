@@ -117,18 +117,18 @@ def diagnose(
             return _of_unopened(file, here, unopened(error, file))
         patient = Patient(checkpoint, key, here, reference)
         found = list(_found(patient))  # before all of it is read: the key may name nothing
-        harm = [] if quick else _harm(checkpoint.path, limits, progress)
-        return _assembled(patient, harm, found)
+        harm = [] if quick else _harm(patient, limits, progress)
+        return _assembled(patient, [*harm, *found])
 
 
 def _of_unopened(file: str, devices: tuple[str, ...], complaint: Complaint) -> Diagnosis:
     return Diagnosis(file, None, devices, (complaint,), complaint.commands)
 
 
-def _harm(path: str, limits: Limits, progress: Progress | None) -> list[Found]:
+def _harm(patient: Patient, limits: Limits, progress: Progress | None) -> list[Found]:
     from ckptool.inspection.doctor.damage import damage  # reading takes more than a header
 
-    return list(damage(path, limits, progress))
+    return list(damage(patient, limits, progress))
 
 
 def _found(patient: Patient) -> Iterator[Found]:
@@ -136,14 +136,13 @@ def _found(patient: Patient) -> Iterator[Found]:
         yield from finder(patient)
 
 
-def _assembled(patient: Patient, harm: list[Found], found: list[Found]) -> Diagnosis:
+def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     """The complaints with their commands; a damaged file is not worth any."""
-    damaged = any(one.complaint.kind == "damaged" for one in harm)
+    damaged = any(one.complaint.kind == "damaged" for one in found)
     needs = [need for one in found for need in one.needs]
     plan = planned(patient, () if damaged else needs)
     taken: set[str] = {plan.target} if plan.commands else set()
-    complaints = [one.complaint for one in harm]
-    complaints += [_with_commands(patient, plan, one, damaged, taken) for one in found]
+    complaints = [_with_commands(patient, plan, one, damaged, taken) for one in found]
     return Diagnosis(
         patient.checkpoint.path,
         patient.checkpoint.format,
@@ -160,7 +159,7 @@ def _with_commands(
 ) -> Complaint:
     """A complaint with the commands that mend it, or with why none does."""
     complaint = found.complaint
-    if damaged:
+    if damaged and (found.needs or found.choices):
         return replace(complaint, remedy="the file is damaged: get it whole first")
     met = all(need in plan.by_need for need in found.needs)
     wanted = {command for need in found.needs for command in plan.by_need.get(need, ())}
