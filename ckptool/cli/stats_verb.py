@@ -1,0 +1,82 @@
+"""`ckptool stats`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.formats import open_checkpoint
+from ckptool.inspection.stats import BINS, SORTABLE, stats
+
+__all__ = ["command"]
+
+
+@verb(
+    "stats",
+    "ckptool stats model.pth",
+    "ckptool stats model.pth --key state_dict --include '*.weight' --sort norm",
+    "ckptool stats model.safetensors --fold",
+    "ckptool stats model.pth --fmt csv > stats.csv",
+)
+@file_argument
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="GLOB",
+    help="Only tensors of such a name; repeatable. A glob with a / is held against the whole "
+    "name, any other against its last part.",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these; repeatable.")
+@click.option("--key", metavar="NAME", help="Only what stands at this address.")
+@click.option(
+    "--bins",
+    type=click.IntRange(1, 1000),
+    default=BINS,
+    show_default=True,
+    help="Bins of a histogram, from the least to the largest element.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(tuple(SORTABLE)),
+    help="The largest first; names from A to Z [default: the order of the file].",
+)
+@click.option("--fold", is_flag=True, help="Repeated layers in one row.")
+@fmt_option
+@json_option
+@quiet_option
+def command(
+    file: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    key: str | None,
+    bins: int,
+    sort: str | None,
+    fold: bool,
+    fmt: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Say what the numbers of each tensor are like: range, mean, zeros, NaN, a histogram.
+
+    std is that of the population (divided by n), norm the Euclidean one. NaN and infinite elements
+    are counted and left out of all else; complex numbers count by their magnitude. Flagged are
+    constant, all-zero, NaN and Inf tensors, and those that are unlike the others of their role,
+    as layers.{0..31}.mlp.weight: in type, shape or device, or 10 times off in norm or std.
+    """
+    with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
+        found = stats(
+            checkpoint, include=include, exclude=exclude, key=key, bins=bins, progress=progress
+        )
+    found = found.folded() if fold else found
+    found = found.sorted_by(sort) if sort else found
+    if as_json:
+        print_document(found.to_dict())
+    else:
+        from ckptool.render.stats import ramp_for, stats_lines
+
+        ramp = ramp_for(getattr(sys.stdout, "encoding", None))
+        print_lines(stats_lines(found, stdout_look(fmt), ramp))

@@ -1,0 +1,353 @@
+"""What the numbers in a checkpoint are like, tensor by tensor and over all: `ckptool stats`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotFound, UnsupportedFormat, UsageError
+from ckptool.inspection.listing import (
+    Progress,
+    RepeatedBytes,
+    StorageNames,
+    TensorRow,
+    tensor_row,
+    tie_key,
+)
+from ckptool.inspection.outliers import outliers, own_flags
+from ckptool.inspection.values import json_value
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import Path, TensorRef
+from ckptool.paths import listed, name_of, printable, resolve, selected, walk
+from ckptool.statedict import sections
+from ckptool.tensors.statistics import Measurer, Measures, measurable
+
+if TYPE_CHECKING:
+    from ckptool.tensors.moments import Number
+
+__all__ = ["SORTABLE", "DtypeRange", "Stats", "TensorStats", "Totals", "stats"]
+
+BINS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """The figures of one tensor, or of `count` that were folded into one row."""
+
+    row: TensorRow
+    measures: Measures | None
+    """None where there are no figures; `reason` says why."""
+    reason: str | None = None
+    tie: str | None = None
+    """The name of a tensor before that is the same one."""
+    flags: tuple[str, ...] = ()
+    """`constant`, `all-zero`, `nan`, `inf`, and what it has otherwise than tensors of its role:
+    `dtype-outlier`, `shape-outlier`, `device-outlier`, `norm-outlier`, `std-outlier`."""
+    remarks: tuple[str, ...] = ()
+    """A sentence for what is otherwise."""
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """The tensor's address; of folded ones, the pattern of their names."""
+        return self.row.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `ckptool.stats/1` has it."""
+        row, measures = self.row, self.measures
+        figures = {name: _figure(measures, field) for name, field in _FIGURES.items()}
+        drawn = measures.histogram if measures else None
+        histogram = drawn and {
+            "low": json_value(drawn.low),
+            "high": json_value(drawn.high),
+            "counts": drawn.counts,
+        }
+        return {
+            "path": row.path,
+            "name": row.name,
+            "dtype": row.dtype,
+            "shape": row.shape,
+            "device": row.device,
+            "nbytes": row.nbytes,
+            "kind": row.kind,
+            "elements": row.numel,
+            **figures,
+            "histogram": histogram,
+            "reason": self.reason,
+            "tie": self.tie,
+            "count": self.count,
+            "flags": self.flags,
+            "remarks": self.remarks,
+        }
+
+
+_FIGURES = {
+    "min": "minimum",
+    "max": "maximum",
+    "mean": "mean",
+    "std": "std",
+    "zeros": "zeros",
+    "nan": "nan",
+    "infinite": "infinite",
+    "norm": "norm",
+}
+"""What the figures are called in JSON, and where they are."""
+
+
+def _figure(measures: Measures | None, field: str) -> Any:
+    return None if measures is None else json_value(getattr(measures, field))
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeRange:
+    """What the tensors of one type span, ties once."""
+
+    dtype: str
+    tensors: int
+    elements: int
+    minimum: Number | None
+    maximum: Number | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `ckptool.stats/1` has it."""
+        return {
+            "dtype": self.dtype,
+            "tensors": self.tensors,
+            "elements": self.elements,
+            "min": json_value(self.minimum),
+            "max": json_value(self.maximum),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Over all tensors that have figures, ties once."""
+
+    tensors: int
+    elements: int
+    zeros: int
+    nan: int
+    infinite: int
+    norm: float
+    dtypes: tuple[DtypeRange, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `ckptool.stats/1` has them."""
+        return {
+            "tensors": self.tensors,
+            "elements": self.elements,
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "infinite": self.infinite,
+            "norm": json_value(self.norm),
+            "dtypes": [dtype.to_dict() for dtype in self.dtypes],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The figures of every tensor that was asked for, in the order of the file."""
+
+    file: str
+    format: str
+    tensors: tuple[TensorStats, ...]
+    totals: Totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.stats/1`."""
+        return {
+            "schema": "ckptool.stats/1",
+            "file": self.file,
+            "format": self.format,
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+            "totals": self.totals.to_dict(),
+        }
+
+    def sorted_by(self, column: str) -> Stats:
+        """The same in the order of a column: the largest number first, names from A to Z.
+
+        Raises:
+            UsageError: it is none of `SORTABLE`.
+        """
+        if column not in SORTABLE:
+            raise UsageError(f"cannot sort by {column!r}; there are {listed(SORTABLE)}")
+        if column == "name":
+            return replace(self, tensors=tuple(sorted(self.tensors, key=lambda one: one.name)))
+        value = SORTABLE[column]
+        known = [one for one in self.tensors if _sortable(value(one))]
+        rest = [one for one in self.tensors if not _sortable(value(one))]
+        return replace(self, tensors=(*sorted(known, key=value, reverse=True), *rest))
+
+    def folded(self) -> Stats:
+        """The same with a row for tensors whose names differ only in numbers.
+
+        Of equal type, shape, device and kind; figures are of all their elements together.
+        """
+        from ckptool.inspection.stats_folding import folded
+
+        return replace(self, tensors=tuple(folded(self.tensors)))
+
+
+def _sortable(value: Any) -> bool:
+    return value is not None and value == value
+
+
+def _by(field: str) -> Callable[[TensorStats], Any]:
+    return lambda one: None if one.measures is None else getattr(one.measures, field)
+
+
+def _share_of_zeros(one: TensorStats) -> float | None:
+    measures = one.measures
+    return None if measures is None else measures.zeros / max(measures.elements, 1)
+
+
+SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
+    "name": lambda one: one.name,
+    "elements": lambda one: one.row.numel,
+    "min": _by("minimum"),
+    "max": _by("maximum"),
+    "mean": _by("mean"),
+    "std": _by("std"),
+    "zeros": _share_of_zeros,
+    "nan": _by("nan"),
+    "inf": _by("infinite"),
+    "norm": _by("norm"),
+    "flags": lambda one: len(one.flags),
+}
+"""What rows can be sorted by: zeros by their share, flags by their number."""
+
+
+def stats(
+    checkpoint: Checkpoint,
+    *,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    key: Any = None,
+    bins: int = BINS,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Stats:
+    """Measure the tensors that the globs let through; each is read once, ties too.
+
+    Args:
+        checkpoint: Open.
+        include: Globs, held against a tensor's own name (its last key), or the whole name when
+            they have a `/`; all by default.
+        exclude: Globs of those to leave out.
+        key: The address of what to measure: a section, a container, a tensor.
+        bins: Of each histogram.
+        progress: Told bytes done and bytes in all.
+        limits: What strides may repeat, and how deep the tree may be.
+
+    Raises:
+        NotFound: nothing, or several things (`AmbiguousName`), answer to `key`.
+        TorchMissing: torch is not installed, and there is a tensor to measure.
+        CorruptFile: bytes that cannot be read.
+        LimitExceeded: nesting, or strides that repeat bytes, beyond what real files have.
+        UsageError: fewer than one bin.
+    """
+    measuring = _Measuring(bins, limits, progress)
+    below: Path = () if key is None else resolve(checkpoint, key)[0]
+    globs, unless = tuple(include), tuple(exclude)
+    leaves = [
+        (path, leaf)
+        for path, leaf in walk(checkpoint.root, limits)
+        if isinstance(leaf, TensorRef)
+        and path[: len(below)] == below
+        and selected(path, globs, unless)
+    ]
+    if key is not None and not leaves:
+        raise NotFound(
+            f"there is no tensor to measure under {printable(name_of(below))!r}",
+            file=checkpoint.path or None,
+            hint=f"ckptool list {checkpoint.path}" if checkpoint.path else None,
+        )
+    rows = [_flagged(row) for row in measuring.rows(leaves)]
+    optimizers = [part.path for part in sections(checkpoint.root) if part.kind == "optimizer"]
+    models = [
+        at for at, (path, _) in enumerate(leaves) if not any(_inside(path, o) for o in optimizers)
+    ]
+    for place, oddity in outliers([(rows[at].row, rows[at].measures) for at in models]):
+        row = rows[models[place]]
+        rows[models[place]] = replace(
+            row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
+        )
+    return Stats(checkpoint.path, checkpoint.format, tuple(rows), _totals(rows))
+
+
+def _inside(path: Path, outer: Path) -> bool:
+    return path[: len(outer)] == outer
+
+
+def _flagged(row: TensorStats) -> TensorStats:
+    return row if row.measures is None else replace(row, flags=own_flags(row.measures))
+
+
+class _Measuring:
+    """Rows of tensors, those that are one tensor measured once."""
+
+    def __init__(self, bins: int, limits: Limits, progress: Progress | None) -> None:
+        self._measurer = Measurer(bins)
+        self._repeated = RepeatedBytes(limits)
+        self._progress = progress
+        self._names = StorageNames()
+        self._known: dict[Any, TensorStats] = {}
+        self._done = self._all = 0
+
+    def rows(self, leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorStats]:
+        """A row for each tensor, in order."""
+        keys = [tie_key(tensor) for _, tensor in leaves]
+        each_once = dict(zip(keys, (tensor for _, tensor in leaves), strict=True))
+        self._all = sum(one.nbytes for one in each_once.values() if measurable(one) is None)
+        for (path, tensor), key in zip(leaves, keys, strict=True):
+            known = None if key is None else self._known.get(key)
+            row = tensor_row(path, tensor, self._names, tied=known is not None)
+            if known is not None:
+                yield replace(known, row=row, tie=known.name)
+                continue
+            made = self._made(path, tensor, row)
+            self._known[key] = made
+            yield made
+
+    def _made(self, path: Path, tensor: TensorRef, row: TensorRow) -> TensorStats:
+        reason = measurable(tensor)
+        if reason is not None:
+            return TensorStats(row, None, reason)
+        self._repeated.add(path, tensor.unrepeated)
+        try:
+            return TensorStats(row, self._measurer.measure(tensor, self._told))
+        except UnsupportedFormat as error:  # a type that this torch does not have
+            return TensorStats(row, None, error.message)
+
+    def _told(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._all)
+
+
+def _totals(rows: Iterable[TensorStats]) -> Totals:
+    """Over the rows that have figures and are no tie of one before."""
+    found = [(row.row.dtype, row.measures) for row in rows if row.measures and row.tie is None]
+    every = [measures for _, measures in found]
+    types = dict.fromkeys(dtype for dtype, _ in found)
+    return Totals(
+        tensors=len(every),
+        elements=sum(one.elements for one in every),
+        zeros=sum(one.zeros for one in every),
+        nan=sum(one.nan for one in every),
+        infinite=sum(one.infinite for one in every),
+        norm=math.hypot(*(one.norm for one in every)),
+        dtypes=tuple(_range(dtype, [one for own, one in found if own == dtype]) for dtype in types),
+    )
+
+
+def _range(dtype: str, found: Sequence[Measures]) -> DtypeRange:
+    lows = [one.minimum for one in found if one.minimum is not None]
+    highs = [one.maximum for one in found if one.maximum is not None]
+    elements = sum(one.elements for one in found)
+    return DtypeRange(
+        dtype, len(found), elements, min(lows, default=None), max(highs, default=None)
+    )

@@ -1,0 +1,154 @@
+"""`ckptool stats` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckptool.inspection.stats import Stats, TensorStats, Totals
+from ckptool.paths import listed
+from ckptool.render.table import apart, table
+from ckptool.render.terminal import Look
+from ckptool.render.text import clean, count, plural
+
+if TYPE_CHECKING:
+    from ckptool.tensors.statistics import Measures
+
+__all__ = ["ASCII", "BLOCKS", "bars", "ramp_for", "stats_lines"]
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII = " .:-=+*#%@"
+"""Marks of a histogram, the first for nothing at all, the last for the fullest bin."""
+
+_MOST_REMARKS = 20
+_SHORT_NAME = 24
+_DROPPED = ("histogram", "elements", "dtype", "norm")
+"""Columns that go where the rows would be wider than the terminal, in this order."""
+_ODD = ("nan", "inf", "histogram", "flags")
+"""Columns that are left out where they say nothing."""
+_LEFT = ("name", "dtype", "histogram", "flags")
+
+
+def bars(counts: Sequence[int], ramp: str = BLOCKS) -> str:
+    """A histogram as a character a bin: its height is the share of the fullest bin.
+
+    Whatever is not empty has at least the lowest mark.
+    """
+    most, steps = max(counts, default=0), len(ramp) - 1
+    return "".join(ramp[-(-number * steps // most) if number else 0] for number in counts)
+
+
+def ramp_for(encoding: str | None) -> str:
+    """The marks that a stream of that encoding can show: blocks, or ASCII."""
+    try:
+        BLOCKS.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BLOCKS
+
+
+def stats_lines(stats: Stats, look: Look, ramp: str = BLOCKS) -> Iterator[str]:
+    """A row for each tensor, what is odd in words, and totals; with `look.fmt` the table alone."""
+    rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
+    if look.fmt:
+        return iter(rows)
+    return apart([rows, _remarks(stats.tensors), _totals(stats.totals, look)])
+
+
+def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:
+    columns = _columns(rows, ramp)
+    for name in _DROPPED:
+        if look.width is None or _width(columns) <= look.width:
+            break
+        columns.pop(name, None)
+    right = {at for at, name in enumerate(columns) if name not in _LEFT}
+    cells = [list(row) for row in zip(*columns.values(), strict=True)]
+    return table(list(columns), cells, look, right=right)
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    """Of the rows, long names shortened to what is still a name."""
+    widest = {
+        name: max(map(len, (name, *cells))) for name, cells in columns.items() if name != "name"
+    }
+    names = max(map(len, columns["name"]), default=0)
+    return min(names, _SHORT_NAME) + sum(width + 2 for width in widest.values())
+
+
+def _columns(rows: Sequence[TensorStats], ramp: str) -> dict[str, list[str]]:
+    """The cells of each column by its heading."""
+    found = [row.measures for row in rows]
+    columns = {
+        "name": [clean(row.name) for row in rows],
+        "dtype": [row.row.dtype for row in rows],
+        "elements": [count(row.row.numel) for row in rows],
+        "min": _figures(found, "minimum"),
+        "max": _figures(found, "maximum"),
+        "mean": _figures(found, "mean"),
+        "std": _figures(found, "std"),
+        "zeros": [_share(one.zeros, one.elements) if one else "" for one in found],
+        "nan": [count(one.nan) if one and one.nan else "" for one in found],
+        "inf": [count(one.infinite) if one and one.infinite else "" for one in found],
+        "norm": _figures(found, "norm"),
+        "histogram": [
+            bars(one.histogram.counts, ramp) if one and one.histogram else "" for one in found
+        ],
+        "flags": [_flags(row) for row in rows],
+    }
+    return {name: cells for name, cells in columns.items() if any(cells) or name not in _ODD}
+
+
+def _figures(found: Sequence[Measures | None], field: str) -> list[str]:
+    return ["" if one is None else _number(getattr(one, field)) for one in found]
+
+
+def _number(value: float | None) -> str:
+    """Four digits of a float, all of an integer."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _share(part: int, whole: int) -> str:
+    """`0`, `<0.1%`, `12.5%`, `100%`."""
+    if part in (0, whole):
+        return "100%" if part else "0"
+    percent = 100 * part / whole
+    return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.1f}%"
+
+
+def _flags(row: TensorStats) -> str:
+    words = [*row.flags, *(["tied"] if row.tie is not None else [])]
+    return " ".join(words if row.reason is None else [*words, "no figures"])
+
+
+def _remarks(rows: Sequence[TensorStats]) -> Iterator[str]:
+    """What is odd about some tensors, and why others have no figures."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason is not None:
+            reasons.setdefault(row.reason, []).append(row.name)
+    said = [
+        f"{clean(row.name)}: {clean(remark)}" if row.count == 1 else clean(remark)
+        for row in rows
+        for remark in row.remarks
+    ]
+    said += [f"no figures of {clean(listed(names))}: {why}" for why, names in reasons.items()]
+    yield from said[:_MOST_REMARKS]
+    if len(said) > _MOST_REMARKS:
+        yield f"and {count(len(said) - _MOST_REMARKS)} more (--json has them all)"
+
+
+def _totals(totals: Totals, look: Look) -> Iterator[str]:
+    """`14 tensors, 330 elements, 12.5% zeros, 3 NaN, 1 infinite, norm 4.21`, and a line a type."""
+    facts = [plural(totals.tensors, "tensor"), plural(totals.elements, "element")]
+    if totals.elements:
+        facts.append(f"{_share(totals.zeros, totals.elements)} zeros")
+    facts += [
+        f"{count(n)} {what}"
+        for n, what in ((totals.nan, "NaN"), (totals.infinite, "infinite"))
+        if n
+    ]
+    yield look.bold(", ".join([*facts, f"norm {_number(totals.norm)}"]))
+    for one in totals.dtypes:
+        reach = f", from {_number(one.minimum)} to {_number(one.maximum)}"
+        tensors, elements = plural(one.tensors, "tensor"), plural(one.elements, "element")
+        yield f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
