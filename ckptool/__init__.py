@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         rename,
         report,
         strip_module,
+        verify,
     )
     from ckptool.checkpoint import Change, Checkpoint, Details
     from ckptool.conversion import Conversion
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptool.files.recovery import Recovery
-    from ckptool.inspection import Complaint, Diagnosis, Diff
+    from ckptool.formats.problems import Problem
+    from ckptool.inspection import Complaint, Diagnosis, Diff, Verdict
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": (
         "add_module", "average", "convert", "diff", "doctor", "info", "list_tensors", "open",
-        "recover", "remap", "rename", "report", "strip_module",
+        "recover", "remap", "rename", "report", "strip_module", "verify",
     ),
     "checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
@@ -82,7 +84,8 @@ _HOMES = {
         "WriteDenied", "WriteError",
     ),
     "files.recovery": ("Recovery",),
-    "inspection": ("Complaint", "Diagnosis", "Diff"),
+    "formats.problems": ("Problem",),
+    "inspection": ("Complaint", "Diagnosis", "Diff", "Verdict"),
     "limits": ("Limits",),
     "loading": ("load", "load_state_dict"),
     "model": ("Opaque", "Storage", "TensorRef"),
@@ -116,6 +119,7 @@ __all__ = [
     "Opaque",
     "OutOfRange",
     "PageReceipt",
+    "Problem",
     "Receipt",
     "Recovery",
     "Storage",
@@ -126,6 +130,7 @@ __all__ = [
     "UnreadableFile",
     "UnsupportedFormat",
     "UsageError",
+    "Verdict",
     "WriteDenied",
     "WriteError",
     "__version__",
@@ -144,6 +149,7 @@ __all__ = [
     "rename",
     "report",
     "strip_module",
+    "verify",
 ]
 
 __getattr__ = importer(__name__, globals(), _HOMES)

@@ -13,7 +13,7 @@ from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import Diagnosis, Diff, Info, Listing
+from ckptool.inspection import Diagnosis, Diff, Info, Listing, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
@@ -35,6 +35,7 @@ __all__ = [
     "rename",
     "report",
     "strip_module",
+    "verify",
 ]
 
 Source = str | os.PathLike[str] | Checkpoint
@@ -306,3 +307,32 @@ def rename(
     if isinstance(state, Checkpoint):
         return transforms.rename(state, rules, **options)
     return transforms.rename_dict(_mapping(state), rules, **options)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    manifest: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Verdict:
+    """Whether a checkpoint is intact: checksums, structure, and whatever else torch does not check.
+
+    A file that does not open as a checkpoint has a verdict too. Torch is not imported.
+
+    Args:
+        path: The file, or the folder of an unzipped one or of shards.
+        values: Look for NaN and infinite values too.
+        manifest: A file with the SHA-256 of every tensor's content: held against the checkpoint
+            where it is there, else written, unless a problem was found.
+        options: `progress`, told bytes done and in all of each part of the work; `limits`.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileDenied: the system does not let us read it.
+        UnsupportedFormat: a checkpoint of a kind that is not read.
+        UnreadableFile: it changed meanwhile.
+        UsageError: `manifest` is a file of another kind.
+        WriteError: the manifest could not be written.
+    """
+    return inspection.verify(path, values=values, manifest=manifest, **options)

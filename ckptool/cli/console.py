@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 from ckptool.render.terminal import Look, look_of
+from ckptool.render.text import clean
 
-__all__ = ["print_document", "print_lines", "say", "stdout_look"]
+__all__ = ["complain", "print_document", "print_lines", "say", "stdout_look"]
 
 _BATCH = 1000
 
@@ -38,3 +39,11 @@ def say(lines: Iterable[str], *, quiet: bool = False) -> None:
     if not quiet:
         for line in lines:
             print(line, file=sys.stderr)
+
+
+def complain(message: str, hint: str | None) -> None:
+    """Write to stderr what went wrong, and what helps."""
+    look = look_of(sys.stderr)
+    print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
+    if hint:
+        print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)

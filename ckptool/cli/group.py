@@ -14,6 +14,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "info": ("info_verb", "Say on one screen what a checkpoint is and what makes it load."),
         "show": ("show_verb", "Show one value, one object or the head of one tensor."),
         "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
+        "verify": ("verify_verb", "Check that files are intact: everything that torch does not check."),
         "doctor": ("doctor_verb", "Say why a checkpoint does not load, and what mends it."),
         "report": ("report_verb", "Write a page about a checkpoint, or about two compared."),
     },

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import say
+from ckptool.cli.console import complain, say
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning
 from ckptool.render.terminal import look_of
@@ -128,11 +128,7 @@ def _report(error: Exception) -> None:
         import traceback
 
         traceback.print_exception(error)
-    message, hint = _in_words(error)
-    look = look_of(sys.stderr)
-    print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
-    if hint:
-        print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)
+    complain(*_in_words(error))
     try:
         sys.stdout.flush()
     except OSError:  # a full disk, say: that was told above, once is enough

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
     from ckptool.inspection.reporting import Report, report
     from ckptool.inspection.summary import Info, SectionInfo, info
+    from ckptool.inspection.verdict import Verdict
+    from ckptool.inspection.verifying import verify
 
 __all__ = [
     "Changed",
@@ -35,6 +37,7 @@ __all__ = [
     "TensorRow",
     "TreeNode",
     "ValueRow",
+    "Verdict",
     "diagnose",
     "diff",
     "info",
@@ -42,6 +45,7 @@ __all__ = [
     "report",
     "show",
     "tree",
+    "verify",
 ]
 
 _HOMES = {
@@ -53,6 +57,8 @@ _HOMES = {
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "reporting": ("Report", "report"),
     "summary": ("Info", "SectionInfo", "info"),
+    "verdict": ("Verdict",),
+    "verifying": ("verify",),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

@@ -93,8 +93,8 @@ def _compressed(contents: Contents) -> Iterator[Problem]:
         yield Problem(
             "compressed",
             "",
-            f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): torch.load(mmap=True) "
-            "reads garbage from them; any rewrite stores them plainly",
+            f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): mapped with "
+            "torch.load(mmap=True) they are garbage; any rewrite stores them plainly",
         )
 
 

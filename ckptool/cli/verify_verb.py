@@ -1,0 +1,121 @@
+"""`ckptool verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from ckptool.cli.console import complain, print_document, print_lines, say, stdout_look
+from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
+from ckptool.cli.progress import Progress
+from ckptool.errors import CheckpointError
+from ckptool.inspection.verifying import ManifestOutcome, Verdict, Verifier
+from ckptool.render.text import clean
+from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
+
+__all__ = ["command"]
+
+
+@verb(
+    "verify",
+    "ckptool verify model.pth",
+    "ckptool verify --values runs/ pretrained.safetensors",
+    "ckptool verify model.pth --manifest sums.json",
+    finding="a problem",
+)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
+@click.option("--values", is_flag=True, help="Look for NaN and infinite values too.")
+@click.option(
+    "--manifest",
+    metavar="FILE",
+    type=click.Path(),
+    help="Hold the SHA-256 of every tensor against those in FILE, or write it where there is none.",
+)
+@fmt_option
+@json_option
+@quiet_option
+def command(
+    paths: tuple[str, ...],
+    values: bool,
+    manifest: str | None,
+    fmt: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Check that files are intact: everything that torch does not check.
+
+    Of a zip the CRC-32 of every record and all that it states twice, of every format the structure;
+    of shards the index too. Folders are searched for checkpoints. A manifest is the same for every
+    format: that of model.pth checks its copy in model.safetensors.
+    """
+    verifier = Verifier(values=values, manifest=manifest)
+    results: list[Verdict | CheckpointError] = []
+    for result in _looked_at(verifier, paths, quiet):
+        results.append(result)
+        _tell(result, quiet=quiet, silent=as_json or bool(fmt))
+    outcome = verifier.finish()
+    verdicts = [result for result in results if isinstance(result, Verdict)]
+    errors = [result for result in results if isinstance(result, CheckpointError)]
+    if as_json:
+        print_document(_document(verdicts, errors, outcome))
+    elif fmt:
+        print_lines(verdict_table(results, outcome, stdout_look(fmt)))
+    else:
+        print_lines(_last_lines(verdicts, len(errors), outcome))
+    if outcome is not None:
+        say([manifest_line(outcome)], quiet=quiet)
+    fine = all(verdict.ok for verdict in verdicts) and not (outcome and outcome.problems)
+    click.get_current_context().exit(2 if errors else 0 if fine else 1)
+
+
+def _looked_at(
+    verifier: Verifier, paths: Sequence[str], quiet: bool
+) -> Iterator[Verdict | CheckpointError]:
+    """What is found, one after the other; no bar is left when it is told."""
+    flow = verifier.each(paths)
+    while True:
+        with Progress(quiet=quiet) as verifier.progress:
+            result = next(flow, None)
+        if result is None:
+            return
+        yield result
+
+
+def _tell(result: Verdict | CheckpointError, *, quiet: bool, silent: bool) -> None:
+    """Say at once what was found of a file; `silent`: it is printed at the end, all together."""
+    if isinstance(result, CheckpointError):
+        complain(str(result), result.hint)
+        return
+    if not silent:
+        print_lines(verdict_lines(result, stdout_look()))
+    say((f"note: {clean(result.file)}: {clean(note)}" for note in result.notes), quiet=quiet)
+
+
+def _last_lines(
+    verdicts: Sequence[Verdict], errors: int, outcome: ManifestOutcome | None
+) -> Iterator[str]:
+    look = stdout_look()
+    if outcome is not None and outcome.problems:
+        yield from verdict_lines(Verdict(outcome.file, problems=outcome.problems), look)
+    if len(verdicts) + errors > 1:
+        yield summary_line(verdicts, errors, look)
+
+
+def _document(
+    verdicts: Sequence[Verdict],
+    errors: Sequence[CheckpointError],
+    outcome: ManifestOutcome | None,
+) -> dict[str, Any]:
+    """The document `ckptool.verify/1`."""
+    fine = all(verdict.ok for verdict in verdicts) and not (outcome and outcome.problems)
+    return {
+        "schema": "ckptool.verify/1",
+        "ok": fine and not errors,
+        "files": [verdict.to_dict() for verdict in verdicts],
+        "errors": [
+            {"file": error.file, "text": error.message, "hint": error.hint} for error in errors
+        ],
+        "manifest": outcome.to_dict() if outcome is not None else None,
+    }

@@ -1,0 +1,104 @@
+"""`ckptool verify` as text: a line for each file, its problems below it, a line for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptool.errors import CheckpointError
+from ckptool.formats.problems import Problem
+from ckptool.inspection.verifying import ManifestOutcome, Verdict
+from ckptool.render.table import table
+from ckptool.render.terminal import Look
+from ckptool.render.text import clean, plural, size
+
+__all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]
+
+SCREEN = 40
+"""Problems that are printed of one file."""
+
+
+def verdict_lines(verdict: Verdict, look: Look) -> Iterator[str]:
+    """`model.pth: fine (...)`, or how many problems there are, and these below."""
+    name = look.bold(clean(verdict.file))
+    if verdict.ok:
+        yield f"{name}: fine ({', '.join(_facts(verdict))})"
+        return
+    yield f"{name}: {look.alarm(plural(len(verdict.problems), 'problem'))}"
+    yield from _problems(verdict.problems, look)
+
+
+def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
+    told = set()
+    for problem in problems[:SCREEN]:
+        place = f"{clean(problem.place)}: " if problem.place else ""
+        yield f"  {place}{clean(problem.text)}"
+        if problem.hint and problem.hint not in told:
+            told.add(problem.hint)
+            yield f"    {look.faint('hint:')} {clean(problem.hint)}"
+    if len(problems) > SCREEN:
+        yield f"  and {plural(len(problems) - SCREEN, 'problem')} more (--json names them)"
+
+
+def _facts(verdict: Verdict) -> Iterator[str]:
+    """How much was looked at, and how."""
+    if verdict.shards:
+        yield plural(verdict.shards, "shard")
+    if verdict.records:
+        yield plural(verdict.records, "record")
+    else:
+        yield plural(verdict.tensors, "tensor")
+    yield size(verdict.size)
+    if verdict.summed:
+        of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
+        yield f"CRC-32{of}"
+    elif not verdict.manifest:
+        yield "no CRC-32 in it" if verdict.records else "no checksums in this format"
+    if verdict.manifest:
+        yield "SHA-256 as in the manifest"
+    if verdict.values:
+        yield "no NaN, no Inf"
+
+
+def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
+    """`3 files: 2 fine, 1 with 2 problems`."""
+    wrong = [verdict for verdict in verdicts if not verdict.ok]
+    parts = [f"{len(verdicts) - len(wrong):,} fine"]
+    if wrong:
+        count = sum(len(verdict.problems) for verdict in wrong)
+        parts.append(look.alarm(f"{len(wrong):,} with {plural(count, 'problem')}"))
+    if errors:
+        parts.append(f"{errors:,} not looked at")
+    return f"{plural(len(verdicts) + errors, 'file')}: {', '.join(parts)}"
+
+
+def manifest_line(outcome: ManifestOutcome) -> str:
+    """What became of the manifest."""
+    name = clean(outcome.file)
+    if outcome.action == "not-written":
+        return f"{name} not written: a manifest of what is damaged would say that it is fine"
+    held = f"{plural(outcome.tensors, 'tensor')} in {plural(outcome.files, 'file')}"
+    if outcome.action == "written":
+        return f"wrote {name} (SHA-256 of {held})"
+    return f"{name}: {held} held against it"
+
+
+def verdict_table(
+    results: Sequence[Verdict | CheckpointError], outcome: ManifestOutcome | None, look: Look
+) -> Iterator[str]:
+    """A row for each file that is fine, and for each problem of one that is not."""
+    rows = [row for result in results for row in _rows(result)]
+    if outcome is not None:
+        rows += [_row(outcome.file, problem) for problem in outcome.problems]
+    return table(["file", "verdict", "place", ""], rows, look, flexible=3)
+
+
+def _rows(result: Verdict | CheckpointError) -> list[list[str]]:
+    if isinstance(result, CheckpointError):
+        return [[clean(result.file or ""), "error", "", clean(result.message)]]
+    if result.ok:
+        return [[clean(result.file), "fine", "", ", ".join(_facts(result))]]
+    return [_row(result.file, problem) for problem in result.problems]
+
+
+def _row(file: str, problem: Problem) -> list[str]:
+    return [clean(file), problem.kind, clean(problem.place), clean(problem.text)]
