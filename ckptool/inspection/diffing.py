@@ -321,11 +321,15 @@ def _unlike_tags(a: TensorRef, b: TensorRef) -> list[str]:
 
 
 def _rank(row: Changed) -> tuple[Any, ...]:
-    """What counts before what does not; other types first, then by the size of the change."""
+    """What counts before what does not; other types first, then by the size of the change.
+
+    Where more or fewer elements are NaN or infinite than before, no other change is larger.
+    """
     found = row.difference
     if row.status == "T" or found is None:
-        return not row.counts, row.status != "T", 0.0, 0.0
-    return not row.counts, True, -_size(found.max_rel), -_size(found.max_abs)
+        return not row.counts, row.status != "T", False, 0.0, 0.0
+    as_finite = (found.nan_a, found.inf_a) == (found.nan_b, found.inf_b)
+    return not row.counts, True, as_finite, -_size(found.max_rel), -_size(found.max_abs)
 
 
 def _size(figure: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,8 +56,9 @@ def only_rows(status: str, sides: Sequence[Side], *, whole: bool) -> list[Row]:
     """Entries of one file alone: what they are stands in `a` (status D) or in `b` (status A)."""
     rows = []
     for family in families((side.name, _words(side, whole)) for side in sides):
-        texts = {"a" if status == "D" else "b": _words(sides[family.numbers[0]], whole)}
-        rows.append(Row(status, _label(family.label), len(family.names), **texts))
+        words = _words(sides[family.numbers[0]], whole)
+        a, b = (words, "") if status == "D" else ("", words)
+        rows.append(Row(status, _label(family.label), len(family.names), "", a, b))
     return rows
 
 
@@ -115,14 +115,15 @@ def _label(name: str) -> str:
     return clean(name) or "(the whole file)"
 
 
-def _size(found: Difference | None) -> tuple[float, float]:
-    """Something to sort by: no figures are beyond all, then NaN."""
+def _size(found: Difference | None) -> tuple[int, float, float]:
+    """Something to sort by: no figures are beyond all, then other numbers of NaN and infinities."""
     if found is None:
-        return math.inf, math.inf
+        return 2, math.inf, math.inf
+    odd = (found.nan_a, found.inf_a) != (found.nan_b, found.inf_b)
     relative, absolute = (
         math.inf if math.isnan(figure) else figure for figure in (found.max_rel, found.max_abs)
     )
-    return min(relative, sys.float_info.max), absolute
+    return int(odd), relative, absolute
 
 
 def _renaming(number: int, row: Renamed) -> Hashable:

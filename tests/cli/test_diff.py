@@ -138,6 +138,13 @@ def test_max_diffs_keeps_the_worst(ckptool, files):
     assert (quiet.out, quiet.err) == (rows.out, "")
 
 
+def test_what_became_nan_is_kept_first(ckptool, tmp_path):
+    a = tensors(tmp_path / "a.pth", big=torch.ones(3), bad=torch.ones(3))
+    b = tensors(tmp_path / "b.pth", big=torch.zeros(3), bad=torch.tensor([1, float("nan"), 1]))
+    done = ckptool("diff", a, b, "--max-diffs", "1", "--json")
+    assert [row["name"] for row in done.document["changed"]] == ["bad"]
+
+
 def test_the_document(ckptool, files):
     done = ckptool("diff", "a.pth", "b.pth", "--json")
     assert done.code == 1

@@ -161,6 +161,16 @@ def test_a_family_has_the_figures_of_its_worst_whatever_the_order():
     assert "l.{0..2}.w  x3  value     0.25    0.0625      0.9" in text(made(rows))
 
 
+def test_what_became_nan_stands_before_any_number():
+    rows = [
+        changed("big", difference=figures(float("inf"))),
+        changed("nan", difference=figures(0.0, nan_b=1)),
+        changed("nan.in.both", difference=figures(0.1, nan_a=1, nan_b=1)),
+    ]
+    lines = text(made(rows)).split("\n")
+    assert [line.split()[0] for line in lines[4:7]] == ["nan", "big", "nan.in.both"]
+
+
 def test_a_layer_with_nan_is_not_hidden_among_others():
     rows = [changed(f"l.{n}.w", difference=figures(nan_b=3 * (n == 1))) for n in range(3)]
     found = text(made(rows))
