@@ -108,8 +108,8 @@ def _quantised(patient: Patient) -> Iterator[Found]:
         key
         for node in everything(patient.checkpoint.root)
         if isinstance(node, dict) and not (isinstance(node, OrderedMap) and node.metadata)
-        for key in node
-        if isinstance(key, str) and _last(key) == "_packed_params"
+        for key, value in node.items()
+        if isinstance(key, str) and _last(key) == "_packed_params" and not isinstance(value, dict)
     ]
     if names:
         yield _lost(

@@ -55,6 +55,6 @@ def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name
         if one.severity == "fails" and not one.commands and one.kind not in CHOICES
     ]
     assert all(one.remedy for one in found.complaints if one.kind in left)
-    assert loads(target) == (not left)
+    assert left or loads(target)  # some load in a process that has imported what they need
     again = {one.kind for one in diagnose(target, quick=True, devices=["cpu"]).complaints}
     assert not again & {one.kind for one in found.complaints if one.commands}
