@@ -104,12 +104,16 @@ def _compared(entry: Entry, changed: Changed | None, norms: Mapping[str, float |
 def relative_change(difference: Difference | None, norm: float | None) -> float | None:
     """How long the difference of two tensors is as a vector, against the first of them.
 
-    0.01 says that a hundredth of it has changed. Infinite where the first is all zero; None where
-    the values were not compared, or the length of the first is not known.
+    0.01 says that a hundredth of it has changed. Infinite where the first is all zero, or where
+    NaN or infinite elements have come or gone; None where the values were not compared, or the
+    length of the first is not known.
     """
-    if difference is None or norm is None or difference.rmse is None:
+    if difference is None or norm is None:
         return None
-    length = difference.rmse * math.sqrt(difference.elements)
+    odd_a = difference.nan_a, difference.inf_a
+    if odd_a != (difference.nan_b, difference.inf_b):
+        return math.inf
+    length = difference.rmse * math.sqrt(difference.elements - sum(odd_a))
     if norm == 0:
-        return 0.0 if length == 0 else math.inf
+        return math.inf if length else 0.0
     return length / norm

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
@@ -12,7 +13,7 @@ from ckptool.errors import TorchMissing
 from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row, tie_key
 from ckptool.inspection.summary import Info, info
 from ckptool.model import Path
-from ckptool.paths import name_of, resolve
+from ckptool.paths import resolve
 
 if TYPE_CHECKING:
     from ckptool.inspection.charting import Bar
@@ -35,6 +36,9 @@ class ReportedTensor:
     measures: Measures | None = None
     """None where values were not asked for, or are no plain array."""
     flags: tuple[str, ...] = ()
+    """As `stats` has them: `constant`, `all-zero`, `nan`, `dtype-outlier`, ..."""
+    remarks: tuple[str, ...] = ()
+    """A sentence on each flag that needs one, and on why there are no figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +100,40 @@ def report(
 
 def _measured(
     checkpoint: Checkpoint, key: str | None, progress: Progress | None, notes: list[str]
-) -> dict[str, TensorStats] | None:
-    """Figures by the tensor's address; None, and a note, where there is no torch for them."""
+) -> tuple[TensorStats, ...] | None:
+    """Figures of each tensor below `key`; None, and a note, where there is no torch for them."""
     from ckptool.inspection.stats import stats
 
     try:
-        found = stats(checkpoint, key=key, bins=BINS, progress=progress)
+        return stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
     except TorchMissing as error:
         notes.append(f"there are no figures of values: {error.message}")
         return None
-    return {row.name: row for row in found.tensors}
 
 
 def _tensors(
-    checkpoint: Checkpoint, key: str | None, found: Mapping[str, TensorStats] | None
+    checkpoint: Checkpoint, key: str | None, found: Sequence[TensorStats] | None
 ) -> Iterator[ReportedTensor]:
     """The tensors below `key`, each with what is known of its values."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
-    names, first = StorageNames(), dict[Any, int]()
     chosen = [
         (path, tensor) for path, tensor in checkpoint.tensors() if path[: len(below)] == below
     ]
-    uses = Counter(tie_key(tensor) for _, tensor in chosen)
-    for i, (path, tensor) in enumerate(chosen):
-        tie = tie_key(tensor)
-        one = None if tie is None else first.setdefault(tie, i)
-        stated = (found or {}).get(name_of(path))
+    keys = [tie_key(tensor) for _, tensor in chosen]
+    names, first, uses = StorageNames(), dict[Any, int](), Counter(keys)
+    known: Iterable[TensorStats | None] = repeat(None, len(chosen)) if found is None else found
+    for i, ((path, tensor), tie, stated) in enumerate(zip(chosen, keys, known, strict=True)):
+        one = i if tie is None else first.setdefault(tie, i)
+        row = tensor_row(path, tensor, names, tied=tie is not None and uses[tie] > 1)
+        if stated is None:
+            yield ReportedTensor(row, None if one == i else one)
+            continue
         yield ReportedTensor(
-            tensor_row(path, tensor, names, tied=tie is not None and uses[tie] > 1),
+            row,
             tie=None if one == i else one,
-            measures=stated.measures if stated else None,
-            flags=stated.flags if stated else (),
+            measures=stated.measures,
+            flags=stated.flags,
+            remarks=(*stated.remarks, *filter(None, [stated.reason])),
         )
 
 

@@ -1,13 +1,13 @@
 """Bars for what two checkpoints have otherwise."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 
 from ckptool.inspection.aligning import align
 from ckptool.inspection.charting import bars, relative_change
 from ckptool.inspection.diffing import diff
+from ckptool.tensors.comparing import Difference
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 
@@ -45,21 +45,23 @@ def test_wrappers_are_off_the_names_and_the_address_has_them():
     assert (bar.name, bar.address, bar.status) == ("state_dict/fc", "state_dict/module.fc", "=")
 
 
-@dataclass
-class Found:
-    elements: int
-    rmse: float
+def found(elements, rmse, nan_a=0, nan_b=0, inf_a=0, inf_b=0):
+    odd = {"nan_a": nan_a, "nan_b": nan_b, "inf_a": inf_a, "inf_b": inf_b}
+    return Difference(elements, 1, None, 0.0, 0.0, 0.0, rmse, None, **odd)
 
 
 @pytest.mark.parametrize(
     ("difference", "norm", "change"),
     [
         (None, 1.0, None),
-        (Found(4, 0.5), None, None),
-        (Found(4, 0.5), 2.0, 0.5),
-        (Found(4, 0.0), 0.0, 0.0),
-        (Found(4, 0.5), 0.0, math.inf),
-        (Found(0, 0.0), 0.0, 0.0),
+        (found(4, 0.5), None, None),
+        (found(4, 0.5), 2.0, 0.5),
+        (found(5, 0.5, nan_a=1, nan_b=1), 2.0, 0.5),
+        (found(5, 0.0, nan_b=1), 2.0, math.inf),
+        (found(5, 0.0, inf_a=2, inf_b=1), 2.0, math.inf),
+        (found(4, 0.0), 0.0, 0.0),
+        (found(4, 0.5), 0.0, math.inf),
+        (found(0, 0.0), 0.0, 0.0),
     ],
 )
 def test_the_relative_change_is_a_length_against_another(difference, norm, change):

@@ -25,6 +25,7 @@ _WORDS: dict[str, Callable[[ReportedTensor], str]] = {
     "shape": lambda tensor: shape_text(tensor.row.shape),
     "device": lambda tensor: tensor.row.device,
     "marks": lambda tensor: ", ".join(_marks(tensor)),
+    "remarks": lambda tensor: "; ".join(tensor.remarks),
 }
 """Columns of few different words: each is sent once, and a number in its place."""
 

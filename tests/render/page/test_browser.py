@@ -57,7 +57,7 @@ def test_hostile_names_are_text_and_nothing_else(hostile):
 
 
 def test_the_address_says_what_is_searched_sorted_and_looked_at(tmp_path):
-    made = page(report(checkpoint(small()), values=False))
+    made = page(report(checkpoint(small())))
     place = {"at": "state_dict/layer", "tensor": "state_dict/fc.weight"}
     found = looked_at(made, tmp_path, q="*.weight", sort="-size", **place)
     assert named(found) == [
@@ -74,6 +74,9 @@ def test_the_address_says_what_is_searched_sorted_and_looked_at(tmp_path):
         "state_dict/layer.1",
     }
     assert found.one("h3").text == "state_dict/fc.weight"
+    facts = dict(zip((one.text for one in found.all("dt")), found.all("dd"), strict=True))
+    assert (facts["min"].text, facts["max"].text, facts["mean"].text) == ("1", "8", "4.5")
+    assert len(shapes(found, "histogram")) == 4 + 1
 
 
 def test_a_search_that_finds_nothing_says_so(tmp_path):

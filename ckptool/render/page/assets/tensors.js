@@ -56,6 +56,7 @@ class Tensors {
       ["type", this.about(i)], ["elements", count(this.elements[i])], ["bytes", `${count(this.bytes[i])} (${size(this.bytes[i])})`],
     ];
     if (this.marks[i]) facts.push(["marks", this.marks[i]]);
+    if (this.remarks[i]) facts.push(["remarks", this.remarks[i]]);
     if (this.tie.has(i)) facts.push(["same tensor as", leaves.full[this.tie.get(i)]]);
     const { values } = this;
     if (values && values.zeros[i] !== null) {
