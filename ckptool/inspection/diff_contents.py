@@ -19,6 +19,9 @@ __all__ = ["Contents", "Meter", "Verdict"]
 
 Progress = Callable[[int, int], None]
 
+_ATOL, _RTOL = 1e-8, 1e-5
+"""What `torch.allclose` takes for the one that is not given."""
+
 
 class Meter:
     """Bytes done and bytes in all, told as work goes on; one side is counted."""
@@ -92,10 +95,17 @@ class Contents:
         meter: Meter,
         limits: Limits,
     ) -> None:
-        """Nothing is compared yet; options as `diffing.diff`."""
+        """Nothing is compared yet; options as `diffing.diff`.
+
+        Raises:
+            UsageError: a tolerance is negative, or no number.
+        """
         self._quick = quick
-        self._tolerance: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
-        self._comparer: Comparer | None = None
+        tolerant = atol is not None or rtol is not None
+        if tolerant:
+            atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
+        self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
+        self._comparer = self._made_comparer() if tolerant else None  # it may refuse them
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
         self._known: dict[Any, Verdict] = {}
@@ -147,11 +157,14 @@ class Contents:
         equal = found.mismatched == 0 if found.close is None else found.close
         return Verdict(equal, difference=found)
 
-    def _figures(self, a: TensorRef, b: TensorRef) -> Difference | None:
-        from ckptool.tensors.comparing import Comparer
+    def _made_comparer(self) -> Comparer:
+        from ckptool.tensors.comparing import Comparer  # most comparisons find equal bytes
 
+        return Comparer(**self._options)
+
+    def _figures(self, a: TensorRef, b: TensorRef) -> Difference | None:
         if self._comparer is None:
-            self._comparer = Comparer(**self._tolerance)
+            self._comparer = self._made_comparer()
         try:
             return self._comparer.compare(a, b, self._meter.told)
         except TorchMissing:

@@ -242,6 +242,8 @@ class TestTolerance:
             ({"rtol": 1e-6}, False),
             ({"atol": 0.2, "rtol": 0.0}, True),
             ({"atol": 0.01, "rtol": 0.0}, False),
+            ({"atol": 0.0999}, True),  # with torch's own rtol
+            ({"atol": 0.0999, "rtol": 0.0}, False),
         ],
     )
     def test_what_is_close_is_equal(self, compare, options, close):
@@ -514,6 +516,8 @@ def test_without_torch_there_are_no_figures(compare, monkeypatch):
         {"quick": True, "atol": 0.1},
         {"quick": True, "equal_nan": True},
         {"max_diffs": -1},
+        {"atol": -1.0},
+        {"rtol": math.nan},
         {"rules": ["no rule"]},
         {"rules": "a=>b"},
     ],
