@@ -1,0 +1,139 @@
+"""Whether two tensors have the same elements, byte for byte: told without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.dtypes import PACKED
+from ckptool.files import ByteRange
+from ckptool.files.computed import may_be_shared
+from ckptool.model import TensorRef
+from ckptool.tensors.turns import Told, Worker, in_turns
+
+__all__ = ["same_by_checksum", "same_content", "side_by_side"]
+
+_STEP = 512 << 10
+"""Bytes compared at a time: those of both sides are still in the processor's cache."""
+_LARGE = 4 << 20
+"""Bytes from which a second thread takes its part."""
+
+
+def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
+    """Whether two tensors of one dtype and shape, both with `has_content`, have equal elements.
+
+    Equal as bytes (`TensorRef.content`): NaN is itself, -0.0 is not 0.0. `told` is told the bytes
+    of one side as they are compared; it ends at the first difference.
+
+    Raises:
+        CheckpointError: the bytes of either cannot be read.
+    """
+    if a.numel == 0:
+        return True
+    runs = side_by_side(a, b)
+    if runs is None:
+        return _same_streams(a.content(), b.content(), told)
+    return _same_runs(*runs, told)
+
+
+def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
+    """What the CRC-32 of their storages say about two tensors of one dtype and shape.
+
+    True: the tensors are the same stretch of storages of one size and CRC-32. False: of storages
+    that differ they are the whole. None: nothing, as one states no CRC-32, or a storage has other
+    elements too.
+    """
+    one, other = a.storage, b.storage
+    if one is None or other is None or one.crc32 is None or other.crc32 is None:
+        return None
+    runs = side_by_side(a, b)
+    if runs is None or one.nbytes != other.nbytes or a.offset != b.offset:
+        return None
+    if one.crc32 == other.crc32:
+        return True
+    return False if runs[0].length == one.nbytes else None
+
+
+def side_by_side(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | None:
+    """The bytes of two tensors of one shape as runs in which element stands beside element.
+
+    None where they are no such runs: a view with holes, elements in another order, flags or a byte
+    order that differ. What both transpose alike need not be put in order to be compared, and what
+    both repeat is met once.
+    """
+    if a.flags != b.flags or _order(a) != _order(b) or _byteorder(a) != _byteorder(b):
+        return None
+    one, other = _run(a), _run(b)
+    return None if one is None or other is None else (one, other)
+
+
+def _order(tensor: TensorRef) -> list[int]:
+    """The strides that count."""
+    pairs = zip(tensor.shape, tensor.stride, strict=True)
+    return [step for size, step in pairs if size != 1]
+
+
+def _byteorder(tensor: TensorRef) -> str:
+    return "little" if tensor.storage is None else tensor.storage.byteorder
+
+
+def _run(tensor: TensorRef) -> ByteRange | None:
+    """The bytes from its first element to its last, where all of them are its own."""
+    if tensor.is_contiguous:
+        return tensor.data
+    storage = tensor.storage
+    if storage is None or storage.data is None or tensor.dtype in PACKED:
+        return None
+    span, first = 1, tensor.offset
+    pairs = zip(tensor.stride, tensor.shape, strict=True)
+    for step, size in sorted((abs(step), (size or 0) - 1) for step, size in pairs):
+        if size and step > span:
+            return None
+        span += step * size
+    first += sum(
+        step * ((size or 0) - 1)
+        for step, size in zip(tensor.stride, tensor.shape, strict=True)
+        if step < 0
+    )
+    return storage.data.slice(first * tensor.itemsize, span * tensor.itemsize)
+
+
+def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
+    """Whether two runs of one length are the same bytes."""
+    shared = a.length >= _LARGE and may_be_shared(a) and may_be_shared(b)
+    workers = [_comparing(a, b) for _ in range(2 if shared else 1)]
+    return in_turns(a.length, _STEP, workers, told)
+
+
+def _comparing(a: ByteRange, b: ByteRange) -> Worker:
+    """A worker with buffers of its own. Bytearrays are compared at once, views byte by byte."""
+    size = min(a.length, _STEP)
+    one, other = bytearray(size), bytearray(size)
+
+    def is_same(start: int, stop: int) -> bool:
+        nonlocal one, other
+        if stop - start != len(one):  # the last step
+            one, other = bytearray(stop - start), bytearray(stop - start)
+        a.read_into(memoryview(one), start)
+        b.read_into(memoryview(other), start)
+        return one == other
+
+    return is_same
+
+
+def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: Told | None) -> bool:
+    """Whether two streams have the same bytes, cut into whatever blocks."""
+    one = other = b""
+    at = beside = 0
+    while True:
+        if at == len(one):
+            one, at = next(a, b""), 0
+        if beside == len(other):
+            other, beside = next(b, b""), 0
+        count = min(len(one) - at, len(other) - beside)
+        if not count:
+            return len(one) - at == len(other) - beside
+        if one[at : at + count] != other[beside : beside + count]:
+            return False
+        at, beside = at + count, beside + count
+        if told is not None:
+            told(count)

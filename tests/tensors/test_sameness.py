@@ -1,0 +1,262 @@
+"""Equal elements, and no others: however they lie, in whatever blocks they are read."""
+
+import struct
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.errors import CheckpointError
+from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
+from ckptool.model import Storage, TensorRef
+from ckptool.tensors import sameness
+from ckptool.tensors.sameness import same_by_checksum, same_content, side_by_side
+from tests.tensors.refs import tensor
+
+RAW = bytes(range(240))
+
+
+def bits(raw, dtype, shape, stride=None, **more):
+    return tensor(raw, dtype, shape, stride=stride, **more)
+
+
+def both_ways(a, b):
+    assert same_content(a, b) == same_content(b, a)
+    return same_content(a, b)
+
+
+@pytest.fixture
+def in_small_steps(monkeypatch):
+    monkeypatch.setattr(sameness, "_STEP", 7)
+    monkeypatch.setattr(sameness, "_LARGE", 64)
+
+
+def changed(raw, at):
+    return raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+
+
+@pytest.mark.usefixtures("in_small_steps")
+@pytest.mark.parametrize("length", [4, 60, 64, 68, 240])
+def test_every_byte_counts(length):
+    a = bits(RAW[:length], "float32", (length // 4,))
+    assert same_content(a, bits(RAW[:length], "float32", (length // 4,)))
+    for at in range(length):
+        assert not both_ways(a, bits(changed(RAW[:length], at), "float32", (length // 4,)))
+
+
+@pytest.mark.usefixtures("in_small_steps")
+def test_only_its_own_bytes_count():
+    a = bits(RAW, "int16", (20,), offset=30)
+    for at in range(240):
+        same = both_ways(a, bits(changed(RAW, at), "int16", (20,), offset=30))
+        assert same == (not 60 <= at < 100)
+    assert same_content(a, bits(RAW[60:100], "int16", (20,)))
+
+
+@pytest.mark.usefixtures("in_small_steps")
+def test_bits_are_compared_and_not_numbers():
+    nan = struct.pack("<2f", float("nan"), 0.0)
+    assert same_content(bits(nan, "float32", (2,)), bits(nan, "float32", (2,)))
+    zeros = struct.pack("<2f", float("nan"), -0.0)
+    assert not same_content(bits(nan, "float32", (2,)), bits(zeros, "float32", (2,)))
+
+
+LAYOUTS = [
+    ((5, 4), (4, 1)),
+    ((5, 4), (1, 5)),
+    ((5, 4), (0, 1)),
+    ((5, 4), (1, 0)),
+    ((5, 4), (8, 2)),
+    ((5, 4), (1, 1)),
+    ((5, 4), (9, 1)),
+    ((2, 1, 5, 2), (10, 77, 1, 5)),
+]
+
+
+@pytest.mark.usefixtures("in_small_steps")
+@pytest.mark.parametrize(("shape", "stride"), LAYOUTS)
+@pytest.mark.parametrize("dtype", ["int8", "int16", "float32"])
+def test_elements_are_compared_wherever_they_lie(shape, stride, dtype):
+    raw = torch.arange(240, dtype=torch.uint8)
+    a = bits(RAW, dtype, shape, stride, offset=2)
+    whole = a.read()
+    row_major = bits(whole, dtype, shape)
+    assert both_ways(a, row_major)
+    assert both_ways(a, bits(RAW, dtype, shape, stride, offset=2))
+    for at in range(0, len(whole), 5):
+        assert not both_ways(a, bits(changed(whole, at), dtype, shape))
+    for at in range(len(raw)):
+        other = bits(changed(RAW, at), dtype, shape, stride, offset=2)
+        assert both_ways(a, other) == (other.read() == whole)
+
+
+def test_what_lies_alike_is_not_put_in_order():
+    for shape, stride in LAYOUTS:
+        a = bits(RAW, "int16", shape, stride)
+        dense = stride not in ((8, 2), (9, 1))
+        assert (side_by_side(a, a) is not None) == dense
+    turned = bits(RAW, "int16", (5, 4), (1, 5))
+    assert side_by_side(turned, bits(RAW, "int16", (5, 4))) is None
+    assert side_by_side(turned, bits(RAW, "int16", (5, 4), (1, 5), byteorder="big")) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+def test_big_endian_files_and_flags(dtype):
+    little = bits(RAW, dtype, (30,) if dtype != "float16" else (120,))
+    big = replace(little, storage=replace(little.storage, byteorder="big"))
+    assert not both_ways(little, big)
+    assert same_content(big, big)
+    assert both_ways(big, bits(big.read(), dtype, little.shape))
+    negative = replace(little, flags=("neg",))
+    assert not both_ways(little, negative)
+    assert same_content(negative, negative)
+    assert both_ways(negative, bits(negative.read(), dtype, little.shape))
+
+
+def test_conjugated_numbers():
+    a = torch.randn(9, dtype=torch.complex64)
+    ref = bits(bytes(a.view(torch.uint8).tolist()), "complex64", (9,))
+    lazy = replace(ref, flags=("conj",))
+    resolved = bits(bytes(a.conj().resolve_conj().view(torch.uint8).tolist()), "complex64", (9,))
+    assert both_ways(lazy, resolved)
+    assert not both_ways(lazy, ref)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"), [("float6_e2m3fn", 8), ("float4_e2m1fn_x2", 6), ("quint4x2", 12)]
+)
+def test_packed_elements(dtype, count):
+    raw = RAW[:6]
+    assert same_content(bits(raw, dtype, (count,)), bits(raw, dtype, (count,)))
+    assert not same_content(bits(raw, dtype, (count,)), bits(changed(raw, 5), dtype, (count,)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0, 3)])
+def test_no_elements_are_equal(shape):
+    assert same_content(bits(b"", "float32", shape), bits(RAW, "float32", shape, offset=7))
+
+
+def test_a_number_without_dimensions():
+    assert same_content(bits(RAW, "int64", (), offset=1), bits(RAW[8:16], "int64", ()))
+    assert not same_content(bits(RAW, "int64", ()), bits(RAW[8:16], "int64", ()))
+
+
+@given(
+    content=st.binary(max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=8),
+    others=st.lists(st.integers(0, 60), max_size=8),
+    change=st.none() | st.integers(0, 59),
+    lost=st.integers(0, 2),
+)
+def test_streams_are_equal_however_they_are_cut(content, cuts, others, change, lost):
+    other = content[: len(content) - lost]
+    if change is not None and change < len(other):
+        other = changed(other, change)
+    done = []
+    found = sameness._same_streams(blocks(content, cuts), blocks(other, others), done.append)
+    assert found == (content == other)
+    assert sum(done) == len(content) if found else sum(done) <= len(content)
+
+
+def blocks(content, cuts):
+    edges = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
+    return iter([content[start:stop] for start, stop in pairwise(edges)])
+
+
+@pytest.mark.usefixtures("in_small_steps")
+@pytest.mark.parametrize("stride", [(1,), (2,)])
+def test_all_bytes_are_told(stride):
+    done = []
+    a = bits(RAW, "int8", (100,), stride)
+    assert same_content(a, a, done.append)
+    assert sum(done) == 100
+    done.clear()
+    assert not same_content(a, bits(changed(RAW, 40), "int8", (100,), stride), done.append)
+    assert sum(done) < 100
+
+
+@pytest.mark.usefixtures("in_small_steps")
+def test_files_are_read_by_two_threads_and_an_error_in_one_is_told(tmp_path):
+    paths = [tmp_path / name for name in "ab"]
+    content = RAW * 1000
+    for path in paths:
+        path.write_bytes(content)
+    with_files = [over(FileSource(path), len(content)) for path in paths]
+    assert same_content(*with_files)
+    paths[1].write_bytes(content[:-1000])  # under our feet
+    with pytest.raises(CheckpointError, match="ended at 239,000"):
+        same_content(*with_files)
+
+
+def over(source, size, crc32=None):
+    held = Storage("0", ByteRange(source, 0, size), size, crc32=crc32)
+    return TensorRef("int8", (size,), (1,), 0, held, "cpu")
+
+
+def test_compressed_records(tmp_path):
+    import zlib
+
+    content = RAW * 50_000  # large enough for threads, which it must not be given
+    deflater = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
+    packed = deflater.compress(content) + deflater.flush()
+
+    def inflated():
+        source = MemorySource(packed, "m")
+        return over(InflatedSource(ByteRange(source, 0, len(packed)), len(content)), len(content))
+
+    plain = over(MemorySource(content, "n"), len(content))
+    assert both_ways(inflated(), plain)
+    assert same_content(inflated(), inflated())
+    other = over(MemorySource(changed(content, len(content) - 1), "n"), len(content))
+    assert not both_ways(inflated(), other)
+
+
+def stated(shape, stride, crc32, *, offset=0, size=40, byteorder="little"):
+    held = tensor(RAW[:size], "int16", shape, stride=stride, offset=offset, byteorder=byteorder)
+    return replace(held, storage=replace(held.storage, crc32=crc32))
+
+
+WHOLE = ((5, 4), (4, 1))
+TURNED = ((5, 4), (1, 5))
+PART = ((2, 4), (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "crcs", "verdict"),
+    [
+        (WHOLE, (5, 5), True),
+        (WHOLE, (5, 6), False),
+        (WHOLE, (None, 5), None),
+        (WHOLE, (5, None), None),
+        (WHOLE, (None, None), None),
+        (TURNED, (5, 5), True),
+        (TURNED, (5, 6), False),
+        (PART, (5, 5), True),
+        (PART, (5, 6), None),
+    ],
+)
+def test_what_checksums_say(layout, crcs, verdict):
+    a, b = (stated(*layout, crc) for crc in crcs)
+    assert same_by_checksum(a, b) is verdict
+
+
+def test_what_checksums_do_not_say():
+    a = stated(*PART, 5)
+    assert same_by_checksum(a, stated(*PART, 5, offset=4)) is None
+    assert same_by_checksum(a, stated(*PART, 5, size=42)) is None
+    assert same_by_checksum(a, stated(*PART, 5, byteorder="big")) is None
+    assert same_by_checksum(stated(*WHOLE, 5), stated(*TURNED, 5)) is None
+    assert same_by_checksum(a, replace(a, flags=("neg",))) is None
+    holed = stated((5, 2), (4, 1), 5)
+    assert same_by_checksum(holed, holed) is None
+    meta = TensorRef("int16", (2,), (1,), 0, None, "meta", kind="meta")
+    assert same_by_checksum(meta, meta) is None
+
+
+def test_pairs_of_layouts_agree_with_content():
+    for (shape, stride), (_, other) in product(LAYOUTS[:7], repeat=2):
+        a, b = bits(RAW, "int16", shape, stride), bits(RAW, "int16", shape, other)
+        assert same_content(a, b) == (a.read() == b.read())
