@@ -130,8 +130,9 @@ class Renamed:
 class Diff:
     """Two checkpoints compared.
 
-    `changed` has tensors: those of another type first, then by the largest relative change, those
-    that do not count last. `values` has plain values, objects and containers, in the order of A.
+    `changed` has tensors: those of another type first, then those that became NaN or infinite, then
+    by the largest relative change, those that do not count last. `values` has plain values, objects
+    and containers, in the order of A.
     """
 
     a: str
