@@ -74,6 +74,8 @@ class Checked:
 
 def combined(first: int, second: int, length: int) -> int:
     """The CRC-32 of two runs of bytes on end, the second of `length` bytes."""
+    if first == 0:
+        return second
     return _product(_shift(length), first) ^ second
 
 

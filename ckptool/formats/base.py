@@ -17,6 +17,7 @@ from ckptool.limits import Limits
 
 if TYPE_CHECKING:
     from ckptool.formats.shard_index import ShardIndex
+    from ckptool.formats.torch_zip import Contents
 
 __all__ = [
     "Archive",
@@ -76,6 +77,8 @@ class Probe:
         self.limits = limits
         self.is_folder = os.path.isdir(self.path)
         self.source = source or (None if self.is_folder else open_source(self.path))
+        self.contents: Contents | None = None
+        """What the records of a torch zip say, once it has been read."""
 
     @cached_property
     def head(self) -> bytes:

@@ -170,7 +170,7 @@ class TorchZip:
         archive = probe.archive
         if archive is None:
             raise CorruptFile("this is no zip", file=probe.path)
-        contents = read_contents(archive, probe.limits)
+        contents = probe.contents = read_contents(archive, probe.limits)
         return Checkpoint(
             contents.unpickled.root,
             self.name,

@@ -38,8 +38,8 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     found = Findings(notes=checkpoint.details.unreferenced)
     source, limits = probe.source, probe.limits
     match checkpoint.format:
-        case "torch-zip" if source is not None and probe.archive is not None:
-            return found + torch_zip_findings(probe.archive, limits)
+        case "torch-zip" if source is not None and probe.archive and probe.contents:
+            return found + torch_zip_findings(probe.archive, probe.contents)
         case "safetensors-sharded" | "torch-sharded":
             return found + Findings(tuple(_total_size(checkpoint, probe)))
         case "torch-legacy" if source is not None:

@@ -11,8 +11,7 @@ from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.torch_offsets import Laid, alignment_of, computed_offsets
-from ckptool.formats.torch_zip import Contents, is_known_version, read_contents
-from ckptool.limits import Limits
+from ckptool.formats.torch_zip import Contents, is_known_version
 from ckptool.paths import counted, listed
 
 __all__ = ["archive_findings", "torch_zip_findings"]
@@ -64,13 +63,8 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def torch_zip_findings(archive: Archive, limits: Limits) -> Findings:
-    """What torch refuses, or reads otherwise, of a zip that reads well.
-
-    Raises:
-        CheckpointError: its pickle cannot be read.
-    """
-    contents = read_contents(archive, limits)
+def torch_zip_findings(archive: Archive, contents: Contents) -> Findings:
+    """What torch refuses, or reads otherwise, of a zip that reads well."""
     return Findings((
         *_refused(archive, contents), *_compressed(contents), *_misplaced(archive, contents)
     ))  # fmt: skip

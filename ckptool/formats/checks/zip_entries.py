@@ -14,15 +14,28 @@ from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange
 from ckptool.formats.zip_directory import End, raw_entries
 
-__all__ = ["Central", "Local", "directory_entries", "extra_fields", "local_header"]
+__all__ = [
+    "ZIP64",
+    "Central",
+    "Fields",
+    "Local",
+    "directory_entries",
+    "local_header",
+    "wide_values",
+]
 
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _FIELD = struct.Struct("<2H")
 _FAR = 0xFFFFFFFF
-_ZIP64 = 1
+ZIP64 = 1
+"""The extra field with sizes and offset as numbers of 64 bits."""
 _LIKELY = 256
 """Bytes read at once of a local header: more is rarely there."""
+
+
+Fields = list[tuple[int, bytes]]
+"""Extra fields: number and content."""
 
 
 class Shared(NamedTuple):
@@ -49,7 +62,8 @@ class Central(NamedTuple):
     internal: int
     external: int
     name: bytes
-    extra: bytes
+    fields: Fields | None
+    """Of the extra area; None where it is damaged."""
     comment: bytes
 
 
@@ -61,7 +75,8 @@ class Local(NamedTuple):
     packed: int
     size: int
     name: bytes
-    extra: bytes
+    fields: Fields | None
+    """Of the extra area; None where it is damaged."""
     payload: int
     """Offset of the record's bytes."""
 
@@ -84,7 +99,8 @@ def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
             raw[start + name_length + extra_length :],
         )
         values = [size, packed, header]
-        wide = iter(wide_values(extra))
+        fields = extra_fields(extra)
+        wide = iter(wide_values(fields))
         for index, value in enumerate(values):
             if value == _FAR:
                 values[index] = next(wide, -1)
@@ -92,7 +108,7 @@ def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
             size, packed, header = values
             yield Central(
                 Shared(*shared), made_by, crc, packed, size, header, disk, internal, external,
-                name, extra, comment,
+                name, fields, comment,
             )  # fmt: skip
 
 
@@ -109,15 +125,16 @@ def local_header(data: ByteRange, offset: int, name_length: int) -> Local | None
     if signature != b"PK\x03\x04":
         return None
     name, extra = raw[_LOCAL.size : _LOCAL.size + length], raw[_LOCAL.size + length : whole]
-    return Local(Shared(*shared), crc, packed, size, name, extra, offset + whole)
+    fields = extra_fields(extra)
+    return Local(Shared(*shared), crc, packed, size, name, fields, offset + whole)
 
 
-def extra_fields(extra: bytes) -> list[tuple[int, bytes]] | None:
+def extra_fields(extra: bytes) -> Fields | None:
     """The fields of an extra area by number; None where they do not fill it.
 
     Up to three zero bytes may be left over, as some tools pad.
     """
-    fields = []
+    fields: Fields = []
     position = 0
     while position + _FIELD.size <= len(extra):
         number, length = _FIELD.unpack_from(extra, position)
@@ -129,10 +146,8 @@ def extra_fields(extra: bytes) -> list[tuple[int, bytes]] | None:
     return None if extra[position:].strip(b"\0") else fields
 
 
-def wide_values(extra: bytes) -> list[int]:
+def wide_values(fields: Fields | None) -> list[int]:
     """The numbers of the zip64 field, empty where there is none."""
-    content = next(
-        (content for number, content in extra_fields(extra) or () if number == _ZIP64), b""
-    )
+    content = next((content for number, content in fields or () if number == ZIP64), b"")
     whole = len(content) - len(content) % 8
     return [value for (value,) in struct.iter_unpack("<Q", content[:whole])]

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange
 from ckptool.formats.checks.zip_entries import (
+    ZIP64,
     Central,
     Local,
     directory_entries,
-    extra_fields,
     local_header,
     wide_values,
 )
@@ -42,7 +42,8 @@ _ZIP64_VERSION = 45
 _VERSIONS = {10, 20, _ZIP64_VERSION}
 """Versions needed that one header may have where the other has another: some tools count anew."""
 _FAR = 0xFFFFFFFF
-_ZIP64, _PADDING = 1, int.from_bytes(b"FB", "little")
+_PADDING = int.from_bytes(b"FB", "little")
+"""The extra field that torch pads with, to align what follows."""
 _TORCHS_END = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 _SHARED = ("version needed", "flags", "method", "time", "date")
@@ -80,7 +81,7 @@ def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> b
 
 
 def _is_padded(local: Local) -> bool:
-    return any(number == _PADDING for number, _ in extra_fields(local.extra) or ())
+    return any(number == _PADDING for number, _ in local.fields or ())
 
 
 def _entry_faults(
@@ -94,7 +95,7 @@ def _entry_faults(
         )
     if entry.disk:
         yield f"the directory puts it on disk {entry.disk:,} of the archive, which has one"
-    if extra_fields(entry.extra) is None:
+    if entry.fields is None:
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
         return  # told by the reader
@@ -116,7 +117,7 @@ def _entry_faults(
 def _size_faults(entry: Central, local: Local) -> Iterator[str]:
     """Checksum and sizes in the local header; zeros where a data descriptor has them."""
     unknown = (0,) if local.shared.flags & _DESCRIBED else ()
-    wide = wide_values(local.extra)
+    wide = wide_values(local.fields)
     for name, stated, wanted in (
         ("CRC-32", local.crc32, entry.crc32),
         ("packed size", local.packed, entry.packed),
@@ -130,10 +131,9 @@ def _size_faults(entry: Central, local: Local) -> Iterator[str]:
 
 
 def _extra_faults(local: Local) -> Iterator[str]:
-    fields = extra_fields(local.extra)
-    if fields is None:
+    if local.fields is None:
         yield "the extra field of its own header is damaged"
-    elif any(number == _PADDING and _is_damaged(content) for number, content in fields):
+    elif any(number == _PADDING and _is_damaged(content) for number, content in local.fields):
         yield "the padding before its bytes is damaged"
 
 
@@ -172,11 +172,10 @@ def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
         odd.append(f"version needed {entry.shared.needed:,}")
     if odd:
         yield f"its directory entry has {listed(odd)}, where torch's writer puts nothing"
-    for extra, known in ((entry.extra, (_ZIP64,)), (local.extra, (_ZIP64, _PADDING))):
-        fields = extra_fields(extra) or ()
-        if any(number not in known for number, _ in fields):
+    for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
+        if any(number not in known for number, _ in fields or ()):
             yield "it has an extra field that torch's writer does not make"
-    if not _is_padded(local) and extra_fields(local.extra) is not None:
+    if not _is_padded(local) and local.fields is not None:
         yield "the padding before its bytes is damaged"
 
 
