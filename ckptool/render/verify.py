@@ -89,7 +89,7 @@ def verdict_table(
     rows = [row for result in results for row in _rows(result)]
     if outcome is not None:
         rows += [_row(outcome.file, problem) for problem in outcome.problems]
-    return table(["file", "verdict", "place", ""], rows, look, flexible=3)
+    return table(["file", "verdict", "place", "what"], rows, look, flexible=3)
 
 
 def _rows(result: Verdict | CheckpointError) -> list[list[str]]:

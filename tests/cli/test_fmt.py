@@ -77,3 +77,14 @@ def test_help_needs_no_tabulate(process):
     )
     done = process(code=("-c", code))
     assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_every_column_has_a_heading_and_every_row_all_columns(ckptool, model, name):
+    more = {"show": ["state_dict"], "diff": [model]}.get(name, [])
+    done = ckptool(name, model, *more, "--fmt", "csv")
+    assert done.code == 0
+    for part in done.out.split("\n\n"):
+        headings, *rows = csv.reader(part.splitlines())
+        assert all(headings)
+        assert {len(row) for row in rows} <= {len(headings)}
