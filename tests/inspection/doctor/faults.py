@@ -36,14 +36,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Fault:
-    """How to make a file with the fault, and how the diagnosis is to be asked for."""
+    """How to make a file with the fault, and how the diagnosis is to be asked for.
+
+    What the commands make of it goes into a `Net` with strict=True.
+    """
 
     kind: str
     make: Callable[[Path], Path]
     severity: str = "fails"
     options: tuple[str, ...] = ()
-    loads: bool = True
-    """Whether the mended file goes into a `Net` with strict=True."""
     name: str = ""
 
     @property

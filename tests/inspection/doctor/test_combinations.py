@@ -52,7 +52,7 @@ def saved_with(fault, folder):
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(faults())
 def test_any_faults_together_are_mended(fault):
     with tempfile.TemporaryDirectory() as folder:
