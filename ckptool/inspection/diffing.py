@@ -203,27 +203,29 @@ class _Comparison:
         return _Elements(place is None, last, None if place == ITSELF else place)
 
     def _others(self, pair: Pair) -> None:
-        what, place = self._unlike(pair.a.leaf, pair.b.leaf)
+        what, place = self._unlike(pair)
         self._note(pair, what, None, place)
 
-    def _unlike(self, a: Any, b: Any) -> tuple[list[str], str | None]:
+    def _unlike(self, pair: Pair) -> tuple[list[str], str | None]:
         """In which respects two things that are not both tensors differ, and where inside."""
+        a, b = pair.a.leaf, pair.b.leaf
         if type_name(a) != type_name(b):
             return ["type"], None
         if isinstance(a, DeviceValue):
             return (["device"] if a.tag != b.tag else []), None
         if self.structure:
             return [], None
+
+        def same(one: TensorRef, other: TensorRef) -> bool:
+            return self.contents.compare(pair.a.path, one, other).equal
+
         place = difference(
-            a, b, self._same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
+            a, b, same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
         )
         if place is not None:
             return ["value"], None if place == ITSELF else place
         place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
         return ([] if place is None else ["device"]), place
-
-    def _same(self, a: TensorRef, b: TensorRef) -> bool:
-        return self.contents.compare((), a, b).equal
 
     def _note(
         self, pair: Pair, what: list[str], verdict: Verdict | None, place: str | None
