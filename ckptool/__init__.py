@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         remap,
         rename,
         report,
+        stats,
         strip_module,
         verify,
     )
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     )
     from ckptool.files.recovery import Recovery
     from ckptool.formats.problems import Problem
-    from ckptool.inspection import Complaint, Diagnosis, Diff, Verdict
+    from ckptool.inspection import Complaint, Diagnosis, Diff, Stats, Verdict
     from ckptool.limits import Limits
     from ckptool.loading import load, load_state_dict
     from ckptool.model import Opaque, Storage, TensorRef
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": (
         "add_module", "average", "convert", "diff", "doctor", "info", "list_tensors", "open",
-        "recover", "remap", "rename", "report", "strip_module", "verify",
+        "recover", "remap", "rename", "report", "stats", "strip_module", "verify",
     ),
     "checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
@@ -85,7 +86,7 @@ _HOMES = {
     ),
     "files.recovery": ("Recovery",),
     "formats.problems": ("Problem",),
-    "inspection": ("Complaint", "Diagnosis", "Diff", "Verdict"),
+    "inspection": ("Complaint", "Diagnosis", "Diff", "Stats", "Verdict"),
     "limits": ("Limits",),
     "loading": ("load", "load_state_dict"),
     "model": ("Opaque", "Storage", "TensorRef"),
@@ -122,6 +123,7 @@ __all__ = [
     "Problem",
     "Receipt",
     "Recovery",
+    "Stats",
     "Storage",
     "TargetExists",
     "TensorRef",
@@ -148,6 +150,7 @@ __all__ = [
     "remap",
     "rename",
     "report",
+    "stats",
     "strip_module",
     "verify",
 ]

@@ -13,7 +13,7 @@ from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import Diagnosis, Diff, Info, Listing, Verdict
+from ckptool.inspection import Diagnosis, Diff, Info, Listing, Stats, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
@@ -34,6 +34,7 @@ __all__ = [
     "remap",
     "rename",
     "report",
+    "stats",
     "strip_module",
     "verify",
 ]
@@ -143,6 +144,25 @@ def diff(
         return inspection.diff(
             one, other, rules=made, key=key, strict_names=strict_names, **options
         )
+
+
+def stats(source: Source, **options: Any) -> Stats:
+    """What the numbers of each tensor are like, and over all: range, mean, zeros, NaN, histogram.
+
+    Args:
+        source: A path, or a checkpoint that is open.
+        options: As `inspection.stats.stats`: `include`, `exclude` (globs), `key` (an address),
+            `bins` (of each histogram), `progress`.
+
+    Raises:
+        UnreadableFile: `source` cannot be opened as a checkpoint, or bytes cannot be read.
+        NotFound: there is no tensor at `key`.
+        TorchMissing: torch is not installed.
+    """
+    from ckptool.inspection.stats import stats as measured
+
+    with _opened(source) as checkpoint:
+        return measured(checkpoint, **options)
 
 
 def report(

@@ -13,6 +13,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "list": ("list_verb", "List the tensors, values and objects of a checkpoint."),
         "info": ("info_verb", "Say on one screen what a checkpoint is and what makes it load."),
         "show": ("show_verb", "Show one value, one object or the head of one tensor."),
+        "stats": ("stats_verb", "Say what the numbers of each tensor are like."),
         "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
         "verify": ("verify_verb", "Check that files are intact: everything that torch does not check."),
         "doctor": ("doctor_verb", "Say why a checkpoint does not load, and what mends it."),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.folding import TreeNode, tree
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
     from ckptool.inspection.reporting import Report, report
+    from ckptool.inspection.stats import Stats, TensorStats
     from ckptool.inspection.summary import Info, SectionInfo, info
     from ckptool.inspection.verdict import Verdict
     from ckptool.inspection.verifying import verify
@@ -34,7 +35,9 @@ __all__ = [
     "SectionInfo",
     "Shown",
     "Side",
+    "Stats",
     "TensorRow",
+    "TensorStats",
     "TreeNode",
     "ValueRow",
     "Verdict",
@@ -56,6 +59,7 @@ _HOMES = {
     "folding": ("TreeNode", "tree"),
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "reporting": ("Report", "report"),
+    "stats": ("Stats", "TensorStats"),
     "summary": ("Info", "SectionInfo", "info"),
     "verdict": ("Verdict",),
     "verifying": ("verify",),

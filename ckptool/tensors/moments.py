@@ -61,9 +61,9 @@ class Moments:
 
     def add(self, other: Moments) -> None:
         """Have those elements too (Chan, Golub and LeVeque 1979: exact where means differ)."""
-        count = self.count + other.count
-        if not count:
+        if not other.count:
             return
+        count = self.count + other.count
         distance = other.mean - self.mean
         self.mean += distance * (other.count / count)
         self.squares += other.squares + distance * distance * (self.count / count * other.count)
