@@ -49,6 +49,8 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["diff", "MODEL", "MODEL", "--structure"],
         ["diff", "MODEL", "MODEL", "--quick"],
         ["diff", "MODEL", "MODEL"],
+        ["report", "--no-values", "-o", "out.html", "MODEL"],
+        ["report", "--no-values", "-o", "out.html", "MODEL", "MODEL"],
         ["strip-module", "MODEL"],
         ["add-module", "MODEL"],
         ["remap", "--to", "cpu", "MODEL"],

@@ -93,7 +93,8 @@ def _origin(report: Report) -> str:
 def _summary(report: Report) -> str:
     infos = [report.info] if report.other is None else [report.info, report.other]
     parts = [sections(one, "" if report.other is None else one.file) for one in infos]
-    return element("section", facts(infos) + "".join(parts) + notes(report), id="summary")
+    beside = element("div", "".join(parts), class_="sides")
+    return element("section", facts(infos) + beside + notes(report), id="summary")
 
 
 def _policy() -> str:

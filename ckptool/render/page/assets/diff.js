@@ -19,10 +19,11 @@ class DiffChart {
 
   legend() {
     const present = [...WORST].filter((status) => this.chart.status.includes(status));
-    return make("p", { class: "legend" }, ...present.map((status) => {
+    const keys = present.map((status) => {
       const times = [...this.chart.status].filter((one) => one === status).length;
       return make("span", { class: `status${status === "=" ? "E" : status}` }, make("i"), `${WORDS[status]} (${count(times)})`);
-    }));
+    });
+    return make("p", { class: "legend" }, ...keys, "The taller, the larger the change against the tensor itself.");
   }
 
   /** The tensors below the node, in runs that have one part of the name in common: as fine as fits. */

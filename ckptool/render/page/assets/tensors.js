@@ -23,7 +23,7 @@ class Tensors {
       words("dtype", "dtype", 7),
       { ...words("shape", "shape", 9), value: (i) => this.elements[i] },
       words("device", "device", 6),
-      { id: "size", title: "size", width: 6, right: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
+      { id: "size", title: "size", width: 7, right: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
       ...(this.values ? this.figures() : []),
       { ...words("marks", "marks", 12), value: (i) => this.marks[i] || null },
     ];
@@ -31,7 +31,7 @@ class Tensors {
 
   figures() {
     const { values } = this;
-    const figure = (id, title, width = 6) => ({
+    const figure = (id, title, width = 7.5) => ({
       id, title, width, right: true, text: (i) => number(values[id][i]), value: (i) => numeric(values[id][i]),
     });
     const zeros = {
