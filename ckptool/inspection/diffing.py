@@ -222,10 +222,11 @@ class _Comparison:
         place = difference(
             a, b, same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
         )
-        if place is not None:
-            return ["value"], None if place == ITSELF else place
-        place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
-        return ([] if place is None else ["device"]), place
+        what = "value"
+        if place is None:
+            what = "device"
+            place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
+        return ([] if place is None else [what]), None if place == ITSELF else place
 
     def _note(
         self, pair: Pair, what: list[str], verdict: Verdict | None, place: str | None

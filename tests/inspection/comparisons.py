@@ -1,0 +1,5 @@
+"""What comparisons find, in short."""
+
+
+def whats(found):
+    return {row.name: row.what for row in (*found.changed, *found.values)}

@@ -1,0 +1,92 @@
+"""Tensors that are more than a header and elements, compared."""
+
+import pytest
+import torch
+
+from tests.inspection.comparisons import whats
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
+class TestKinds:
+    """Tensors that are made of parts."""
+
+    @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+    def test_sparse(self, compare, layout):
+        dense = torch.zeros(4, 6)
+        dense[1, 2] = 3.0
+        makers = {
+            "coo": lambda it: it.to_sparse(),
+            "csr": lambda it: it.to_sparse_csr(),
+            "csc": lambda it: it.to_sparse_csc(),
+            "bsr": lambda it: it.to_sparse_bsr((2, 2)),
+            "bsc": lambda it: it.to_sparse_bsc((2, 2)),
+        }
+        a = makers[layout](dense)
+        assert compare({"l.a": a}, {"l.a": makers[layout](dense.clone())}).identical
+        (row,) = compare({"l.a": a}, {"l.a": makers[layout](dense * 2)}).changed
+        assert (row.what, row.place, row.difference.max_abs) == (("value",), "values", 3.0)
+        moved = torch.zeros(4, 6)
+        moved[3, 2] = 3.0
+        (row,) = compare({"l.a": a}, {"l.a": makers[layout](moved)}).changed
+        assert row.what == ("value",)
+        assert "indices" in row.place
+        (row,) = compare({"l.a": a}, {"l.a": dense}).changed
+        assert (row.what, row.status, row.difference) == (("kind",), "T", None)
+
+    @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+    def test_quantised(self, compare, dtype):
+        weight = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
+        a = torch.quantize_per_tensor(weight, 0.5, 3, dtype)
+        assert compare({"l.a": a}, {"l.a": a.clone()}).identical
+        elements = torch.quantize_per_tensor(weight + 1, 0.5, 3, dtype)
+        (row,) = compare({"l.a": a}, {"l.a": elements}).changed
+        assert (row.what, row.place) == (("value",), None)
+        scale = torch._make_per_tensor_quantized_tensor(a.int_repr(), 0.25, 3)
+        (row,) = compare({"l.a": a}, {"l.a": scale}).changed
+        assert (row.what, row.difference) == (("value",), None)
+        assert row.place.startswith("quantizer")
+
+    def test_quantised_per_channel(self, compare):
+        weight = torch.ones(2, 2)
+
+        def made(scale):
+            scales = torch.tensor([scale, 0.5])
+            integers = torch.quantize_per_tensor(weight, 0.5, 0, torch.qint8).int_repr()
+            zeros = torch.zeros(2, dtype=torch.int64)
+            return torch._make_per_channel_quantized_tensor(integers, scales, zeros, 0)
+
+        assert compare({"l.a": made(0.5)}, {"l.a": made(0.5)}).identical
+        assert whats(compare({"l.a": made(0.5)}, {"l.a": made(0.25)})) == {"l.a": ("value",)}
+
+    def test_nested(self, compare):
+        def made(value):
+            return torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), value)])
+
+        assert compare({"l.a": made(1.0)}, {"l.a": made(1.0)}).identical
+        assert whats(compare({"l.a": made(1.0)}, {"l.a": made(2.0)})) == {"l.a": ("value",)}
+
+    def test_meta(self, compare):
+        a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 3, device="meta")
+        found = compare({"l.a": a}, {"l.a": a})
+        assert found.identical
+        assert found.read == 0
+        assert whats(compare({"l.a": a}, {"l.a": b})) == {"l.a": ("shape",)}
+
+    def test_numpy_arrays(self, compare):
+        array = torch.arange(6.0).numpy()
+        assert compare({"l.a": array}, {"l.a": array.copy()}).identical
+        found = compare({"l.a": array}, {"l.a": torch.arange(6.0)})
+        assert whats(found) == {"l.a": ("kind",)}
+        assert whats(compare({"l.a": array}, {"l.a": array + 1})) == {"l.a": ("value",)}
+
+    def test_attributes_of_a_tensor(self, compare):
+        a, b = torch.ones(2), torch.ones(2)
+        a.tag, b.tag = "x", "y"
+        (row,) = compare({"l.a": a}, {"l.a": b}).changed
+        assert (row.what, row.place) == (("value",), "state/tag")
+        assert compare({"l.a": a}, {"l.a": torch.ones(2)}).identical
+
+    def test_conjugates(self, compare):
+        a = torch.tensor([1 + 2j, 3 - 4j])
+        assert compare({"l.a": a.conj()}, {"l.a": a.conj().resolve_conj()}).identical
+        assert not compare({"l.a": a.conj()}, {"l.a": a}).identical
