@@ -27,6 +27,7 @@ class InflatedSource:
         self._blocks: Iterator[bytes] = iter(())
         self._pending = b""
         self._position = 0
+        self._ends_well: bool | None = None
 
     @property
     def name(self) -> str:
@@ -83,14 +84,34 @@ class InflatedSource:
             raise CorruptFile("a compressed record ends too early", file=self.name)
         self._position += len(data)
         if self._position == self._size:
-            if self._inflate(1):
-                raise CorruptFile(
-                    f"a compressed record inflates to more than the {self._size:,} bytes "
-                    "that the zip directory states",
-                    file=self.name,
-                )
-            self._inflater = None
+            self._finish()
         return data
+
+    def _finish(self) -> None:
+        """See whether the stream ends with the last byte that it should have."""
+        inflater = self._inflater
+        if self._inflate(1):
+            raise CorruptFile(
+                f"a compressed record inflates to more than the {self._size:,} bytes "
+                "that the zip directory states",
+                file=self.name,
+            )
+        if inflater is not None:
+            self._ends_well = inflater.eof and not (inflater.unused_data or any(self._blocks))
+        self._inflater = None
+
+    def ends_well(self) -> bool:
+        """Whether the stream has its end mark and nothing behind it, as far as it was read.
+
+        What it inflates to is right all the same, and every reader takes it.
+
+        Raises:
+            CorruptFile: nothing is to be inflated, and something is.
+        """
+        if self._size == 0 and self._ends_well is None:
+            self._start()
+            self._finish()
+        return self._ends_well is not False
 
     def _inflate(self, most: int) -> bytes:
         """Up to `most` more bytes, none at the end of the stream."""

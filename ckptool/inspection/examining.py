@@ -16,6 +16,7 @@ from ckptool.errors import (
     UnreadableFile,
     UnsupportedFormat,
 )
+from ckptool.files import InflatedSource, Source
 from ckptool.files.crc import crc32s
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Probe
@@ -233,6 +234,9 @@ class _Look:
                 self.add(Findings((Problem("checksum", one.place, crc.message),)))
             elif crc != one.crc32:
                 wrong.append(_Wrong(one, crc))
+            elif not _ends_well(one.data.source):
+                text = "its compressed bytes have no end mark, or more behind it"
+                self.add(Findings((Problem("corrupt", one.place, text),)))
         verdict = self.verdict
         self.verdict = replace(
             verdict,
@@ -254,6 +258,14 @@ class _Look:
 
 def _below(shard: str, place: str) -> str:
     return f"{shard}: {place}" if place else shard
+
+
+def _ends_well(source: Source) -> bool:
+    """Whether a compressed record ends as it should, and any other."""
+    try:
+        return not isinstance(source, InflatedSource) or source.ends_well()
+    except CorruptFile:
+        return False
 
 
 def _are(count: int) -> str:

@@ -115,18 +115,22 @@ def _entry_faults(
 
 
 def _size_faults(entry: Central, local: Local) -> Iterator[str]:
-    """Checksum and sizes in the local header; zeros where a data descriptor has them."""
-    unknown = (0,) if local.shared.flags & _DESCRIBED else ()
+    """Checksum and sizes in the local header; all are 0 where a data descriptor has them."""
     wide = wide_values(local.fields)
-    for name, stated, wanted in (
-        ("CRC-32", local.crc32, entry.crc32),
-        ("packed size", local.packed, entry.packed),
-        ("size", local.size, entry.size),
-    ):
-        in_wide_field = name != "CRC-32" and stated == _FAR and wide
-        if stated != wanted and stated not in unknown and not in_wide_field:
-            yield f"its own header states the {name} {stated:,}, the directory {wanted:,}"
-    if not set(wide) <= {0, entry.packed, entry.size, entry.header}:
+    described = bool(local.shared.flags & _DESCRIBED)
+    put_off = {0, _FAR} if wide else {0}
+    stated = (local.crc32, local.packed, local.size)
+    if not described or local.crc32 or not put_off.issuperset(stated[1:]):
+        for name, ours, theirs in zip(
+            ("CRC-32", "packed size", "size"),
+            stated,
+            (entry.crc32, entry.packed, entry.size),
+            strict=True,
+        ):
+            if ours != theirs and not (wide and ours == _FAR):
+                yield f"its own header states the {name} {ours:,}, the directory {theirs:,}"
+    known = {entry.packed, entry.size, entry.header}
+    if not set(wide) <= (known | {0} if described else known):
         yield "the 64-bit sizes in its own header contradict the directory"
 
 
