@@ -125,7 +125,7 @@ def test_a_shell_block_runs(block, folder):
     for path in set(folder.iterdir()) - before:
         files = path.iterdir() if path.is_dir() else [path]
         for file in files:
-            assert file.suffix == ".json" or loads(file), f"{file.name} is empty"
+            assert file.suffix in (".json", ".html") or loads(file), f"{file.name} is empty"
 
 
 @pytest.mark.parametrize("block", blocks("python"))
