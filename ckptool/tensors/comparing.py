@@ -89,7 +89,8 @@ class Comparer:
             kernels = self._started(a, b, 2 if plain and count >= _SHARED else 1)
             workers = [partial(kernel.meet, one, other) for kernel in kernels]
             in_turns(count, BLOCK, workers, told and _in_bytes(told, a.itemsize))
-            for kernel in kernels:
+            sums = kernels[0].sums
+            for kernel in kernels[1:]:
                 sums.add(kernel.sums)
         return _difference(sums, count, asked=self._tolerance.asked)
 
@@ -116,10 +117,11 @@ def _in_bytes(told: Told, itemsize: int) -> Told:
 
 def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
     """All elements of both in one order: that in which both lie, if they do, else row-major."""
-    runs = None if a.flags or b.flags else side_by_side(a, b)
-    if runs is not None and runs[0].length == a.nbytes and a.storage is not None:
-        order = a.storage.byteorder
-        return Elements(a.dtype, runs[0], order), Elements(b.dtype, runs[1], order)
+    if not ((a.is_contiguous and b.is_contiguous) or a.flags or b.flags):
+        runs = side_by_side(a, b)
+        if runs is not None and runs[0].length == a.nbytes and a.storage is not None:
+            order = a.storage.byteorder
+            return Elements(a.dtype, runs[0], order), Elements(b.dtype, runs[1], order)
     return elements_of(a), elements_of(b)
 
 

@@ -75,8 +75,12 @@ class Sums:
 
     def add(self, other: Sums) -> None:
         """Take those in too."""
-        for name in ("mismatched", "finite", "nan_a", "nan_b", "inf_a", "inf_b"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.mismatched += other.mismatched
+        self.finite += other.finite
+        self.nan_a += other.nan_a
+        self.nan_b += other.nan_b
+        self.inf_a += other.inf_a
+        self.inf_b += other.inf_b
         self.total += other.total
         self.product += other.product
         self.norm = math.hypot(self.norm, other.norm)
@@ -106,8 +110,9 @@ class Kernel:
         self._long = {a, b} <= _WHOLE and not _LONG.isdisjoint((a, b))
         self._sides = _Side(a, self._pairs), _Side(b, self._pairs)
         self._wide = _Lane(torch.float64, 1e-300)
-        double = self._type in (torch.float64, torch.complex128)
-        self._lane = self._wide if double else _Lane(torch.float32, 1e-33)
+        narrow = self._type in (torch.float32, torch.float16, torch.bfloat16)
+        self._lane = _Lane(torch.float32, 1e-33) if narrow else self._wide
+        self._functions = functions()
         self._tolerance = tolerance
         self._bounds = _Bounds(tolerance, self._type)
         self._special = False
@@ -152,7 +157,7 @@ class Kernel:
     def _found(
         self, lane: _Lane, x: torch.Tensor, y: torch.Tensor, *, special: bool
     ) -> list[float]:
-        return functions().block(
+        return self._functions.block(
             x,
             y,
             lane.a,
@@ -182,7 +187,7 @@ class Kernel:
         gap = _joined(x_high - y_high, x_low - y_low)
         known, product = self._tolerance, float((a * b).sum())
         close = not known.asked or bool((gap.abs() <= known.atol + known.rtol * b.abs()).all())
-        found = functions().figures(a, b, gap, self.sums.ratio, -1.0, False)
+        found = self._functions.figures(a, b, gap, self.sums.ratio, -1.0, False)
         found[10] = product
         self.sums.add(_sums(found, close))
 

@@ -60,7 +60,8 @@ def figures(
         size = _magnitudes(b, pairs)
         if rtol >= 0.0:
             excess = float(gap.sub(size, alpha=rtol).amax())
-        if ratio < float("inf") and float(gap.sub(size, alpha=ratio).amax()) > 0.0:
+        # Nearly 0: of the smallest numbers of float32 the product is no more than a guess.
+        if ratio < float("inf") and float(gap.sub(size, alpha=ratio).amax()) > -1e-44:
             quotients = gap.div(size).nan_to_num_(0.0, float("inf"))
             ratio = max(ratio, float(quotients.amax()))
     squares = float(gap.square_().sum())

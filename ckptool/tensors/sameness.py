@@ -14,6 +14,8 @@ __all__ = ["same_by_checksum", "same_content", "side_by_side"]
 
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""
+_SMALL = 64 << 10
+"""Bytes up to which buffers cost more than they spare."""
 _LARGE = 4 << 20
 """Bytes from which a second thread takes its part."""
 
@@ -39,10 +41,10 @@ def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
     """What the CRC-32 of their storages say about two tensors of one dtype and shape.
 
     True: the tensors are the same stretch of storages of one size and CRC-32. False: of storages
-    that differ they are the whole. None: nothing, as one states no CRC-32, or a storage has other
-    elements too.
+    that differ they are the whole. None: nothing, as one states no CRC-32, a storage has other
+    elements too, or a tensor has no `has_content`.
     """
-    one, other = a.storage, b.storage
+    one, other = (tensor.storage if tensor.has_content else None for tensor in (a, b))
     if one is None or other is None or one.crc32 is None or other.crc32 is None:
         return None
     runs = side_by_side(a, b)
@@ -99,6 +101,11 @@ def _run(tensor: TensorRef) -> ByteRange | None:
 
 def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
     """Whether two runs of one length are the same bytes."""
+    if a.length <= _SMALL:
+        same = a.read() == b.read()
+        if same and told is not None:
+            told(a.length)
+        return same
     shared = a.length >= _LARGE and may_be_shared(a) and may_be_shared(b)
     workers = [_comparing(a, b) for _ in range(2 if shared else 1)]
     return in_turns(a.length, _STEP, workers, told)
