@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -301,10 +302,12 @@ class _Measuring:
         """A row for each tensor, in order."""
         keys = [tie_key(tensor) for _, tensor in leaves]
         each_once = dict(zip(keys, (tensor for _, tensor in leaves), strict=True))
+        uses = Counter(keys)
         self._all = sum(one.nbytes for one in each_once.values() if measurable(one) is None)
         for (path, tensor), key in zip(leaves, keys, strict=True):
             known = None if key is None else self._known.get(key)
-            row = tensor_row(path, tensor, self._names, tied=known is not None)
+            tied = key is not None and uses[key] > 1
+            row = tensor_row(path, tensor, self._names, tied=tied)
             if known is not None:
                 yield replace(known, row=row, tie=known.name)
                 continue
