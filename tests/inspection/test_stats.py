@@ -296,7 +296,8 @@ def test_the_document(tmp_path):
     assert document["tensors"][0] == {
         "path": ("a",), "name": "a", "dtype": "float32", "shape": (2,), "device": "cpu",
         "nbytes": 8, "kind": "strided", "elements": 2,
-        "min": 1.0, "max": 1.0, "mean": 1.0, "std": 0.0, "zeros": 0, "nan": 1, "infinite": 0, "norm": 1.0,
+        "min": 1.0, "max": 1.0, "mean": 1.0, "std": 0.0, "zeros": 0, "nan": 1,
+        "infinite": 0, "norm": 1.0,
         "histogram": {"low": 1.0, "high": 1.0, "counts": (0, 1)}, "reason": None, "tie": None,
         "count": 1, "flags": ("nan",), "remarks": (),
     }  # fmt: skip
