@@ -168,9 +168,9 @@ def test_rounding_does_not_add_up_where_all_elements_are_alike(value):
 
 def test_a_ratio_of_the_smallest_numbers_is_not_overlooked_for_a_lesser_one_before_it():
     count = figures.CHUNK
-    y = torch.cat([torch.ones(count), torch.full((2,), 500_000 * 2.0**-149), torch.zeros(2)])
+    y = torch.cat([torch.ones(count), torch.full((2,), 500_000 * 2.0**-149), torch.ones(2)])
     x = y.clone()
-    x[0], x[count] = 1 + 10 * 2.0**-23, 500_001 * 2.0**-149
+    x[0], x[count], x[-1] = 1 + 10 * 2.0**-23, 500_001 * 2.0**-149, 1 + 2.0**-23
     assert_same(compare(x, y), expected(x, y), 1e-6)
 
 
