@@ -1,5 +1,6 @@
 """Figures of whole files: rows, totals, ties, flags, families."""
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import ckptool
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound, UsageError
 from ckptool.inspection.stats import stats
 from ckptool.limits import Limits
+from tests.sources import PROJECT
 from tests.tensors import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -310,3 +312,16 @@ def test_the_document(tmp_path):
 def test_a_norm_beyond_float64_is_a_string(tmp_path):
     tree = {"a": torch.tensor([1.7e308, 1.7e308], dtype=torch.float64)}
     assert measured(tmp_path, tree).to_dict()["totals"]["norm"] == "inf"
+
+
+def test_the_documented_example(tmp_path):
+    text = (PROJECT / "docs" / "json.md").read_text().partition("## `stats`")[2]
+    example = json.loads(text.partition("```json")[2].partition("```")[0])
+    values = torch.tensor([[-1.5, -1.5, 0.0, 0.5], [0.5, 0.5, 1.0, 2.5]])
+    found = measured(tmp_path, {"layers.3.mlp.weight": values}, bins=4).to_dict()
+    made = json.loads(json.dumps(found))
+    assert list(made) == list(example)
+    assert made["totals"] == example["totals"]
+    (shown,), (row,) = example["tensors"], made["tensors"]
+    assert list(row) == list(shown)
+    assert row == {**shown, "flags": [], "remarks": []}
