@@ -60,9 +60,9 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say what the numbers of each tensor are like: range, mean, zeros, NaN, a histogram.
+    """Say what the numbers of each tensor are like.
 
-    std is that of the population (divided by n), norm the Euclidean one. NaN and infinite elements
+    Range, mean, share of zeros, NaN, a histogram. std is that of the population (divided by n), norm the Euclidean one. NaN and infinite elements
     are counted and left out of all else; complex numbers count by their magnitude. Flagged are
     constant, all-zero, NaN and Inf tensors, and those that are unlike the others of their role,
     as layers.{0..31}.mlp.weight: in type, shape or device, or 10 times off in norm or std.
