@@ -82,8 +82,6 @@ class Measures:
 
     def repeated(self, times: int) -> Measures:
         """Of as many elements times `times`, each as often."""
-        if times == 1:
-            return self
         drawn = self.histogram
         return replace(
             self,
@@ -141,12 +139,17 @@ class Measurer:
         if reason is not None:
             raise UsageError(f"a tensor without figures cannot be measured ({reason})")
         once = ref.unrepeated
-        if not once.numel:
+        count = once.numel
+        if not count:
             return _measures(ref.dtype, Extent(), Moments(), None, self._bins)
-        reading = _Reading(self, elements_of(once), once.numel, ref.nbytes, told)
-        found = reading.counted() if _is_counted(once) else reading.spanned()
+        reading = _Reading(self, elements_of(once), count, ref.nbytes, told)
+        size = BY_NAME[ref.dtype].itemsize
+        # Of 256 patterns always, of 65,536 where that is few.
+        counted = size == 1 or (size == 2 and count >= WORTH_COUNTING)
+        found = reading.counted() if counted else reading.spanned()
         reading.tell()
-        return _measures(ref.dtype, *found, self._bins).repeated(ref.numel // once.numel)
+        made = _measures(ref.dtype, *found, self._bins)
+        return made if once is ref else made.repeated(ref.numel // count)
 
     @property
     def bins(self) -> int:
@@ -168,12 +171,6 @@ class Measurer:
 
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptool-measure")
         return self._pool
-
-
-def _is_counted(ref: TensorRef) -> bool:
-    """Whether its bit patterns are counted; 256 of them always, 65,536 where that is few."""
-    size = BY_NAME[ref.dtype].itemsize
-    return size == 1 or (size == 2 and ref.numel >= WORTH_COUNTING)
 
 
 class _Reading:
