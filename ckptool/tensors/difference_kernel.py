@@ -187,8 +187,9 @@ class Kernel:
         gap = _joined(x_high - y_high, x_low - y_low)
         known, product = self._tolerance, float((a * b).sum())
         close = not known.asked or bool((gap.abs() <= known.atol + known.rtol * b.abs()).all())
-        found = self._functions.figures(a, b, gap, self.sums.ratio, -1.0, False)
-        found[10] = product
+        ratio = float(gap.abs().div_(b.abs()).nan_to_num_(0.0, math.inf).amax())
+        found = self._functions.figures(a, b, gap, math.inf, -1.0, False)
+        found[10], found[14] = product, ratio
         self.sums.add(_sums(found, close))
 
     def _take(self, found: list[float], x: torch.Tensor, y: torch.Tensor) -> None:

@@ -49,26 +49,30 @@ def figures(
     0: elements that differ, 1: all, 2 to 5: what `fill` counts; 6: the sum of the gaps, 7: of their
     squares, 8, 9: of the squares of a and of b, 10: of their products, right where the squares of a
     and b are much the same; 11: what is lost. Of all chunks the largest count: 12: the largest gap,
-    13: its largest excess over `rtol` (if not negative) times |b|, 14: the largest of its ratios to
-    |b|, if it is beyond `ratio`.
+    13: its largest excess over `rtol` (if not negative) times |b|, 14: 1.0 if a ratio to |b| may be
+    beyond `ratio`.
     """
     gap = _magnitudes(gap, pairs) if pairs else gap.abs_()
     count, total, largest = float(gap.numel()), float(gap.sum()), float(gap.amax())
     differ = float(gap.sign().sum())
-    excess = -float("inf")
-    if ratio < float("inf") or rtol >= 0.0:
-        size = _magnitudes(b, pairs)
-        if rtol >= 0.0:
-            excess = float(gap.sub(size, alpha=rtol).amax())
-        # Nearly 0: of the smallest numbers of float32 the product is no more than a guess.
-        if ratio < float("inf") and float(gap.sub(size, alpha=ratio).amax()) > -1e-44:
-            quotients = gap.div(size).nan_to_num_(0.0, float("inf"))
-            ratio = max(ratio, float(quotients.amax()))
+    excess, beyond = -float("inf"), 0.0
+    if rtol >= 0.0:
+        excess = float(gap.sub(_magnitudes(b, pairs), alpha=rtol).amax())
     squares = float(gap.square_().sum())
     one, other = float(a.square_().sum()), float(b.square_().sum())
+    if ratio < float("inf"):
+        size = b.view(-1, 2).sum(1) if pairs else b
+        over = float(gap.sub_(size, alpha=min(ratio * ratio, 1e30)).amax())
+        beyond = float(not over < -1e-44)  # nearly 0: squares of small numbers are a guess
     found = [differ, count, 0.0, 0.0, 0.0, 0.0, total, squares, one, other]
-    found.extend([(one + other - squares) / 2.0, 0.0, largest, excess, ratio])
+    found.extend([(one + other - squares) / 2.0, 0.0, largest, excess, beyond])
     return found
+
+
+def _largest_ratio(a: torch.Tensor, b: torch.Tensor, pairs: bool) -> float:
+    """The largest |a - b| / |b|, 0.0 where both are 0."""
+    ratios = _magnitudes(a - b, pairs).div_(_magnitudes(b, pairs))
+    return float(ratios.nan_to_num_(0.0, float("inf")).amax())
 
 
 def fill(
@@ -120,6 +124,7 @@ def block(
 ) -> list[float]:
     """`figures` of all elements of x and y, chunk by chunk, in the type of the buffers a and b.
 
+    But 14 is the largest ratio, if it is beyond `ratio`.
     `pairs`: two of them are the parts of a complex number. Sums of squares up to `least` cannot be
     told from 0. Where NaN and infinities are not looked for (`special`), they are lost.
     """
@@ -137,6 +142,9 @@ def block(
             found[11] = float(_is_lost(ones, one, least) or _is_lost(others, other, least))
         if not (least < gaps < float("inf")) and found[12] != 0.0:
             found[11] = 1.0
+        if found[14] > 0.0:
+            fill(one, other, left, right, pairs, special, equal_nan)
+            found[14] = _largest_ratio(one, other, pairs)
         for at, count in enumerate(counts):
             found[at] = count
         for at, value in enumerate(found):
