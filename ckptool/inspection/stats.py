@@ -248,8 +248,11 @@ def stats(
         TorchMissing: torch is not installed, and there is a tensor to measure.
         CorruptFile: bytes that cannot be read.
         LimitExceeded: nesting, or strides that repeat bytes, beyond what real files have.
-        UsageError: fewer than one bin.
+        UsageError: fewer than one bin; a single text where a list of globs is wanted.
     """
+    for given in (include, exclude):
+        if isinstance(given, str):
+            raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
     measuring = _Measuring(bins, limits, progress)
     below: Path = () if key is None else resolve(checkpoint, key)[0]
     globs, unless = tuple(include), tuple(exclude)

@@ -82,6 +82,11 @@ def test_globs_choose(tmp_path):
     assert found.totals.elements == 2
 
 
+def test_a_glob_alone_is_no_list_of_globs(tmp_path):
+    with pytest.raises(UsageError, match="a list of globs is wanted"):
+        measured(tmp_path, {"w": torch.ones(2)}, include="*.weight")
+
+
 def test_a_key_is_a_section_or_a_tensor(tmp_path):
     tree = {"ema": {"w": torch.zeros(3)}, "model": {"w": torch.ones(4), "epochs": 3}}
     assert [row.name for row in measured(tmp_path, tree, key="ema").tensors] == ["ema/w"]
