@@ -20,7 +20,7 @@ __all__ = ["command"]
     "ckptool stats model.pth",
     "ckptool stats model.pth --key state_dict --include '*.weight' --sort norm",
     "ckptool stats model.safetensors --fold",
-    "ckptool stats model.pth --fmt csv > stats.csv",
+    "ckptool stats model.pth --fmt csv",
 )
 @file_argument
 @click.option(
