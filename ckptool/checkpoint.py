@@ -57,6 +57,8 @@ class Details:
     """Every class and function that the pickle names, today's spelling, in order."""
     opcodes: tuple[str, ...] = ()
     """Pickle opcodes used that `weights_only=True` refuses whatever their effect."""
+    tidy: bool = True
+    """Whether the pickle numbers its memo in a row and leaves nothing on its stack, as all do."""
     storage_bytes: int = 0
     """Bytes of all storages and tensor records in the file, reachable or not."""
     dead_bytes: int = 0

@@ -224,6 +224,10 @@ class LegacyStream:
                 return self.sources.take(cls, text)
         if not is_storage_pid(pid):
             raise CorruptFile("its pickle refers to something that is no storage", file=self.file)
+        if len(pid) != 6:
+            raise CorruptFile(
+                f"a storage's persistent id has {len(pid)} parts, not 6", file=self.file
+            )
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:

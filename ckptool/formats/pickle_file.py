@@ -67,6 +67,7 @@ class PickleFile:
             protocol=found.protocol,
             globals=found.globals,
             opcodes=found.opcodes,
+            tidy=found.tidy,
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
             left_behind=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),

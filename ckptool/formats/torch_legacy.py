@@ -53,6 +53,7 @@ class TorchLegacy:
             protocol=unpickled.protocol,
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
+            tidy=unpickled.tidy,
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=source.size - stream.end,
             left_behind=(*stream.sources.left_behind(), *_behind(source, stream.end)),

@@ -58,6 +58,7 @@ class TorchTar:
             protocol=unpickled.protocol,
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
+            tidy=unpickled.tidy,
             storage_bytes=tar.storage_bytes,
             dead_bytes=tar.unread,
             left_behind=tar.sources.left_behind(),

@@ -215,6 +215,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         protocol=unpickled.protocol,
         globals=unpickled.globals,
         opcodes=unpickled.opcodes,
+        tidy=unpickled.tidy,
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),

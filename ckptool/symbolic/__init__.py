@@ -30,6 +30,8 @@ class Unpickled:
     """Classes and functions that the pickle names, today's spelling, in order."""
     opcodes: tuple[str, ...]
     """Opcodes used that `weights_only=True` refuses."""
+    tidy: bool = True
+    """Whether it numbers what it remembers in a row and leaves nothing behind on its stack."""
 
 
 def unpickle(
@@ -74,4 +76,6 @@ def unpickle(
             window = min(window * 8, rest)
             continue
         found = tuple(dict.fromkeys(known.qualified for known in machine.globals.values()))
-        return Unpickled(root, start + end, machine.protocol, found, tuple(machine.opcodes))
+        return Unpickled(
+            root, start + end, machine.protocol, found, tuple(machine.opcodes), machine.is_tidy
+        )

@@ -91,6 +91,16 @@ class Machine:
                 "calls in its pickle are nested too deep", file=self.file
             ) from error
 
+    @property
+    def is_tidy(self) -> bool:
+        """Whether nothing is left on the stack, and the memo's numbers are in a row.
+
+        They begin with 0, those of Python 2's pickler in C with 1. Every pickler does it so.
+        """
+        far = self.far_memo
+        in_a_row = not far or (not self.memo and far.keys() == set(range(1, len(far) + 1)))
+        return in_a_row and not self.stack and not self.marks
+
     def cut_short(self) -> CorruptFile:
         """The error for a pickle that goes on behind the end of its data."""
         return TruncatedFile("its pickle ends in the middle", file=self.file)

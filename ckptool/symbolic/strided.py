@@ -62,11 +62,13 @@ def _tensor_v1(machine: Machine, args: Any) -> TensorRef:
 def _tensor_v2(machine: Machine, args: Any) -> TensorRef:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
     storage, offset, size, stride, requires_grad, hooks, *metadata = args
+    if type(requires_grad) is not bool:
+        raise TypeError("requires_grad is no boolean")
     if not metadata and not hooks:
-        return strided(storage, offset, size, stride, requires_grad=bool(requires_grad))
+        return strided(storage, offset, size, stride, requires_grad=requires_grad)
     return strided(
         storage, offset, size, stride,
-        requires_grad=bool(requires_grad), hooks=hooks_or_none(hooks), flags=flags_of(metadata),
+        requires_grad=requires_grad, hooks=hooks_or_none(hooks), flags=flags_of(metadata),
     )  # fmt: skip
 
 
@@ -80,6 +82,8 @@ def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
 
 
 def flags_of(metadata: list[Any]) -> tuple[str, ...]:
+    if len(metadata) > 1:
+        raise TypeError("a tensor has more arguments than any")
     if not metadata or not metadata[0]:
         return ()
     unknown = set(metadata[0]) - {"conj", "neg"}

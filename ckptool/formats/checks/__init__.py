@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.checks.archives import archive_findings, torch_zip_findings
+from ckptool.formats.checks.objects import pickle_problems
 from ckptool.formats.checks.streams import (
     legacy_findings,
     pickle_findings,
@@ -22,6 +23,9 @@ from ckptool.formats.shard_details import total_size_notes
 from ckptool.model import OrderedMap
 
 __all__ = ["content", "structure"]
+
+_BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
+"""Formats whose pickles have no checksum."""
 
 
 def structure(probe: Probe) -> Findings:
@@ -37,6 +41,8 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     """
     found = Findings(notes=checkpoint.details.unreferenced)
     source, limits = probe.source, probe.limits
+    if checkpoint.format in _BARE_PICKLES or probe.is_folder:
+        found += Findings(tuple(pickle_problems(checkpoint)))
     match checkpoint.format:
         case "torch-zip" if source is not None and probe.archive and probe.contents:
             return found + torch_zip_findings(probe.archive, probe.contents)

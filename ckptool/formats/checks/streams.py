@@ -124,7 +124,10 @@ def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> 
     end = 0
     for name, member in members.items():
         stop = member.offset + member.length
-        padded = min(-(-stop // BLOCK) * BLOCK, source.size)
+        padded = -(-stop // BLOCK) * BLOCK
+        if padded > source.size:
+            problems.append(Problem("truncated", name, "its last block is cut short"))
+            return Findings(tuple(problems))
         if source.read(stop, padded - stop).strip(b"\0"):
             problems.append(Problem("padding", name, "what fills its last block is not zero"))
         end = max(end, padded)
