@@ -39,7 +39,7 @@ class Difference:
     """The largest |a - b| / |b|: infinite where b is 0 and a is not, 0.0 where both are."""
     rmse: float
     cosine: float | None
-    """None where either has no length."""
+    """None where either has no length, or one that float64 cannot tell beside the other's."""
     nan_a: int
     nan_b: int
     inf_a: int
@@ -144,12 +144,14 @@ def _difference(sums: Sums, elements: int, *, asked: bool) -> Difference:
 
 
 def _cosine(sums: Sums) -> float | None:
-    """Of the angle between the two, from what is not beyond float64."""
+    """Of the angle between the two; where their product is beyond float64, from three lengths."""
     a, b, gap = sums.norm_a, sums.norm_b, sums.norm
     if not (a and b):
         return None
     if 1e-140 < a < 1e140 and 1e-140 < b < 1e140:
         cosine = sums.product / a / b
+    elif a / b > 1e6 or b / a > 1e6:
+        return None  # the third is that of the longer one
     else:
         cosine = (a / b + b / a - gap / a * (gap / b)) / 2
-    return None if math.isnan(cosine) else max(-1.0, min(1.0, cosine))
+    return max(-1.0, min(1.0, cosine))

@@ -160,6 +160,13 @@ def test_differences_beyond_their_type():
     assert (found.max_abs, found.rmse, found.cosine) == (INF, INF, -1.0)
 
 
+def test_lengths_that_float64_cannot_tell_side_by_side():
+    x = numbers("float64", 1)
+    assert compare(x * 1e200, x).cosine is None
+    assert compare(x, x * 1e-200).cosine is None
+    assert compare(x * 1e200, x * 2e199).cosine == pytest.approx(1, abs=1e-12)
+
+
 @pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e-3])
 def test_rounding_does_not_add_up_where_all_elements_are_alike(value):
     x, y = torch.full((100_000,), 1 + value), torch.full((100_000,), value)
