@@ -55,11 +55,10 @@ def _oddities(node: Any) -> Iterator[tuple[str, str]]:
         if not isinstance(node.func, Opaque):
             yield f"something of type {type(node.func).__name__}", "as if it were a function"
         return
-    name = node.func.qualified
-    module, _, own = name.rpartition(".")
+    name, module, own = node.func.qualified, node.func.module, node.func.name
     args = node.args if isinstance(node.args, tuple) else ()
     if name in _KNOWN:
-        if any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
+        if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
             yield name, "with arguments that it does not take"
         elif own == "_reconstruct" and not (_is_array(args[:1]) and _is_array_state(node.state)):
             yield name, "for an array that is none"
@@ -67,19 +66,23 @@ def _oddities(node: Any) -> Iterator[tuple[str, str]]:
         yield name, "and there is no such function"
     elif any(isinstance(arg, StorageRef) for arg in args):
         yield name, "on a storage, which is not known"
-    elif name == "numpy.dtype" and not _is_dtype_state(node.state):
+    elif name == "numpy.dtype" and not _is_dtype_made(args, node.state):
         yield name, "for a type whose state is none"
 
 
 def _is_array_state(state: Any) -> bool:
     """Of a `numpy.ndarray`: version, shape, dtype, order and content."""
-    return isinstance(state, tuple) and len(state) == 5 and _is_dtype(state[2])
+    match state:
+        case (1, tuple(), dtype, bool() | int(), _):
+            return _is_dtype(dtype)
+    return False
 
 
 def _is_array(classes: Sequence[Any]) -> bool:
     """Whether it can be a class of arrays: numpy's own, or one derived from it elsewhere."""
     return all(
-        isinstance(one, Global) and (one.module == "numpy") is (one.name in _ARRAYS)
+        isinstance(one, Global)
+        and (one.module.startswith("numpy.") or (one.module == "numpy") is (one.name in _ARRAYS))
         for one in classes
     )
 
@@ -91,8 +94,11 @@ def _is_dtype(node: Any) -> bool:
     return node.class_name == "numpy.dtype" or node.class_name.startswith("numpy.dtypes.")
 
 
-def _is_dtype_state(state: Any) -> bool:
-    """Of a `numpy.dtype`: so many items as the version has that comes first."""
-    if not isinstance(state, tuple) or not state or not isinstance(state[0], int):
-        return state is None or isinstance(state, tuple)
-    return len(state) == state[0] + 5
+def _is_dtype_made(args: tuple[Any, ...], state: Any) -> bool:
+    """Of a `numpy.dtype`: a code and two flags, and as many items as the version has."""
+    match args, state:
+        case (str(), bool() | int(), bool() | int()), (int() as version, *items):
+            return len(items) == version + 4
+        case (str(), bool() | int(), bool() | int()), None:
+            return True
+    return False

@@ -47,6 +47,7 @@ _PADDING = int.from_bytes(b"FB", "little")
 _TORCHS_END = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 _SHARED = ("version needed", "flags", "method", "time", "date")
+_SUMS = ("CRC-32", "packed size", "size")
 
 
 def header_problems(data: ByteRange) -> tuple[Problem, ...]:
@@ -121,14 +122,16 @@ def _size_faults(entry: Central, local: Local) -> Iterator[str]:
     put_off = {0, _FAR} if wide else {0}
     stated = (local.crc32, local.packed, local.size)
     if not described or local.crc32 or not put_off.issuperset(stated[1:]):
-        for name, ours, theirs in zip(
-            ("CRC-32", "packed size", "size"),
-            stated,
-            (entry.crc32, entry.packed, entry.size),
-            strict=True,
-        ):
-            if ours != theirs and not (wide and ours == _FAR):
-                yield f"its own header states the {name} {ours:,}, the directory {theirs:,}"
+        true = (entry.crc32, entry.packed, entry.size)
+        different = [
+            f"{name} {ours:,} and {theirs:,}"
+            for name, ours, theirs in zip(_SUMS, stated, true, strict=True)
+            if ours != theirs and not (wide and ours == _FAR) and (ours or not described)
+        ]
+        if different:
+            yield f"its own header and the directory contradict each other: {listed(different)}"
+        elif described and stated != true and not wide:
+            yield "its own header states a part of checksum and sizes, and puts off the rest"
     known = {entry.packed, entry.size, entry.header}
     if not set(wide) <= (known | {0} if described else known):
         yield "the 64-bit sizes in its own header contradict the directory"
