@@ -95,7 +95,7 @@ def _paired(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> _P
     moved = False
     for want, have in _group_pairs(ours, theirs):
         moved = moved or want != have
-        common = ours[want].keys() & theirs[have].keys()
+        common = [name for name in ours[want] if name in theirs[have]]
         both.extend((ours[want].pop(name), theirs[have].pop(name)) for name in common)
     missing, nowhere = _left(ours, {want.path[:-1] for want, _ in both}, moved)
     extra, new = _left(theirs, {have.path[:-1] for _, have in both}, moved)

@@ -48,7 +48,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
     else:
         yield plural(verdict.tensors, "tensor")
     yield size(verdict.size)
-    if verdict.summed:
+    if verdict.summed and verdict.checked:
         of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
         yield f"CRC-32{of}"
     elif not verdict.manifest:

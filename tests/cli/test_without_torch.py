@@ -46,6 +46,8 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["list", "--tree", "MODEL"],
         ["info", "MODEL"],
         ["show", "MODEL", "module.fc.weight"],
+        ["verify", "MODEL"],
+        ["verify", "--values", "--manifest", "sums.json", "MODEL", "MODEL"],
         ["diff", "MODEL", "MODEL", "--structure"],
         ["diff", "MODEL", "MODEL", "--quick"],
         ["diff", "MODEL", "MODEL"],

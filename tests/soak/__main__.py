@@ -1,4 +1,4 @@
-"""`make soak`: real processes, killed at random times; a table of what they left."""
+"""`make soak`: processes killed at random times, files damaged at random; what came of both."""
 
 import argparse
 import os
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from tests.damage import SAMPLES
+from tests.soak.damage import damage
 from tests.soak.killing import soak
 from tests.soak.works import MIXED, WORKS, make_sources
 
@@ -25,6 +27,7 @@ COLUMNS = {
     "settled": "settled",
     "refused": "refused",
 }
+DAMAGES = ["format", "bits", "cuts", "splices", "found", "in bytes that nothing covers", "failures"]
 
 
 def run(options, above):
@@ -47,11 +50,26 @@ def run(options, above):
     return [tallies[kind] for kind in options.kinds]
 
 
+def damaged(options, above):
+    """Files of every format, damaged; what came of it, in order."""
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        futures = [
+            pool.submit(damage, kind, options.damages, above, options.seed) for kind in SAMPLES
+        ]
+        found = [future.result() for future in futures]
+    for one in found:
+        print(*one.failures, sep="\n", end="\n" if one.failures else "", file=sys.stderr)
+    return found
+
+
 def parsed():
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="of each kind")
     parser.add_argument(
         "--kinds", nargs="+", choices=[*WORKS, MIXED], default=USUAL, metavar="KIND"
+    )
+    parser.add_argument(
+        "--damages", type=int, default=1000, help="bits turned over, cuts, splices of each format"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kinds at a time")
     parser.add_argument("--folder", help="where the files are (default: build/)")
@@ -65,16 +83,24 @@ def main():
     above = Path(tempfile.mkdtemp(prefix="soak-", dir=options.folder or "build")).absolute()
     begin = time.perf_counter()
     try:
-        tallies = run(options, above)
+        tallies = run(options, above) if options.kills else []
+        seconds = time.perf_counter() - begin
+        damages = damaged(options, above) if options.damages else []
     finally:
         shutil.rmtree(above)
     rows = [
         [tally.kind, *(tally.found[name] for name in COLUMNS), len(tally.failures)]
         for tally in tallies
     ]
-    print(tabulate(rows, ["kind", *COLUMNS.values(), "failures"], tablefmt="github"))
-    print(f"\n{sum(row[1] for row in rows):,} kills in {time.perf_counter() - begin:.0f} s")
-    return 1 if any(tally.failures for tally in tallies) else 0
+    if rows:
+        print(tabulate(rows, ["kind", *COLUMNS.values(), "failures"], tablefmt="github"))
+        print(f"\n{sum(row[1] for row in rows):,} kills in {seconds:.0f} s\n")
+    if damages:
+        rows = [
+            [one.kind, *([one.count] * 3), *one.columns(), len(one.failures)] for one in damages
+        ]
+        print(tabulate(rows, DAMAGES, tablefmt="github"))
+    return 1 if any(one.failures for one in (*tallies, *damages)) else 0
 
 
 if __name__ == "__main__":
