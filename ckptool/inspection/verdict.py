@@ -29,7 +29,7 @@ _KINDS: dict[type[CheckpointError], str] = {
 }
 """The errors that are problems of a file, with the kind of each; the first that fits."""
 _CONTRADICTIONS: dict[type[CheckpointError], str] = {
-    FileMissing: "missing",
+    FileMissing: "missing-shard",
     UnsupportedFormat: "corrupt",
 }
 """Those that are where other facts say that the file should be there, and of another kind."""

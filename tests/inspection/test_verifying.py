@@ -336,7 +336,7 @@ def test_an_index_and_its_shards_contradict_each_other(index):
     changed(index, weight_map={**names, "d": "model-00002-of-00002.safetensors"})
     assert kinds(index) == ["corrupt"]
     changed(index, weight_map={**names, "c": "model-00003-of-00002.safetensors"})
-    assert kinds(index) == ["missing"]
+    assert kinds(index) == ["missing-shard"]
     (index.parent / "model-00003-of-00002.safetensors").write_bytes(
         b"\x89HDF\r\n\x1a\n" + bytes(100)
     )
