@@ -188,9 +188,9 @@ class Kernel:
         known, product = self._tolerance, float((a * b).sum())
         close = not known.asked or bool((gap.abs() <= known.atol + known.rtol * b.abs()).all())
         ratio = float(gap.abs().div_(b.abs()).nan_to_num_(0.0, math.inf).amax())
-        found = self._functions.figures(a, b, gap, math.inf, -1.0, False)
-        found[10], found[14] = product, ratio
-        self.sums.add(_sums(found, close))
+        differ, *sums, largest, _, _ = self._functions.figures(a, b, gap, math.inf, -1.0, False)
+        counts = [differ, float(x.numel()), 0.0, 0.0, 0.0, 0.0]
+        self.sums.add(_sums([*counts, *sums, product, 0.0, largest, 0.0, ratio], close))
 
     def _take(self, found: list[float], x: torch.Tensor, y: torch.Tensor) -> None:
         """Add figures of a block, and whether it is close."""

@@ -43,30 +43,26 @@ def _is_lost(total: float, numbers: torch.Tensor, least: float) -> bool:
 
 def figures(
     a: torch.Tensor, b: torch.Tensor, gap: torch.Tensor, ratio: float, rtol: float, pairs: bool
-) -> list[float]:
+) -> tuple[float, float, float, float, float, float, float, bool]:
     """Figures of a chunk: `gap` is a - b. All three are used up; they hold at least one element.
 
-    0: elements that differ, 1: all, 2 to 5: what `fill` counts; 6: the sum of the gaps, 7: of their
-    squares, 8, 9: of the squares of a and of b, 10: of their products, right where the squares of a
-    and b are much the same; 11: what is lost. Of all chunks the largest count: 12: the largest gap,
-    13: its largest excess over `rtol` (if not negative) times |b|, 14: 1.0 if a ratio to |b| may be
-    beyond `ratio`.
+    How many differ; the sum of the gaps, of their squares, of the squares of a and of b; the
+    largest gap, the largest excess of one over `rtol` (if not negative) times |b|; whether one may
+    be more than `ratio` times |b|.
     """
     gap = _magnitudes(gap, pairs) if pairs else gap.abs_()
-    count, total, largest = float(gap.numel()), float(gap.sum()), float(gap.amax())
+    total, largest = float(gap.sum()), float(gap.amax())
     differ = float(gap.sign().sum())
-    excess, beyond = -float("inf"), 0.0
+    excess, beyond = -float("inf"), False
     if rtol >= 0.0:
         excess = float(gap.sub(_magnitudes(b, pairs), alpha=rtol).amax())
     squares = float(gap.square_().sum())
-    one, other = float(a.square_().sum()), float(b.square_().sum())
+    ones, others = float(a.square_().sum()), float(b.square_().sum())
     if ratio < float("inf"):
         size = b.view(-1, 2).sum(1) if pairs else b
         over = float(gap.sub_(size, alpha=min(ratio * ratio, 1e30)).amax())
-        beyond = float(not over < -1e-44)  # nearly 0: squares of small numbers are a guess
-    found = [differ, count, 0.0, 0.0, 0.0, 0.0, total, squares, one, other]
-    found.extend([(one + other - squares) / 2.0, 0.0, largest, excess, beyond])
-    return found
+        beyond = not over < -1e-44  # nearly 0: squares of small numbers are a guess
+    return differ, total, squares, ones, others, largest, excess, beyond
 
 
 def _largest_ratio(a: torch.Tensor, b: torch.Tensor, pairs: bool) -> float:
@@ -122,41 +118,51 @@ def block(
     special: bool,
     equal_nan: bool,
 ) -> list[float]:
-    """`figures` of all elements of x and y, chunk by chunk, in the type of the buffers a and b.
+    """Figures of all elements of x and y, chunk by chunk, in the type of the buffers a and b.
 
-    But 14 is the largest ratio, if it is beyond `ratio`.
     `pairs`: two of them are the parts of a complex number. Sums of squares up to `least` cannot be
     told from 0. Where NaN and infinities are not looked for (`special`), they are lost.
+
+    0 to 5: as `fill`; 6: the sum of the gaps, 7: of their squares, 8, 9: of the squares of a and of
+    b, 10: of their products; 11: what is lost; 12: the largest gap, 13: the largest excess, 14: the
+    largest ratio of a gap to |b|, at least `ratio`.
     """
-    totals = [0.0] * 13 + [-float("inf"), ratio]
+    counts, lost = [0.0] * 6, 0.0
+    total, squares, ones, others, product = 0.0, 0.0, 0.0, 0.0, 0.0
+    largest, excess = 0.0, -float("inf")
     for start in range(0, x.numel(), a.numel()):
         left, right = x[start : start + a.numel()], y[start : start + a.numel()]
         one, other = a[: left.numel()], b[: left.numel()]
-        counts = fill(one, other, left, right, pairs, special, equal_nan)
-        found = figures(one, other, one - other, totals[14], rtol, pairs)
-        gaps, ones, others = found[7], found[8], found[9]
-        alike = ones <= 4.0 * others and others <= 4.0 * ones
-        if not (alike and least < ones < float("inf") and least < others < float("inf")):
+        known = fill(one, other, left, right, pairs, special, equal_nan)
+        found = figures(one, other, one - other, ratio, rtol, pairs)
+        differ, gaps, gap2, a2, b2, widest, over, beyond = found
+        both = (a2 + b2 - gap2) / 2.0
+        alike = a2 <= 4.0 * b2 and b2 <= 4.0 * a2
+        if not (alike and least < a2 < float("inf") and least < b2 < float("inf")):
             fill(one, other, left, right, pairs, special, equal_nan)
-            found[10] = float((one * other).sum())
-            found[11] = float(_is_lost(ones, one, least) or _is_lost(others, other, least))
-        if not (least < gaps < float("inf")) and found[12] != 0.0:
-            found[11] = 1.0
-        if found[14] > 0.0:
+            both = float((one * other).sum())
+            lost += float(_is_lost(a2, one, least) or _is_lost(b2, other, least))
+        if widest != 0.0 and not (least < gap2 < float("inf")):
+            lost += 1.0
+        if beyond:
             fill(one, other, left, right, pairs, special, equal_nan)
-            found[14] = _largest_ratio(one, other, pairs)
-        for at, count in enumerate(counts):
-            found[at] = count
-        for at, value in enumerate(found):
-            totals[at] = totals[at] + value if at < 12 else max(totals[at], value)
-    return totals
+            ratio = max(ratio, _largest_ratio(one, other, pairs))
+        for at, count in enumerate(known):
+            counts[at] += count
+        if not special:
+            counts[0] += differ
+            counts[1] += float(left.numel()) / (2 if pairs else 1)
+        total, squares, ones, others = total + gaps, squares + gap2, ones + a2, others + b2
+        product, largest, excess = product + both, max(largest, widest), max(excess, over)
+    counts.extend([total, squares, ones, others, product, lost, largest, excess, ratio])
+    return counts
 
 
 class Functions(NamedTuple):
     """The functions of this module that others call, the fast way if there is one."""
 
     block: Callable[..., list[float]]
-    figures: Callable[..., list[float]]
+    figures: Callable[..., tuple[float, ...]]
 
 
 @cache

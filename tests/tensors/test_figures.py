@@ -49,8 +49,8 @@ def test_what_is_not_finite_is_lost_unless_looked_for():
         x[:] = 1.0
         x[4] = bad
         lost = of_block(block, x, y)[11]
-        assert lost == (bad != 1e-30)
-    assert of_block(block, torch.full((9,), 1e-30), y)[11] == 1.0
+        assert (lost > 0) == (bad != 1e-30)
+    assert of_block(block, torch.full((9,), 1e-30), y)[11] > 0
     assert of_block(block, torch.zeros(9), torch.zeros(9))[11] == 0.0
 
 
