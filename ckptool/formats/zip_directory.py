@@ -17,6 +17,7 @@ from ckptool.limits import Limits
 
 __all__ = [
     "DEFLATED",
+    "REFUSED",
     "STORED",
     "End",
     "Entry",
@@ -42,7 +43,8 @@ _LOCAL_SIGNATURE = b"PK\x03\x04"
 _FAR, _MANY = 0xFFFFFFFF, 0xFFFF
 
 _ENCRYPTED, _DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
-_REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
+REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
+"""Flags of records that nobody reads without more."""
 _LONGEST_ENTRY = _ENTRY.size + 3 * 0xFFFF
 
 
@@ -185,7 +187,7 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         descriptor = bool(flags & _DESCRIPTOR)
         entry = Entry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
-        if odd_method or flags & _REFUSED or disk > 1:
+        if odd_method or flags & REFUSED or disk > 1:
             _refuse_record(data, entry, flags)
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from ckptool.errors import CheckpointError
+from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.checks.zip_headers import header_problems
@@ -27,8 +27,10 @@ def archive_findings(probe: Probe) -> Findings:
     whole = ByteRange(probe.source, 0, probe.source.size)
     try:
         archive = probe.archive
+    except UnsupportedFormat:
+        return Findings(header_problems(whole, refused=True))
     except CheckpointError:
-        return Findings(header_problems(whole))
+        return Findings()
     if archive is None:
         return Findings()
     stated = [record for record in archive.records.values() if record.crc32 is not None]

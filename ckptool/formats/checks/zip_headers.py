@@ -21,7 +21,7 @@ from ckptool.formats.checks.zip_entries import (
     wide_values,
 )
 from ckptool.formats.problems import Problem
-from ckptool.formats.zip_directory import DEFLATED, STORED, End, find_end
+from ckptool.formats.zip_directory import DEFLATED, REFUSED, STORED, End, find_end
 from ckptool.paths import counted, listed
 
 __all__ = ["header_problems"]
@@ -42,6 +42,7 @@ _ZIP64_VERSION = 45
 _VERSIONS = {10, 20, _ZIP64_VERSION}
 """Versions needed that one header may have where the other has another: some tools count anew."""
 _FAR = 0xFFFFFFFF
+_MOST_REFUSED = 100
 _PADDING = int.from_bytes(b"FB", "little")
 """The extra field that torch pads with, to align what follows."""
 _TORCHS_END = 0x031E
@@ -50,10 +51,11 @@ _SHARED = ("version needed", "flags", "method", "time", "date")
 _SUMS = ("CRC-32", "packed size", "size")
 
 
-def header_problems(data: ByteRange) -> tuple[Problem, ...]:
+def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem, ...]:
     """Every contradiction between the headers of a zip; none where its end cannot be found.
 
-    What the reader refuses is told by opening the file, and not looked for here.
+    What the reader refuses is told by opening the file, and not looked for here. `refused`: only
+    some records of a kind that is not read, which may be so by damage alone.
     """
     try:
         end = find_end(data)
@@ -62,6 +64,8 @@ def header_problems(data: ByteRange) -> tuple[Problem, ...]:
         entries = list(directory_entries(data, end))
     except (CheckpointError, struct.error):
         return ()
+    if refused:
+        entries = [entry for entry in entries if _is_refused(entry)][:_MOST_REFUSED]
     headers = [local_header(data, entry.header, len(entry.name)) for entry in entries]
     by_torch = _is_torchs(entries, headers)
     problems = [
@@ -70,6 +74,10 @@ def header_problems(data: ByteRange) -> tuple[Problem, ...]:
         for text in _entry_faults(data, entry, local, by_torch)
     ]
     return (*problems, *_end_problems(data, end, by_torch))
+
+
+def _is_refused(entry: Central) -> bool:
+    return entry.shared.method not in (STORED, DEFLATED) or bool(entry.shared.flags & REFUSED)
 
 
 def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> bool:
