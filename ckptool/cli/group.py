@@ -15,7 +15,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "show": ("show_verb", "Show one value, one object or the head of one tensor."),
         "stats": ("stats_verb", "Say what the numbers of each tensor are like."),
         "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
-        "verify": ("verify_verb", "Check that files are intact: everything that torch does not check."),
+        "verify": ("verify_verb", "Check that files are intact: all that torch does not check."),
         "doctor": ("doctor_verb", "Say why a checkpoint does not load, and what mends it."),
         "report": ("report_verb", "Write a page about a checkpoint, or about two compared."),
     },

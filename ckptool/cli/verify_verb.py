@@ -44,7 +44,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Check that files are intact: everything that torch does not check.
+    """Check that files are intact: all that torch does not check.
 
     Of a zip the CRC-32 of every record and all that it states twice, of every format the structure;
     of shards the index too. Folders are searched for checkpoints. A manifest is the same for every

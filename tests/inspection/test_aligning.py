@@ -242,7 +242,6 @@ TRAINED = {"state_dict": state(*WEIGHTS, wrapper="module."), "args": {"lr": 0.1}
 
 
 class TestKey:
-
     def test_a_container(self):
         assert names(aligned(TRAINED, TRAINED, key="args")) == (["args/lr"], [], [])
         assert names(aligned(TRAINED, {"x": {"args": {"lr": 1}}}, key="args")) == (["lr"], [], [])
