@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Say what the numbers of each tensor are like.
 
-    Range, mean, share of zeros, NaN, a histogram. std is that of the population (divided by n), norm
-    the Euclidean one. NaN and infinite elements are counted and left out of all else; complex
+    Range, mean, share of zeros, NaN, a histogram. std is that of the population (divided by n);
+    norm is Euclidean. NaN and infinite elements are counted and left out of all else; complex
     numbers count by their magnitude. Flagged are constant, all-zero, NaN and Inf tensors, and those
     that are unlike the others of their role, as layers.{0..31}.mlp.weight: in type, shape or
     device, or 10 times off in norm or std.
