@@ -54,10 +54,16 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
 )
 @click.option("--strict", is_flag=True, help="Device tags and requires_grad count as differences.")
 @click.option(
-    "--atol", type=float, callback=_tolerance, help="Absolute tolerance, as in torch.allclose."
+    "--atol",
+    type=float,
+    callback=_tolerance,
+    help="Absolute tolerance, as in torch.allclose (1e-8 where only --rtol is given).",
 )
 @click.option(
-    "--rtol", type=float, callback=_tolerance, help="Relative tolerance, as in torch.allclose."
+    "--rtol",
+    type=float,
+    callback=_tolerance,
+    help="Relative tolerance, as in torch.allclose (1e-5 where only --atol is given).",
 )
 @click.option("--equal-nan", is_flag=True, help="NaN is equal to NaN where values are compared.")
 @click.option("--stat", is_flag=True, help="How much differs in each module.")
