@@ -86,13 +86,14 @@ def doctor(path: str | os.PathLike[str], **options: Any) -> Diagnosis:
     Args:
         path: The file or folder.
         options: `like`, a checkpoint of the architecture that it is to load into; `key`, the state
-            dict that is meant; `quick`, look at the header alone; `devices`, the device tags that
-            the machine has, if not this one's; `progress`, `limits`.
+            dict that is meant; `quick`, look at the header alone; `devices`, what the machine has,
+            if not this one (`"cuda:0,cuda:1"`, or a list of words or of `torch.device`);
+            `progress`, `limits`.
 
     Raises:
         FileMissing: there is no such file.
         UnreadableFile: the system refuses it, or the reference cannot be read.
-        UsageError: the reference holds no state dict, or several.
+        UsageError: the reference holds no state dict, or several; or a word is no device.
         NotFound: nothing answers to `key`.
     """
     return inspection.diagnose(path, **options)

@@ -7,7 +7,7 @@ import click
 from ckptool.cli.console import print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
-from ckptool.inspection.doctor import diagnose, parsed_devices
+from ckptool.inspection.doctor import diagnose
 
 __all__ = ["command"]
 
@@ -53,9 +53,8 @@ def command(
     one new file; FILE itself is never changed. Notes (what works, and is worth knowing) do not
     count for the exit code. Which GPUs there are is told by the system: torch is not imported.
     """
-    here = None if devices is None else parsed_devices(devices)
     with Progress(quiet=quiet) as progress:
-        found = diagnose(file, like=like, key=key, quick=quick, devices=here, progress=progress)
+        found = diagnose(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
     if as_json:
         print_document(found.to_dict())
     else:

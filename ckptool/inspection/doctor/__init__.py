@@ -2,6 +2,5 @@
 
 from ckptool.inspection.doctor.complaint import Complaint
 from ckptool.inspection.doctor.diagnosis import Diagnosis, diagnose
-from ckptool.inspection.doctor.machine import parsed_devices
 
-__all__ = ["Complaint", "Diagnosis", "diagnose", "parsed_devices"]
+__all__ = ["Complaint", "Diagnosis", "diagnose"]

@@ -15,7 +15,7 @@ from ckptool.inspection.doctor.complaint import Complaint, Found
 from ckptool.inspection.doctor.fit import fit, reference_model
 from ckptool.inspection.doctor.layout import layout
 from ckptool.inspection.doctor.level import level
-from ckptool.inspection.doctor.machine import devices_here
+from ckptool.inspection.doctor.machine import devices_here, parsed_devices
 from ckptool.inspection.doctor.memory import memory
 from ckptool.inspection.doctor.naming import naming
 from ckptool.inspection.doctor.objects import objects
@@ -77,7 +77,7 @@ def diagnose(
     like: str | os.PathLike[str] | None = None,
     key: str | None = None,
     quick: bool = False,
-    devices: Iterable[str] | None = None,
+    devices: str | Iterable[object] | None = None,
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Diagnosis:
@@ -90,7 +90,8 @@ def diagnose(
         like: A checkpoint of the architecture that it is to load into.
         key: The state dict that is meant, by its address, where there are several.
         quick: Look at the header alone: neither checksums nor NaN.
-        devices: Device tags (`cuda:0`) that the machine has; None: as far as this one tells.
+        devices: The devices that the machine has (`cuda:0,cuda:1`, or a list of words or of
+            `torch.device`); None: as far as this one tells.
         progress: Told bytes done and in all, of what is read.
         limits: What a hostile file may cost.
 
@@ -98,12 +99,11 @@ def diagnose(
         FileMissing: there is no such file (a missing shard is a finding).
         UnreadableFile: the system refuses it, or it asks for more than `limits`; or the reference
             cannot be read.
-        UsageError: the reference holds no state dict, or several.
+        UsageError: the reference holds no state dict, or several; or a word is no device.
         NotFound: nothing answers to `key`.
     """
     file = os.fsdecode(path)
-    here = ("cpu", *dict.fromkeys(devices)) if devices is not None else devices_here()
-    here = tuple(dict.fromkeys(here))
+    here = devices_here() if devices is None else parsed_devices(devices)
     with ExitStack() as stack:
         reference = None
         if like is not None:

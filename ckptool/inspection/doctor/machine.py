@@ -17,7 +17,13 @@ from ckptool.errors import UsageError
 
 __all__ = ["devices_here", "parsed_devices"]
 
-_WORD = re.compile(r"[a-z][a-z0-9_]*(:\d+)?", re.ASCII)
+_WORD = re.compile(r"([a-z][a-z0-9_]*)(:\d+)?", re.ASCII)
+_KINDS = frozenset({
+    "cpu", "cuda", "hip", "xpu", "mps", "mtia", "hpu", "xla", "maia", "ort", "ipu", "ve", "vulkan",
+    "metal", "opengl", "opencl", "ideep", "mkldnn", "fpga", "lazy", "meta", "privateuseone",
+    "npu", "mlu", "musa", "gcu", "sdaa", "supa", "dml", "openreg", "rbln", "neuron",
+})  # fmt: skip
+"""What torch.device takes (c10/core/DeviceType.h), and back ends that register their own word."""
 _GPU_FILE = re.compile(r"nvidia\d+")
 _WITHOUT_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*None", re.MULTILINE)
 _WITHOUT_ROCM = re.compile(r"^hip\b[^=\n]*=\s*None", re.MULTILINE)
@@ -25,17 +31,31 @@ _AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
-def parsed_devices(text: str) -> tuple[str, ...]:
+def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     """`cpu`, `cuda:0,cuda:1`: the devices of the machine that is meant; `cpu` is always one.
+
+    Args:
+        devices: Words with commas between, or a word each: text, or a `torch.device`.
 
     Raises:
         UsageError: a word is no device.
     """
-    words = [word.strip() for word in text.split(",")]
+    given = devices.split(",") if isinstance(devices, str) else _each(devices)
+    words = [str(word).strip() for word in given]
     for word in words:
-        if not _WORD.fullmatch(word):
+        if not _is_device(word):
             raise UsageError(f"{word!r} is no device", hint="--devices cpu or --devices cuda:0")
     return tuple(dict.fromkeys(("cpu", *(_numbered(word) for word in words))))
+
+
+def _each(devices: object) -> Iterable[object]:
+    """What a list holds; a lone `torch.device` is one of one."""
+    return devices if isinstance(devices, Iterable) else (devices,)
+
+
+def _is_device(word: str) -> bool:
+    found = _WORD.fullmatch(word)
+    return found is not None and found[1] in _KINDS
 
 
 def _numbered(word: str) -> str:

@@ -1,6 +1,7 @@
 """Which devices there are, told by files of the system."""
 
 import pytest
+import torch
 
 from ckptool.errors import UsageError
 from ckptool.inspection.doctor import machine
@@ -57,8 +58,6 @@ def test_the_environment_hides_gpus(system, stated, count):
 
 
 def test_the_torch_that_is_installed_is_read_and_not_run():
-    import torch
-
     text = machine._installed_torch()
     assert f"'{torch.__version__}'" in text
     assert (machine._WITHOUT_CUDA.search(text) is None) == (torch.version.cuda is not None)
@@ -71,13 +70,20 @@ def test_the_torch_that_is_installed_is_read_and_not_run():
         ("cuda", ("cpu", "cuda:0")),
         ("cuda:1, cuda:0", ("cpu", "cuda:1", "cuda:0")),
         ("mps", ("cpu", "mps")),
+        ("cuda:3", ("cpu", "cuda:3")),
+        (["cuda", "npu:1"], ("cpu", "cuda:0", "npu:1")),
+        ([torch.device("cpu"), torch.device("cuda", 1)], ("cpu", "cuda:1")),
+        (torch.device("mps"), ("cpu", "mps")),
+        ([], ("cpu",)),
     ],
 )
 def test_devices_are_given_as_a_list(text, tags):
     assert parsed_devices(text) == tags
 
 
-@pytest.mark.parametrize("text", ["", "GPU", "cuda:x", "cuda:0;cuda:1"])
+@pytest.mark.parametrize(
+    "text", ["", "GPU", "banana", "cuda:x", "cuda:0;cuda:1", ["cpu", "banana"], [0], 0]
+)
 def test_words_that_are_no_device_are_refused(text):
     with pytest.raises(UsageError, match="is no device"):
         parsed_devices(text)
