@@ -7,6 +7,7 @@ pickle if it reads as one, and as something that holds something.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
@@ -14,6 +15,7 @@ from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.model import Opaque, find_tensors
+from ckptool.paths import counted
 from ckptool.symbolic import Unpickled, unpickle
 
 __all__ = ["PICKLE", "PickleFile"]
@@ -68,11 +70,18 @@ class PickleFile:
             globals=found.globals,
             opcodes=found.opcodes,
             tidy=found.tidy,
+            framed=found.framed,
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
-            left_behind=(f"{rest:,} bytes behind the pickle are not read",) if rest else (),
+            left_behind=tuple(_behind(rest)),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
+
+
+def _behind(rest: int) -> Iterator[str]:
+    if rest:
+        verb = "is" if rest == 1 else "are"
+        yield f"{counted(rest, 'byte')} behind the pickle {verb} not read"
 
 
 def _unpickle(probe: Probe, source: FileSource) -> Unpickled:

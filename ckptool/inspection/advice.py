@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptool.formats.identify_kinds import as_argument
-from ckptool.paths import listed
+from ckptool.paths import counted, listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]
 
@@ -61,11 +61,16 @@ def choice_notes(needs: Needs) -> tuple[str, ...]:
 
 def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     """What `compact` would leave out: bytes that no tensor reaches, and dead ones."""
-    facts = [f"{unseen:,} bytes of the storages are seen by no tensor"] if unseen > 0 else []
-    facts += [f"{dead:,} bytes are dead"] if dead > 0 else []
+    facts = [f"{_bytes_are('of the storages', unseen)} seen by no tensor"] if unseen > 0 else []
+    facts += [f"{_bytes_are('', dead)} dead"] if dead > 0 else []
     in_place = ["--in-place"] if _INDEX.search(file) else []  # shards have no other target
     command = shlex.join(["ckptool", "compact", as_argument(file), *in_place])
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
+
+
+def _bytes_are(whose: str, count: int) -> str:
+    words = (counted(count, "byte"), whose, "is" if count == 1 else "are")
+    return " ".join(filter(None, words))
 
 
 def _to_first_gpu(tags: Sequence[str]) -> list[str]:

@@ -78,7 +78,8 @@ def _notes(pairs: _Pairs) -> Iterator[str]:
         pairs.elsewhere, ("not in this file", "not in the manifest"), strict=True
     ):
         for place, count in counts.items():
-            yield f"{counted(count, 'tensor')} of {listed([place])} are {where}"
+            verb = "is" if count == 1 else "are"
+            yield f"{counted(count, 'tensor')} of {listed([place])} {verb} {where}"
     unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in pairs.both)
     if unhashed:
         yield (

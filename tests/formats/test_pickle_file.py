@@ -99,6 +99,8 @@ def test_what_follows_the_pickle_is_a_note(read):
     assert checkpoint.root == {"a": 1}
     assert checkpoint.details.dead_bytes == 5
     assert checkpoint.details.left_behind == ("5 bytes behind the pickle are not read",)
+    one = read(pickle.dumps({"a": 1}, 2) + b"1")
+    assert one.details.left_behind == ("1 byte behind the pickle is not read",)
 
 
 def test_the_index_of_a_distributed_checkpoint_is_named(read):

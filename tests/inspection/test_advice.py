@@ -77,7 +77,7 @@ def test_a_folder_becomes_a_file_beside_it():
     [
         (4000, 0, "4,000 bytes of the storages are seen by no tensor"),
         (0, 17, "17 bytes are dead"),
-        (1, 2, "1 bytes of the storages are seen by no tensor and 2 bytes are dead"),
+        (1, 2, "1 byte of the storages is seen by no tensor and 2 bytes are dead"),
     ],
 )
 def test_waste_is_told_with_what_removes_it(unseen, dead, facts):
