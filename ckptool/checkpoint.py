@@ -59,6 +59,8 @@ class Details:
     """Pickle opcodes used that `weights_only=True` refuses whatever their effect."""
     tidy: bool = True
     """Whether the pickle numbers its memo in a row and leaves nothing on its stack, as all do."""
+    framed: bool = True
+    """Whether the frames of the file's pickles, if they have any, are where a pickler puts them."""
     storage_bytes: int = 0
     """Bytes of all storages and tensor records in the file, reachable or not."""
     dead_bytes: int = 0

@@ -8,6 +8,7 @@ as a table.
 import contextlib
 import io
 import json
+import pickletools
 import re
 import shutil
 import struct
@@ -20,6 +21,8 @@ from tests.formats.shards import loaded
 from tests.test_fixtures import FIXTURES, judge
 
 CENTRAL = struct.Struct("<4s6H3I5H2I")
+PICKLES = 5
+"""That a legacy stream begins with."""
 LOCAL = struct.Struct("<26x2H")
 FOLDER_BIT = 1 << 4
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
@@ -79,12 +82,23 @@ def of_a_zip(data):
 def of_a_stream(data):
     """All but the magic number of a legacy stream: neither pickles nor storages have checksums.
 
-    The count before each storage is covered as well, but where it stands only the pickle tells.
+    Of protocols 4 and 5 the lengths of frames are covered. The count before each storage is as
+    well, but where it stands only the pickle tells.
     """
     bits = Bits()
     bits.add(0, len(data))
-    for offset in range(2, 15):
-        del bits.masks[offset]
+    position = 0
+    for _ in range(PICKLES):
+        for opcode, _, offset in pickletools.genops(data[position:]):
+            if opcode.name == "FRAME":
+                covered = range(position + offset + 1, position + offset + 9)
+            elif opcode.name == "LONG1" and not position:
+                covered = range(offset, offset + 13)
+            else:
+                continue
+            for place in covered:
+                del bits.masks[place]
+        position += offset + 1
     return bits
 
 
@@ -161,12 +175,15 @@ SHARDS = {r".*index.*": of_an_index, r".*\.bin": of_a_zip, r".*\.safetensors": o
 SAMPLES = {
     "torch zip": single("archives/torch.pth", of_a_zip),
     "torch zip, DataParallel": single("torch-2.13.0/dp_full_cuda3.pth", of_a_zip),
+    "torch zip, protocol 4": single("values/plain_protocol4.pth", of_a_zip),
     "torch zip of 1.6": single("torch-1.6.0/single.pth", of_a_zip),
     "torch zip, appended to": single("archives/appended.pth", of_a_zip),
     "torch zip, packed anew": single("archives/unaligned_plain.pth", of_a_zip),
     "TorchScript": single("torchscript/scripted.pt", of_a_zip),
     "PT2": single("torchscript/exported.pt2", of_a_zip),
     "legacy stream": single("torch-2.13.0/dp_legacy.pth", of_a_stream),
+    "legacy stream, protocol 4": single("streams/protocol4.pth", of_a_stream),
+    "legacy stream, protocol 5": single("streams/protocol5.pth", of_a_stream),
     "tar": single("streams/torch_0.1.tar", of_a_tar),
     "pickle": single("streams/arrays_protocol2.pkl", of_a_pickle),
     "safetensors": single("safetensors/ties.safetensors", of_safetensors),

@@ -186,9 +186,12 @@ class LegacyStream:
         self.nested = nested or NestedStreams(self.file, limits, data.length).load
         self.stored: dict[str, _Stored] = {}
         self.sources = SourceTexts()
+        self.framed = True
+        """Whether the frames of all its pickles are where a pickler puts them."""
         start = self._header()
         self.unpickled = self._object(start)
         listed = unpickle(data, limits=limits, start=self.unpickled.end)
+        self.framed &= self.unpickled.framed and listed.framed
         self.end = self._walk(self._keys(listed.root), listed.end)
         if _NESTED_TENSOR in self.unpickled.globals:
             self.unpickled = self._object(start)  # its shape is in its storages: now they are there
@@ -201,13 +204,16 @@ class LegacyStream:
             raise CorruptFile(
                 "bytes that should be a legacy torch stream do not begin as one", file=self.file
             )
+        number = unpickle_record(self.data, 0, self.limits)
         version = unpickle_record(self.data, magic.end(), self.limits)
         if version.root != VERSION:
             raise UnsupportedFormat(
                 f"its legacy stream is of version {version.root!r:.20}; only {VERSION} is known",
                 file=self.file,
             )
-        return unpickle_record(self.data, version.end, self.limits).end
+        machine = unpickle_record(self.data, version.end, self.limits)
+        self.framed = number.framed and version.framed and machine.framed
+        return machine.end
 
     def _object(self, start: int) -> Unpickled:
         return unpickle(

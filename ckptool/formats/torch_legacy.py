@@ -54,6 +54,7 @@ class TorchLegacy:
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
             tidy=unpickled.tidy,
+            framed=stream.framed,
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=source.size - stream.end,
             left_behind=(*stream.sources.left_behind(), *_behind(source, stream.end)),

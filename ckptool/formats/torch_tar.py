@@ -59,6 +59,7 @@ class TorchTar:
             globals=unpickled.globals,
             opcodes=unpickled.opcodes,
             tidy=unpickled.tidy,
+            framed=unpickled.framed,
             storage_bytes=tar.storage_bytes,
             dead_bytes=tar.unread,
             left_behind=tar.sources.left_behind(),

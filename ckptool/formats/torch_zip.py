@@ -23,6 +23,7 @@ from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
 
 __all__ = [
+    "PICKLE",
     "TORCH_ZIP",
     "Contents",
     "Storages",
@@ -216,6 +217,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         globals=unpickled.globals,
         opcodes=unpickled.opcodes,
         tidy=unpickled.tidy,
+        framed=unpickled.framed,
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),

@@ -11,6 +11,7 @@ from ckptool.files import ByteRange
 from ckptool.files.inflated import refuse_bomb
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
+from ckptool.symbolic.frames import frames_fit
 from ckptool.symbolic.machine import Machine
 
 __all__ = ["Unpickled", "unpickle"]
@@ -32,6 +33,8 @@ class Unpickled:
     """Opcodes used that `weights_only=True` refuses."""
     tidy: bool = True
     """Whether it numbers what it remembers in a row and leaves nothing behind on its stack."""
+    framed: bool = True
+    """Whether its frames, if it has any, are where a pickler puts them."""
 
 
 def unpickle(
@@ -77,5 +80,11 @@ def unpickle(
             continue
         found = tuple(dict.fromkeys(known.qualified for known in machine.globals.values()))
         return Unpickled(
-            root, start + end, machine.protocol, found, tuple(machine.opcodes), machine.is_tidy
+            root,
+            start + end,
+            machine.protocol,
+            found,
+            tuple(machine.opcodes),
+            machine.is_tidy,
+            "FRAME" not in machine.opcodes or frames_fit(machine.data, end),
         )

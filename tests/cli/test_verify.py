@@ -67,7 +67,10 @@ def test_notes_go_to_stderr(ckptool, fixtures):
     path = fixtures / "archives/extra_record.pth"
     done = ckptool("verify", path)
     assert (done.code, len(done.out.splitlines())) == (0, 1)
-    assert done.err == f"note: {path}: record 'data/99' is not referred to by the pickle\n"
+    assert done.err == (
+        f"note: {path}: record 'data/99' is not referred to by the pickle\n"
+        f"note: {path}: record 'notes.txt' is not part of a checkpoint\n"
+    )
     assert ckptool("verify", "-q", path).err == ""
 
 

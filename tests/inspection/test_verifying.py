@@ -103,7 +103,10 @@ def test_dead_bytes_are_a_note(model):
 def test_a_record_that_the_pickle_does_not_mention_is_a_note():
     verdict = verify(FIXTURES / "archives/extra_record.pth")
     assert verdict.ok
-    assert verdict.notes == ("record 'data/99' is not referred to by the pickle",)
+    assert verdict.notes == (
+        "record 'data/99' is not referred to by the pickle",
+        "record 'notes.txt' is not part of a checkpoint",
+    )
 
 
 def repacked(path, target, **changes):
@@ -229,6 +232,52 @@ def test_a_pickle_without_a_checksum_must_be_one_that_torch_writes(tmp_path, roo
     assert [word in (problem.text, problem.kind) or word in problem.text for problem in found] == (
         [True] * (word is not None)
     )
+
+
+def test_a_record_beside_those_of_a_checkpoint_is_a_note(model):
+    with zipfile.ZipFile(model, "a") as archive:
+        archive.writestr("model/code/x.py", b"print()")
+    verdict = verify(model)
+    assert verdict.ok
+    assert verdict.notes == ("record 'code/x.py' is not part of a checkpoint",)
+
+
+def test_bytes_behind_the_pickle_of_a_zip(model, tmp_path):
+    with zipfile.ZipFile(model) as archive:
+        longer = archive.read("model/data.pkl") + b"N."
+    path = repacked(model, tmp_path / "r.pth", **{".format_version": None, "data.pkl": longer})
+    (found,) = verify(path).problems
+    assert (found.kind, found.place) == ("trailing", "model/data.pkl")
+    assert found.text.startswith("2 bytes behind the end of its pickle")
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_frame_that_lies_about_its_length(tmp_path, protocol, zipped):
+    path = tmp_path / "model.pth"
+    torch.save(
+        {"w": torch.ones(2)},
+        path,
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=zipped,
+    )
+    assert verify(path).ok
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            data = bytearray(archive.read("model/data.pkl"))
+        data[7] ^= 1
+        path = repacked(path, tmp_path / "r.pth", **{".format_version": None, "data.pkl": data})
+        (found,) = verify(path).problems
+        assert found.kind == "pickle"
+        return
+    whole, begin = path.read_bytes(), bytes((0x80, protocol, 0x95))
+    starts = [place for place in range(len(whole)) if whole.startswith(begin, place)]
+    assert len(starts) == 5
+    for bit, start in ((bit, start) for start in starts for bit in range(64)):
+        data = bytearray(whole)
+        data[start + 3 + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        assert kinds(path) == ["pickle"]
 
 
 def test_what_no_pickler_leaves(tmp_path):
@@ -484,7 +533,7 @@ class TestManifest:
         assert verdict.checked
         told, elsewhere = verdict.notes
         assert "state_dict/module.0.weight of the manifest is 0.weight here" in told
-        assert elsewhere == "1 tensor of optim are not in this file"
+        assert elsewhere == "1 tensor of optim is not in this file"
         verify(tmp_path / "copy.safetensors", manifest=tmp_path / "flat.json")
         assert verify(tmp_path / "model.pth", manifest=tmp_path / "flat.json").ok
         save_file(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.checks.archives import archive_findings, torch_zip_findings
-from ckptool.formats.checks.objects import pickle_problems
+from ckptool.formats.checks.objects import frame_problems, pickle_problems
 from ckptool.formats.checks.streams import (
     legacy_findings,
     pickle_findings,
@@ -43,9 +43,13 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     source, limits = probe.source, probe.limits
     if checkpoint.format in _BARE_PICKLES or probe.is_folder:
         found += Findings(tuple(pickle_problems(checkpoint)))
+    found += Findings(tuple(frame_problems(checkpoint)))
     match checkpoint.format:
-        case "torch-zip" if source is not None and probe.archive and probe.contents:
-            return found + torch_zip_findings(probe.archive, probe.contents)
+        case "torch-zip" if probe.archive and probe.contents:
+            found += Findings(notes=checkpoint.details.left_behind)
+            return found + torch_zip_findings(
+                probe.archive, probe.contents, unzipped=probe.is_folder
+            )
         case "safetensors-sharded" | "torch-sharded":
             return found + Findings(tuple(_total_size(checkpoint, probe)))
         case "torch-legacy" if source is not None:

@@ -11,7 +11,7 @@ from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.torch_offsets import Laid, alignment_of, computed_offsets
-from ckptool.formats.torch_zip import Contents, is_known_version
+from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version
 from ckptool.paths import counted, listed
 
 __all__ = ["archive_findings", "torch_zip_findings"]
@@ -65,11 +65,23 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def torch_zip_findings(archive: Archive, contents: Contents) -> Findings:
-    """What torch refuses, or reads otherwise, of a zip that reads well."""
-    return Findings((
-        *_refused(archive, contents), *_compressed(contents), *_misplaced(archive, contents)
-    ))  # fmt: skip
+def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) -> Findings:
+    """What torch refuses, or reads otherwise, of a zip that reads well; less of an unzipped one."""
+    problems = [*_behind_pickle(archive, contents)]
+    if not unzipped:
+        problems += _refused(archive, contents)
+        problems += _compressed(contents)
+        problems += _misplaced(archive, contents)
+    return Findings(tuple(problems))
+
+
+def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
+    """Bytes of the record of the pickle that are behind its STOP."""
+    record = contents.storages.find(PICKLE)
+    rest = 0 if record is None else record.data.length - contents.unpickled.end
+    if record is not None and rest:
+        text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
+        yield Problem("trailing", _place(archive, record.name), text)
 
 
 def _refused(archive: Archive, contents: Contents) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from ckptool.paths import printable
 from ckptool.rebuilding import everything
 from ckptool.symbolic.calls import RECOGNISED
 
-__all__ = ["pickle_problems"]
+__all__ = ["frame_problems", "pickle_problems"]
 
 _KNOWN = frozenset(
     {*RECOGNISED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
@@ -43,6 +43,16 @@ def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             if name not in told:
                 told.add(name)
                 yield Problem("pickle", "", f"its pickle calls {printable(name)} {fact}")
+
+
+def frame_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Whether a frame of a pickle states another length than it has."""
+    if not checkpoint.details.framed:
+        text = (
+            "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
+            "asks for all memory"
+        )
+        yield Problem("pickle", "", text)
 
 
 def _oddities(node: Any) -> Iterator[tuple[str, str]]:
