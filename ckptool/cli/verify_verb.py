@@ -25,12 +25,18 @@ __all__ = ["command"]
     "ckptool verify model.pth --manifest sums.json",
     finding="a problem",
 )
-@click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
+@click.argument(
+    "paths",
+    nargs=-1,
+    required=True,
+    type=click.Path(readable=False),  # one that is not is told of, and the others looked at
+    metavar="PATH...",
+)
 @click.option("--values", is_flag=True, help="Look for NaN and infinite values too.")
 @click.option(
     "--manifest",
     metavar="FILE",
-    type=click.Path(),
+    type=click.Path(readable=False),
     help="Hold the SHA-256 of every tensor against those in FILE, or write it where there is none.",
 )
 @fmt_option

@@ -14,15 +14,11 @@ from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import looks_like_checkpoint
 from ckptool.formats.shard_index import shards_named_by
 from ckptool.formats.tar_members import BLOCK, is_tar
+from ckptool.inspection.remains import should_be_one
 from ckptool.limits import Limits
 
-__all__ = ["checkpoints_in", "says_what_it_is"]
+__all__ = ["checkpoints_in"]
 
-_NAMED_SO = re.compile(
-    r".+\.(?:pth|pt|pth\.tar|ckpt|safetensors|pt2|ptl|(?:safetensors|bin|pth?)\.index(?:\.[^.]+)?\.json)",
-    re.IGNORECASE,
-)
-"""Names that say what the file should be: damaged beyond recognition, it is told of."""
 _INDEX = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
 
 _Identity = tuple[int, int]
@@ -31,8 +27,9 @@ _Identity = tuple[int, int]
 def checkpoints_in(folder: str, limits: Limits) -> list[str]:
     """The checkpoints in a folder and the folders in it, sorted by name; shards by their index.
 
-    What begins with a dot is passed by. A file that has several names is given once, under one
-    that says what it is. Links are followed, each folder is entered once.
+    What begins with a dot is passed by. A file that has several names is given once: under one
+    that says what it should be, of these under its own and not that of a link. Links are followed,
+    each folder is entered once.
     """
     files: dict[_Identity, str] = {}
     shards: set[_Identity] = set()
@@ -43,17 +40,17 @@ def checkpoints_in(folder: str, limits: Limits) -> list[str]:
             continue
         if _INDEX.fullmatch(path):
             shards |= _identities(os.path.dirname(path), shards_named_by(path))
-        if identity not in files or says_what_it_is(path):
-            files[identity] = path
+        known = files.get(identity)
+        files[identity] = path if known is None else min(known, path, key=_worth)
     single = [
         path for identity, path in files.items() if identity not in shards and _may_be_one(path)
     ]
     return sorted((*whole, *single))
 
 
-def says_what_it_is(path: str) -> bool:
-    """Whether the name is one that only checkpoints have."""
-    return _NAMED_SO.fullmatch(path) is not None
+def _worth(path: str) -> tuple[bool, bool, str]:
+    """The less, the better a name of a file is."""
+    return not should_be_one(path), os.path.islink(path), path
 
 
 def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
@@ -62,9 +59,9 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
     That is an unzipped checkpoint, and what cannot be looked at: whoever opens it says why.
     """
     entered: set[_Identity] = set()
-    todo = [folder]
-    while todo:
-        here = todo.pop()
+    todo, linked = [folder], list[str]()
+    while todo or linked:  # first where folders are, then where links to them are
+        here = todo.pop() if todo else linked.pop()
         identity = _identity(here)
         if identity in entered:
             continue
@@ -79,10 +76,10 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
             continue
         for path in (os.path.join(here, name) for name in names if not name.startswith(".")):
             if os.path.isdir(path):
-                todo.append(path)
+                (linked if os.path.islink(path) else todo).append(path)
             elif os.path.isfile(path):
                 yield path, _identity(path)
-            elif os.path.islink(path) and says_what_it_is(path):
+            elif os.path.islink(path) and should_be_one(path):
                 yield path, None
 
 
@@ -114,7 +111,7 @@ def _identities(folder: str, names: Iterable[str]) -> set[_Identity]:
 
 def _may_be_one(path: str) -> bool:
     """Whether the name or the first bytes speak for it."""
-    if says_what_it_is(path) or _INDEX.fullmatch(path):
+    if should_be_one(path) or _INDEX.fullmatch(path):
         return True
     try:
         with closing(FileSource(path)) as source:

@@ -21,7 +21,8 @@ from ckptool.inspection.manifest import (
     write_manifest,
 )
 from ckptool.inspection.manifest_check import held_against
-from ckptool.inspection.searching import checkpoints_in, says_what_it_is
+from ckptool.inspection.remains import should_be_one
+from ckptool.inspection.searching import checkpoints_in
 from ckptool.inspection.verdict import NOT_ONE, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
@@ -118,7 +119,7 @@ class Verifier:
             told = False
             for one in inside:
                 result = self._tried(one, alone=alone)
-                if one == path or says_what_it_is(one) or not _is_other(result):
+                if one == path or should_be_one(one) or not _is_other(result):
                     told = True
                     yield result
             if not told:

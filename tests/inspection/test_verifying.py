@@ -618,6 +618,36 @@ class TestFolders:
             "set/model.safetensors.index.json": True,
         }
 
+    def test_a_file_of_several_names_is_told_under_its_own(self, model, tmp_path):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "z").mkdir()
+        (tmp_path / "a" / "link.pth").symlink_to(model)
+        (tmp_path / "z" / "link.pth").symlink_to(model)
+        real, blob = tmp_path / "m" / "real", tmp_path / "blob"
+        real.mkdir(parents=True)
+        torch.save({"w": torch.ones(1)}, real / "one.pth")
+        torch.save({"w": torch.ones(2)}, blob)  # as in a cache of downloads
+        (tmp_path / "z" / "named.bin").symlink_to(blob)
+        (tmp_path / "z" / "model.pth").symlink_to(blob)
+        for folder in ("a", "z"):
+            (tmp_path / folder / "folder").symlink_to(real)
+        found = [os.path.relpath(one.file, tmp_path) for one in Verifier().each([tmp_path])]
+        assert found == ["m/real/one.pth", "model.pth", "z/model.pth"]
+
+    def test_remains_of_a_download_are_told_whatever_their_name(self, model, tmp_path):
+        folder = tmp_path / "hub"
+        folder.mkdir()
+        shutil.copy(model, folder / "model.pth")
+        (folder / "pytorch_model.bin").write_bytes(b"")
+        (folder / "vectors.bin").write_bytes(b"<!DOCTYPE html><html>")
+        (folder / "best-model.pkl").write_bytes(bytes(100))
+        (folder / "tokenizer_model.bin").write_bytes(bytes(100))
+        told = {os.path.basename(one.file): one.ok for one in Verifier().each([folder])}
+        assert told == {
+            "model.pth": True, "pytorch_model.bin": False, "vectors.bin": False,
+            "best-model.pkl": False,
+        }  # fmt: skip
+
     def test_a_broken_index_and_its_shards_are_told_each(self, index):
         index.write_text("{")
         names = [os.path.basename(one.file) for one in Verifier().each([index.parent])]
