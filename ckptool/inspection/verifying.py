@@ -31,7 +31,7 @@ __all__ = ["ManifestOutcome", "Verdict", "Verifier", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class ManifestOutcome:
-    """What became of a manifest: `written`, `checked`, or `not-written` as something was wrong."""
+    """What became of a manifest: `written`, `checked`, or `not-written`."""
 
     file: str
     action: str
@@ -39,6 +39,10 @@ class ManifestOutcome:
     tensors: int
     problems: tuple[Problem, ...] = ()
     """Files that it lists and that are gone."""
+    unhashed: int = 0
+    """Tensors of a written one that have no content hash, being sparse, quantised or the like."""
+    reason: str | None = None
+    """Why it was not written: a `problem` in a file, or an `error` before one was looked at."""
 
     def to_dict(self) -> dict[str, Any]:
         """As `ckptool.verify/1` has it."""
@@ -48,6 +52,8 @@ class ManifestOutcome:
             "files": self.files,
             "tensors": self.tensors,
             "problems": [problem.to_dict() for problem in self.problems],
+            "unhashed": self.unhashed,
+            "reason": self.reason,
         }
 
 
@@ -105,7 +111,7 @@ class Verifier:
         self._listed = dict(known or {})
         self._writes = self.manifest is not None and known is None
         self._seen: dict[str, tuple[HashedTensor, ...]] = {}
-        self._sound = True
+        self._reason: str | None = None
 
     def each(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[Verdict | CheckpointError]:
         """The verdict on every path, of folders on every checkpoint in them, or why there is none.
@@ -129,7 +135,7 @@ class Verifier:
         try:
             return self.verify(path, alone=alone)
         except CheckpointError as error:
-            self._sound = False
+            self._reason = self._reason or "error"
             if error.file is None:
                 error.file = path
             return error
@@ -151,7 +157,8 @@ class Verifier:
         )
         if self.manifest is not None and tensors is not None:
             verdict = self._with_manifest(verdict, tensors, self.manifest, alone=alone)
-        self._sound = self._sound and verdict.ok
+        if not verdict.ok:
+            self._reason = "problem"
         return verdict
 
     def _with_manifest(
@@ -191,10 +198,13 @@ class Verifier:
             return ManifestOutcome(
                 self.manifest, "checked", len(self._seen), tensors, tuple(self._gone(self.manifest))
             )
-        if not self._sound:
-            return ManifestOutcome(self.manifest, "not-written", 0, 0)
+        if self._reason is not None:
+            return ManifestOutcome(self.manifest, "not-written", 0, 0, reason=self._reason)
         write_manifest(self.manifest, self._seen)
-        return ManifestOutcome(self.manifest, "written", len(self._seen), tensors)
+        unhashed = sum(tensor.sha256 is None for one in self._seen.values() for tensor in one)
+        return ManifestOutcome(
+            self.manifest, "written", len(self._seen), tensors, unhashed=unhashed
+        )
 
     def _gone(self, manifest: str) -> Iterator[Problem]:
         folder = os.path.dirname(manifest)

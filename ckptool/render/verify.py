@@ -74,11 +74,18 @@ def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
 def manifest_line(outcome: ManifestOutcome) -> str:
     """What became of the manifest."""
     name = clean(outcome.file)
-    if outcome.action == "not-written":
+    if outcome.reason == "problem":
         return f"{name} not written: a manifest of what is damaged would say that it is fine"
+    if outcome.reason == "error":
+        return f"{name} not written: it would not list what could not be looked at"
     held = f"{plural(outcome.tensors, 'tensor')} in {plural(outcome.files, 'file')}"
     if outcome.action == "written":
-        return f"wrote {name} (SHA-256 of {held})"
+        without = (
+            f"; {outcome.unhashed:,} of them without one, being sparse, quantised or the like"
+            if outcome.unhashed
+            else ""
+        )
+        return f"wrote {name} (SHA-256 of {held}{without})"
     return f"{name}: {held} held against it"
 
 

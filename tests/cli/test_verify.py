@@ -133,6 +133,25 @@ def test_a_manifest(ckptool, model, damaged, tmp_path):
     assert (done.code, model.read_bytes()) == (2, before)
 
 
+def test_why_a_manifest_was_not_written(ckptool, model, damaged, tmp_path):
+    sums = tmp_path / "sums.json"
+    done = ckptool("verify", "--json", model, tmp_path / "gone.pth", "--manifest", sums)
+    assert f"{sums} not written: it would not list what could not be looked at" in done.err
+    assert done.document["manifest"]["reason"] == "error"
+    done = ckptool("verify", "--json", damaged, tmp_path / "gone.pth", "--manifest", sums)
+    assert f"{sums} not written: a manifest of what is damaged" in done.err
+    assert done.document["manifest"]["reason"] == "problem"
+    assert not sums.exists()
+
+
+def test_tensors_without_a_hash_are_told_when_a_manifest_is_written(ckptool, tmp_path):
+    path, sums = tmp_path / "model.pth", tmp_path / "sums.json"
+    torch.save({"a": torch.ones(2), "s": torch.eye(2).to_sparse()}, path)
+    done = ckptool("verify", "--json", path, "--manifest", sums)
+    assert "2 tensors in 1 file; 1 of them without one, being sparse, quantised" in done.err
+    assert done.document["manifest"]["unhashed"] == 1
+
+
 def test_json(ckptool, model, damaged, tmp_path):
     document = ckptool("verify", "--json", model).document
     assert (document["schema"], document["ok"]) == ("ckptool.verify/1", True)

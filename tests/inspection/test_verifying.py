@@ -582,6 +582,7 @@ class TestManifest:
         assert [one.ok for one in writer.each([model, tmp_path / "below"])] == [True, True]
         assert writer.finish().to_dict() == {
             "file": str(sums), "action": "written", "files": 2, "tensors": 4, "problems": [],
+            "unhashed": 0, "reason": None,
         }  # fmt: skip
         names = [file["file"] for file in json.loads(sums.read_text())["files"]]
         assert names == ["model.pth", "below/other.pth"]
