@@ -106,6 +106,7 @@ class Contents:
             atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
         self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
         self._comparer = self._made_comparer() if tolerant else None  # it may refuse them
+        self._tolerant = tolerant or equal_nan
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
         self._known: dict[Any, Verdict] = {}
@@ -121,20 +122,22 @@ class Contents:
         if not (self._quick and same_by_checksum(a, b) is not None):
             self._meter.expect(a.nbytes)
 
-    def compare(self, path: Path, a: TensorRef, b: TensorRef) -> Verdict:
+    def compare(self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False) -> Verdict:
         """The verdict on two plain arrays of one shape; `path` is for messages.
+
+        With `exact` the tolerance is not for them.
 
         Raises:
             LimitExceeded: strides repeat more bytes than real ones do.
             CorruptFile: bytes that cannot be read.
         """
-        key = _pair_key(a, b)
+        key = _pair_key(a, b), exact
         verdict = self._known.get(key)
         if verdict is None:
-            verdict = self._known[key] = self._compared(path, a, b)
+            verdict = self._known[key] = self._compared(path, a, b, exact)
         return verdict
 
-    def _compared(self, path: Path, a: TensorRef, b: TensorRef) -> Verdict:
+    def _compared(self, path: Path, a: TensorRef, b: TensorRef, exact: bool) -> Verdict:
         if self._quick:
             stated = same_by_checksum(a, b)
             if stated is not None:
@@ -143,18 +146,18 @@ class Contents:
         self._repeated.add(path, b)
         self._meter.begin(a.nbytes)
         try:
-            return self._read(a, b)
+            return self._read(a, b, exact)
         finally:
             self._meter.end()
 
-    def _read(self, a: TensorRef, b: TensorRef) -> Verdict:
+    def _read(self, a: TensorRef, b: TensorRef, exact: bool) -> Verdict:
         same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
         if same or self._quick:
             return Verdict(same)
-        found = self._figures(a, b)
+        found = self._figures(a, b, exact)
         if found is None:  # of two types it is not known whether their values are the same
             return Verdict(a.dtype != b.dtype)
-        equal = found.mismatched == 0 if found.close is None else found.close
+        equal = found.mismatched == 0 if exact or found.close is None else found.close
         return Verdict(equal, difference=found)
 
     def _made_comparer(self) -> Comparer:
@@ -162,12 +165,14 @@ class Contents:
 
         return Comparer(**self._options)
 
-    def _figures(self, a: TensorRef, b: TensorRef) -> Difference | None:
+    def _figures(self, a: TensorRef, b: TensorRef, exact: bool) -> Difference | None:
         if self._comparer is None:
             self._comparer = self._made_comparer()
         try:
             return self._comparer.compare(a, b, self._meter.told)
         except TorchMissing:
+            if self._tolerant and not exact:
+                raise  # what is close is not known
             self.without_torch = True
         except UnsupportedFormat:  # a type of which nobody knows the numbers
             pass

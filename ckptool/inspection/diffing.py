@@ -16,6 +16,7 @@ from ckptool.inspection.diff_regions import is_set
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
 from ckptool.inspection.equality import (
     ITSELF,
+    Same,
     difference,
     is_made_of_parts,
     raw_elements,
@@ -121,6 +122,8 @@ class _Elements:
 
     equal: bool = True
     verdict: Verdict | None = None
+    close: bool = False
+    """Whether they are equal within the tolerance alone."""
     place: str | None = None
     """Where in a tensor that is made of parts something differs."""
 
@@ -175,7 +178,7 @@ class _Comparison:
             self.tally["in_value_only"] += found.verdict.in_value_only and a.dtype == b.dtype
         if not found.equal:
             what.append("value")
-        self._note(pair, what + _unlike_tags(a, b), found.verdict, found.place)
+        self._note(pair, what + _unlike_tags(a, b), found)
 
     def _elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         alike = a.kind == b.kind and a.dtype == b.dtype
@@ -186,27 +189,35 @@ class _Comparison:
         if not (a.has_content and b.has_content) or (self.quick and a.dtype != b.dtype):
             return _Elements()
         verdict = self.contents.compare(pair.a.path, a, b)
-        return _Elements(verdict.equal, verdict)
+        return _Elements(verdict.equal, verdict, verdict.is_close)
 
     def _parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         """The same of tensors of one kind that are made of others; the figures are of one part."""
         verdicts: list[Verdict] = []
-
-        def same(one: TensorRef, other: TensorRef) -> bool:
-            verdicts.append(self.contents.compare(pair.a.path, one, other))
-            return verdicts[-1].equal
-
+        same = self._asking(pair, verdicts)
         place = difference(a, b, same, devices=False, limits=self.limits)
         last = verdicts[-1] if verdicts else None
         if place is not None and last is not None and last.equal:
             last = None  # it is something else that differs
-        return _Elements(place is None, last, None if place == ITSELF else place)
+        close = place is None and any(verdict.is_close for verdict in verdicts)
+        return _Elements(place is None, last, close, None if place == ITSELF else place)
+
+    def _asking(self, pair: Pair, verdicts: list[Verdict]) -> Same:
+        """What compares the arrays inside a pair, and keeps the verdicts."""
+
+        def same(one: TensorRef, other: TensorRef, exact: bool) -> bool:
+            verdicts.append(self.contents.compare(pair.a.path, one, other, exact=exact))
+            return verdicts[-1].equal
+
+        return same
 
     def _others(self, pair: Pair) -> None:
-        what, place = self._unlike(pair)
-        self._note(pair, what, None, place)
+        verdicts: list[Verdict] = []
+        what, place = self._unlike(pair, verdicts)
+        close = any(verdict.is_close for verdict in verdicts)
+        self._note(pair, what, _Elements(close=close, place=place))
 
-    def _unlike(self, pair: Pair) -> tuple[list[str], str | None]:
+    def _unlike(self, pair: Pair, verdicts: list[Verdict]) -> tuple[list[str], str | None]:
         """In which respects two things that are not both tensors differ, and where inside."""
         a, b = pair.a.leaf, pair.b.leaf
         if type_name(a) != type_name(b):
@@ -216,9 +227,7 @@ class _Comparison:
         if self.structure:
             return [], None
 
-        def same(one: TensorRef, other: TensorRef) -> bool:
-            return self.contents.compare(pair.a.path, one, other).equal
-
+        same = self._asking(pair, verdicts)
         place = difference(
             a, b, same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
         )
@@ -228,14 +237,12 @@ class _Comparison:
             place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
         return ([] if place is None else [what]), None if place == ITSELF else place
 
-    def _note(
-        self, pair: Pair, what: list[str], verdict: Verdict | None, place: str | None
-    ) -> None:
+    def _note(self, pair: Pair, what: list[str], found: _Elements) -> None:
         """Count a pair, and keep it where it differs."""
         counts = self.strict or not TAGS.issuperset(what)
         if not what or not counts:
             self.tally["equal"] += 1
-            self.tally["close"] += verdict is not None and verdict.is_close
+            self.tally["close"] += found.close
         if not what:
             return
         row = Changed(
@@ -243,8 +250,8 @@ class _Comparison:
             tuple(what),
             _side(pair.a),
             _side(pair.b),
-            None if verdict is None else verdict.difference,
-            place,
+            None if found.verdict is None else found.verdict.difference,
+            found.place,
             counts,
         )
         self.tally[row.status if counts else "tagged"] += 1

@@ -27,10 +27,14 @@ from ckptool.model import (
 )
 from ckptool.paths import name_of
 
-__all__ = ["ITSELF", "difference", "is_made_of_parts", "raw_elements", "type_name"]
+__all__ = ["ITSELF", "Same", "difference", "is_made_of_parts", "raw_elements", "type_name"]
 
-Same = Callable[[TensorRef, TensorRef], bool]
-"""Whether two plain arrays of one dtype and shape have equal elements."""
+Same = Callable[[TensorRef, TensorRef, bool], bool]
+"""Whether two plain arrays of one dtype and shape have equal elements.
+
+The third says that they are no values: positions, sizes, scales, codes and bytes are equal or not,
+whatever tolerance the values have.
+"""
 
 ITSELF = "."
 """The place of a difference that is not inside."""
@@ -42,6 +46,8 @@ _INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 """What quantised elements are stored as."""
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
+_VALUES = frozenset({"values", "buffer", "_local_tensor"})
+"""What holds the values of a tensor made of parts: sparse or jagged, nested, distributed."""
 
 
 def type_name(node: Any) -> str:
@@ -138,21 +144,24 @@ class _Comparison:
         self._kept: list[Any] = []
 
     def run(self, a: Any, b: Any, *, held: bool) -> str | None:
-        todo: list[tuple[Any, Any, Trail]] = []
+        todo: list[tuple[Any, Any, Trail, bool]] = []
         trail: Trail = None
+        exact = False
         try:
-            self._push(todo, None, self._inside(a, b, held=held))
-            while todo:
-                one, other, trail = todo.pop()
-                self._push(todo, trail, self._inside(one, other))
+            steps = self._inside(a, b, exact, held=held)
+            while True:
+                exact = exact or isinstance(a, TensorRef)
+                for key, one, other in reversed(steps):
+                    todo.append((one, other, (key, trail), exact and key not in _VALUES))
+                if not todo:
+                    break
+                a, b, trail, exact = todo.pop()
+                steps = self._inside(a, b, exact)
         except _Differ:
             return name_of(_keys(trail)) or ITSELF
         return None
 
-    def _push(self, todo: list[tuple[Any, Any, Trail]], trail: Trail, steps: list[Step]) -> None:
-        todo.extend((one, other, (key, trail)) for key, one, other in reversed(steps))
-
-    def _inside(self, a: Any, b: Any, *, held: bool = True) -> list[Step]:
+    def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
         """What is to be compared of two nodes; raises `_Differ` where they do themselves."""
         if a is b or not self._is_new(a, b):
             return []
@@ -163,7 +172,7 @@ class _Comparison:
                 raise _Differ
             return [(at, *items) for at, items in enumerate(zip(a, b, strict=True))]
         if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            return self._tensors(a, b)
+            return self._tensors(a, b, exact)
         if isinstance(a, StorageRef) and isinstance(b, StorageRef):
             return self._storages(a, b)
         if isinstance(a, Opaque) and isinstance(b, Opaque):
@@ -195,13 +204,13 @@ class _Comparison:
         if not equal:
             raise _Differ
 
-    def _tensors(self, a: TensorRef, b: TensorRef) -> list[Step]:
+    def _tensors(self, a: TensorRef, b: TensorRef, exact: bool) -> list[Step]:
         if id(a) in self._listed and id(b) in self._listed:
             return []
         self._require((a.kind, a.dtype, a.shape) == (b.kind, b.dtype, b.shape))
         if self._devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
-        self._elements(a, b)
+        self._elements(a, b, exact or a.kind == "quantized")
         if a.kind in _NO_PARTS:
             return _layers(a, b)
         mine, others = (
@@ -214,13 +223,13 @@ class _Comparison:
         self._require((a.class_name, a.storage.nbytes) == (b.class_name, b.storage.nbytes))
         if self._devices:
             self._require(a.storage.device == b.storage.device)
-        self._elements(a, b)
+        self._elements(a, b, True)
         return []
 
-    def _elements(self, a: TensorRef | StorageRef, b: TensorRef | StorageRef) -> None:
+    def _elements(self, a: TensorRef | StorageRef, b: TensorRef | StorageRef, exact: bool) -> None:
         mine, others = raw_elements(a), raw_elements(b)
         if mine is not None and others is not None and self._same is not None:
-            self._require(mine.shape == others.shape and self._same(mine, others))
+            self._require(mine.shape == others.shape and self._same(mine, others, exact))
 
     def _objects(self, a: Opaque, b: Opaque, held: bool) -> list[Step]:
         if a.plain is not None and b.plain is not None:

@@ -6,6 +6,41 @@ import torch
 from tests.inspection.comparisons import whats
 
 
+def sparse(by):
+    return torch.sparse_coo_tensor([[100_000 + by, 500_000]], [1.0, 2.0], (1_000_000,))
+
+
+def compressed(by):
+    return torch.sparse_csr_tensor([0, 1, 2], [100_000 + by, 5], [1.0, 2.0], (2, 1_000_000))
+
+
+def nested(by):
+    return torch.nested.nested_tensor([torch.ones(2 + by), torch.ones(3 - by)])
+
+
+def per_channel(by):
+    scales, zeros = torch.tensor([0.5 + by, 0.5]), torch.zeros(2, dtype=torch.int64)
+    codes = torch.ones(2, 2, dtype=torch.int8)
+    return torch._make_per_channel_quantized_tensor(codes, scales, zeros, 0)
+
+
+def codes(by):
+    return torch._make_per_tensor_quantized_tensor(
+        torch.tensor([1, 2 + by], dtype=torch.int8), 9, 0
+    )
+
+
+STRUCTURES = {
+    "coo": sparse,
+    "csr": compressed,
+    "nested": nested,
+    "channels": per_channel,
+    "codes": codes,
+    "bytes": lambda by: torch.tensor([1 + by], dtype=torch.uint8).untyped_storage(),
+}
+"""Tensors whose second is another by what is no value."""
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
 class TestKinds:
     """Tensors that are made of parts."""
@@ -85,6 +120,28 @@ class TestKinds:
         (row,) = compare({"l.a": a}, {"l.a": b}).changed
         assert (row.what, row.place) == (("value",), "state/tag")
         assert compare({"l.a": a}, {"l.a": torch.ones(2)}).identical
+
+    @pytest.mark.parametrize("layout", ["coo", "csr", "nested", "channels", "codes", "bytes"])
+    def test_a_tolerance_is_for_values_alone(self, compare, layout):
+        a, b = (STRUCTURES[layout](by) for by in (0, 1))
+        for options in ({"atol": 100.0, "rtol": 0.0}, {"rtol": 100.0}):
+            found = compare({"l.a": a}, {"l.a": b}, **options)
+            assert (found.identical, found.close) == (False, 0)
+            assert (*found.changed, *found.values)[0].what == ("value",)
+
+    def test_values_of_a_tensor_of_parts_are_close(self, compare):
+        dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+        nested = [torch.nested.nested_tensor([dense[0], dense[1] * by]) for by in (1, 1.0001)]
+        a = {"l.a": dense.to_sparse(), "l.b": dense.to_sparse_csr(), "l.c": nested[0]}
+        more = dense * 1.0001
+        b = {"l.a": more.to_sparse(), "l.b": more.to_sparse_csr(), "l.c": nested[1]}
+        assert len(compare(a, b).changed) == 3
+        found = compare(a, b, rtol=0.01)
+        assert (found.identical, found.equal, found.close) == (True, 3, 3)
+        a, b = {"o": {dense}}, {"o": {more}}
+        assert compare(a, b).values[0].what == ("value",)
+        found = compare(a, b, rtol=0.01)
+        assert (found.identical, found.close) == (True, 1)
 
     def test_conjugates(self, compare):
         a = torch.tensor([1 + 2j, 3 - 4j])

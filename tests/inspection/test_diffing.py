@@ -196,7 +196,7 @@ class TestValues:
         monkeypatch.setattr(
             diff_contents.Contents,
             "_read",
-            lambda self, a, b: calls.append(a) or real(self, a, b),
+            lambda self, a, b, exact: calls.append(a) or real(self, a, b, exact),
         )
         found = compare({"l.a": shared, "l.b": shared}, {"l.a": other, "l.b": other})
         assert (len(calls), len(found.changed), found.read) == (1, 2, 2)
@@ -403,6 +403,10 @@ def test_without_torch_there_are_no_figures(compare, monkeypatch):
     (row,) = found.changed
     assert (row.what, row.difference) == (("value",), None)
     assert "torch is not installed" in found.notes[0]
+    for options in ({"atol": 2.0}, {"rtol": 2.0}, {"equal_nan": True}):
+        with pytest.raises(TorchMissing):
+            compare({"l.a": torch.ones(2)}, {"l.a": torch.zeros(2)}, **options)
+    assert compare({"l.a": torch.ones(2)}, {"l.a": torch.ones(2)}, atol=2.0).identical
 
 
 @pytest.mark.parametrize(

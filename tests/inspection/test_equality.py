@@ -211,12 +211,12 @@ def test_tensors_inside_are_asked_about():
     one, other = tensor(floats(1.0), [1]), tensor(floats(2.0), [1])
     asked = []
 
-    def same(a, b):
-        asked.append((a, b))
+    def same(a, b, exact):
+        asked.append((a, b, exact))
         return False
 
     assert difference({"w": one}, {"w": other}, same) == "w"
-    assert asked == [(one, other)]
+    assert asked == [(one, other, False)]
     assert difference({"w": one}, {"w": other}) is None
     assert difference({"w": one}, {"w": tensor(floats(1.0, 2.0), [2])}) == "w"
     listed = {id(one), id(other)}
