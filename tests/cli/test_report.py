@@ -33,6 +33,7 @@ def test_the_receipt_as_json(ckptool, model, tmp_path):
         "tensors": 9,
         "measured": 0,
         "identical": None,
+        "structure": None,
         "notes": ["the values of the tensors were not read"],
     }
 
@@ -123,6 +124,21 @@ def test_changed_values_are_in_the_chart_by_how_much(ckptool, model, tmp_path):
         "state_dict/fc.weight": "value",
         "epoch": "7 -> 8",
     }
+
+
+def test_without_values_headers_alone_are_said_to_be_the_same(ckptool, model, tmp_path):
+    saved = torch.load(model, weights_only=True)
+    saved["state_dict"]["module.fc.weight"] *= 1.5
+    other, target = tmp_path / "other.pth", tmp_path / "out.html"
+    torch.save(saved, other)
+    done = ckptool("report", model, other, "-o", target, "--json", "--no-values")
+    assert (done.document["identical"], done.document["structure"]) == (True, True)
+    drawn = page_at(target)
+    assert drawn.data["diff"]["chart"]["structure"] is True
+    assert "the headers of" in drawn.one("section", id="changes").text
+    done = ckptool("report", model, other, "-o", target, "--json", "--force")
+    assert (done.document["identical"], done.document["structure"]) == (False, False)
+    assert page_at(target).data["diff"]["chart"]["structure"] is False
 
 
 def test_without_torch_there_are_no_figures_and_it_says_so(ckptool, model, tmp_path, monkeypatch):

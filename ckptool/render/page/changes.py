@@ -46,6 +46,7 @@ def diff_columns(report: Report) -> dict[str, Any]:
             **chart,
             "status": "".join(bar.status for bar in report.chart),
             "change": [figure(bar.change) for bar in report.chart],
+            "structure": report.diff is not None and report.diff.structure,
         },
         "changes": {
             **changes,

@@ -107,13 +107,15 @@ def changes_at_a_glance(diff: Diff) -> str:
     """How many tensors and values differ, and in what way."""
     values = "; values were not compared" if diff.structure else ""
     if diff.identical:
-        return f"No difference in {plural(diff.common, 'entry')}{values}."
+        where = "the headers of " if diff.structure else ""
+        return f"No difference in {where}{plural(diff.common, 'entry')}{values}."
     parts = [
         f"{count(diff.counts[status])} {text}"
         for status, text in _STATUSES.items()
         if diff.counts.get(status)
     ]
-    equal = f"{count(diff.equal)} of {count(diff.common)} in common are equal"
+    alike = "have the same header" if diff.structure else "are equal"
+    equal = f"{count(diff.equal)} of {count(diff.common)} in common {alike}"
     return f"{', '.join(parts)}; {equal}{values}."
 
 

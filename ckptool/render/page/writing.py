@@ -34,6 +34,9 @@ class PageReceipt:
     """Of those, the ones whose values were read."""
     identical: bool | None
     """Whether the two files agree; None where there is one only."""
+    structure: bool | None
+    """Whether only their headers were compared, and no values; None where there is one file only.
+    """
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,6 +50,7 @@ class PageReceipt:
             "tensors": self.tensors,
             "measured": self.measured,
             "identical": self.identical,
+            "structure": self.structure,
             "notes": list(self.notes),
         }
 
@@ -96,6 +100,7 @@ def write_page(
         tensors=len(report.tensors),
         measured=sum(tensor.measures is not None for tensor in report.tensors),
         identical=None if report.diff is None else report.diff.identical,
+        structure=None if report.diff is None else report.diff.structure,
         notes=report.notes,
     )
 

@@ -98,7 +98,27 @@ def test_two_files_give_a_chart_and_a_table_of_changes(tmp_path):
     assert not found.all("b")
     assert named(found, "span")[::2] == ["another shape or type"]
     assert "[4] -> [2]" in " ".join(one.text for one in found.all("td"))
-    assert "another shape or type (1)" in found.one("p", **{"class": "legend"}).text
+    legend = found.one("p", **{"class": "legend"}).text
+    assert "another shape or type (1)" in legend
+    assert "same header (3)" in legend
+    assert "Values were not compared." in legend
+    assert "equal" not in legend
+
+
+def test_bars_of_many_layers_fill_the_chart(tmp_path):
+    names = [f"layers.{n}.{own}" for n in range(1000) for own in ("weight", "bias")]
+    one = checkpoint({"model": {name: tensor(floats(1.0), (1,)) for name in names}})
+    made = page(report(one, one, values=False))
+    found = looked_at(made, tmp_path)
+    bars = shapes(found, "bar")
+    assert len(bars) == 334
+    assert bars[0].attributes["aria-label"].startswith("model/layers.0 and 2 after it")
+    width = float(found.one("svg", **{"class": "chart"}).attributes["viewbox"].split()[2])
+    ends = [
+        float(one.attributes["x"]) + float(one.attributes["width"])
+        for one in found.all("rect", **{"class": "reach"})
+    ]
+    assert max(ends) == pytest.approx(width, abs=1)
 
 
 def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):

@@ -1,6 +1,7 @@
 /* Two files: how much each layer changed, in the order of the file, and every change in a table. */
 
 const MOST_BARS = 400;
+const FEW_BARS = 50; // where modules are fewer and those in them too many, neighbours come together
 const FLOOR = -8; // powers of ten: what changed less is drawn as little
 const WORDS = { "=": "equal", M: "values changed", T: "another shape or type", A: "only in the second", D: "only in the first", R: "renamed" };
 const WORST = "=RMADT";
@@ -8,6 +9,7 @@ const WORST = "=RMADT";
 class DiffChart {
   constructor(host, { names, chart }) {
     Object.assign(this, { names, chart });
+    this.words = chart.structure ? { ...WORDS, "=": "same header" } : WORDS;
     this.leaves = leafNames(names, chart);
     this.crumbs = make("nav", { class: "crumbs", "aria-label": "Module of the changes" });
     this.figure = shape("svg", { class: "chart", role: "group", "aria-label": "Relative change by layer" });
@@ -21,9 +23,9 @@ class DiffChart {
     const present = [...WORST].filter((status) => this.chart.status.includes(status));
     const keys = present.map((status) => {
       const times = [...this.chart.status].filter((one) => one === status).length;
-      return make("span", { class: `status${status === "=" ? "E" : status}` }, make("i"), `${WORDS[status]} (${count(times)})`);
+      return make("span", { class: `status${status === "=" ? "E" : status}` }, make("i"), `${this.words[status]} (${count(times)})`);
     });
-    return make("p", { class: "legend" }, ...keys, "The taller, the larger the change against the tensor itself.");
+    return make("p", { class: "legend" }, ...keys, this.chart.structure ? "Values were not compared." : "The taller, the larger the change against the tensor itself.");
   }
 
   /** The tensors below the node, in runs that have one part of the name in common: as fine as fits. */
@@ -43,8 +45,9 @@ class DiffChart {
         if (!groups.has(key)) groups.set(key, { leaves: [], node: line[level], label: this.names.full[line[level]] ?? this.leaves.full[leaf] });
         groups.get(key).leaves.push(leaf);
       }
-      if (level > depth && groups.size > MOST_BARS) break;
+      if (groups.size > MOST_BARS && best.length >= FEW_BARS) break;
       best = merged([...groups.values()]);
+      if (groups.size > MOST_BARS) break;
     }
     return best;
   }
@@ -72,7 +75,7 @@ class DiffChart {
     const most = changes.reduce((a, b) => (a > b || Number.isNaN(a) ? a : b), 0);
     const high = { "=": 2, R: 8 }[status] ?? (status === "M" && changes.length ? scaled(most) * tall : tall);
     const differ = bar.leaves.filter((leaf) => this.chart.status[leaf] !== "=").length;
-    const lines = [shorten(bar.label, 120), bar.leaves.length > 1 ? `${count(differ)} of ${plural(bar.leaves.length, "tensor")} differ` : WORDS[status]];
+    const lines = [shorten(bar.label, 120), bar.leaves.length > 1 ? `${count(differ)} of ${plural(bar.leaves.length, "tensor")} differ` : this.words[status]];
     if (status === "M" && changes.length) lines.push(`relative change ${bar.leaves.length > 1 ? "up to " : ""}${number(most)}`);
     const link = shape("a", { class: `bar status${status === "=" ? "E" : status}`, "aria-label": lines.join(", ") });
     leadTo(link, bar.node ? { in: this.names.full[bar.node] } : { find: bar.leaves.length > 1 ? "" : bar.label });
