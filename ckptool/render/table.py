@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from ckptool.render.names import fit_names
 from ckptool.render.terminal import Look
-from ckptool.render.text import shorten
+from ckptool.render.text import shorten, wrapped
 
 __all__ = ["apart", "table"]
 
@@ -33,7 +34,8 @@ def table(
 
     `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
     the `spare` columns are left out one by one until the `flexible` ones need little shortening,
-    and a last line names them; then the cells of the flexible ones are shortened.
+    and a last line names them; then the cells of the flexible ones are shortened. The first column
+    holds names: they are shortened so that they stay apart.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
@@ -48,19 +50,23 @@ def table(
     ]
     bending = (flexible,) if isinstance(flexible, int) else tuple(flexible)
     left_out = _left_out(widths, look.width, bending, spare)
-    if not left_out:
-        return _fitted(headers, rows, widths, look, frozenset(right), bending)
     kept = [column for column in range(len(headers)) if column not in left_out]
-    new = {column: number for number, column in enumerate(kept)}
-    lines = _fitted(
+    missing = [headers[column] for column in left_out]
+    if missing:
+        rows = [[row[column] for column in kept] for row in rows]
+    widths = [widths[column] for column in kept]
+    fitted = _fit(widths, look.width, [n for n, column in enumerate(kept) if column in bending])
+    if fitted != widths:
+        rows = _shortened(rows, fitted)
+        missing = ["names in full", *missing] if fitted[0] < widths[0] else missing
+    lines = _lines(
         [headers[column] for column in kept],
-        [[row[column] for column in kept] for row in rows],
-        [widths[column] for column in kept],
+        rows,
+        fitted,
         look,
-        frozenset(new[column] for column in right if column in new),
-        tuple(new[column] for column in bending if column in new),
+        frozenset(n for n, column in enumerate(kept) if column in right),
     )
-    return chain(lines, _not_shown([headers[column] for column in left_out], look))
+    return chain(lines, _not_shown(missing, look)) if missing else lines
 
 
 def _left_out(
@@ -81,25 +87,28 @@ def _left_out(
 
 def _not_shown(headers: Sequence[str], look: Look) -> Iterator[str]:
     named = f"(a wider terminal shows {', '.join(filter(None, headers))})"
-    yield look.faint(shorten(named, look.width or len(named)))
+    yield from map(look.faint, wrapped(named, look.width))
 
 
-def _fitted(
+def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
+    """The cells in at most those widths, names in the first column."""
+    names = fit_names([row[0] for row in rows], widths[0])
+    return [
+        [name, *(shorten(cell, width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def _lines(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     widths: Sequence[int],
     look: Look,
     right: frozenset[int],
-    flexible: Sequence[int],
 ) -> Iterator[str]:
-    """The lines of a table whose flexible cells are shortened to the width of the terminal."""
-    fitted = _fit(widths, look.width, flexible)
-    if fitted != list(widths):
-        rows = [
-            [shorten(cell, width) for cell, width in zip(row, fitted, strict=True)] for row in rows
-        ]
-    if len(rows) > MOST_DRAWN or max(fitted) > _WIDEST:
-        return _streamed(headers, rows, [min(w, _WIDEST) for w in fitted], right, look)
+    """The lines of a table of cells that fit."""
+    if len(rows) > MOST_DRAWN or max(widths) > _WIDEST:
+        return _streamed(headers, rows, [min(w, _WIDEST) for w in widths], right, look)
     return _drawn(headers, rows, right, look)
 
 

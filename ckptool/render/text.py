@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["clean", "count", "plural", "shorten", "size"]
+__all__ = ["clean", "count", "label", "plural", "shorten", "size", "wrapped"]
 
+_NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -21,6 +23,11 @@ def clean(text: str) -> str:
     before = len(text) - len(text.lstrip(" "))
     after = len(text) - len(inner) - before
     return "\\x20" * before + "".join(map(_visible, inner)) + "\\x20" * after
+
+
+def label(name: str, path: Sequence[Any]) -> str:
+    """What a row is called: its name, whatever the file gave it, and where it is the root."""
+    return (clean(name) or "''") if path else "(the whole file)"
 
 
 def clean_lines(text: str) -> str:
@@ -70,6 +77,16 @@ def shorten(text: str, most: int) -> str:
     most = max(most, 8)
     tail = (most - 3) // 2
     return f"{text[: most - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def wrapped(text: str, width: int | None) -> list[str]:
+    """A sentence in lines of at most `width` (20 or more) characters; longer words are broken."""
+    if width is None or len(text) <= width:
+        return [text]
+    import textwrap
+
+    width = max(width, _NARROWEST)
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def number(value: Any) -> str:

@@ -147,7 +147,7 @@ def test_nothing_is_wider_than_the_terminal(width):
 
 def test_a_narrow_terminal_is_told_what_a_wide_one_shows():
     found = text(made([changed("l.0.mlp.weight.of.a.layer", difference=figures())]), Look(70))
-    assert "(a wider terminal shows rmse, mean abs)" in found
+    assert "(a wider terminal shows names in full, rmse, mean abs)" in found
     assert "max rel" in found
 
 

@@ -51,6 +51,19 @@ def test_rows_fit_the_terminal(count):
     assert "..." in found[1]
 
 
+@pytest.mark.parametrize("width", [30, 40, 44])
+def test_names_stay_apart_where_they_are_shortened(width):
+    names = [
+        f"model.layers.{at}.self_attn.{part}_proj.weight" for at in range(12) for part in "qkv"
+    ]
+    found = lines([[name, "1.5 KiB"] for name in names], Look(width=width), right={1})
+    rows, note = found[1 : len(names) + 1], found[len(names) + 1 :]
+    assert max(map(len, found)) <= width
+    assert len({row.split()[0] for row in rows}) == len(names)
+    assert all(f".{name.split('.')[2]}." in row for name, row in zip(names, rows, strict=True))
+    assert " ".join(map(str.strip, note)) == "(a wider terminal shows names in full)"
+
+
 def test_the_widest_of_several_flexible_columns_is_shortened_first():
     rows = [["name" * 3, "x" * 100], ["n", "y"]]
     found = lines(rows, Look(width=50), flexible=(0, 1))
@@ -66,14 +79,14 @@ def test_columns_that_can_be_spared_go_first_and_are_named():
     found = list(table(headers, rows, Look(width=50), right={3}, spare=(2, 1)))
     assert found[0].split() == ["name", "a", "c"]
     assert max(map(len, found)) <= 50
-    assert found[2] == "(a wider terminal shows b)"
+    assert found[2] == "(a wider terminal shows names in full, b)"
     least = list(table(headers, rows, Look(width=30), spare=(2, 1)))
     assert least[0].split() == ["name", "c"]
-    assert least[2] == "(a wider terminal shows b, a)"
+    assert least[2:] == ["(a wider terminal shows names", "  in full, b, a)"]
 
 
 def test_a_terminal_too_narrow_still_shows_something():
-    assert all("..." in line for line in lines([["name" * 30, "10 B"]], Look(width=5))[1:])
+    assert "..." in lines([["name" * 30, "10 B"]], Look(width=5))[1]
 
 
 def test_only_the_header_is_coloured():
