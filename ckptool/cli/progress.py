@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
+from ckptool.render.terminal import columns_of
 from ckptool.render.text import size
 
 __all__ = ["Progress"]
@@ -15,6 +16,9 @@ __all__ = ["Progress"]
 _PATIENCE = 0.5
 _INTERVAL = 0.1
 _WIDTH = 24
+_WIDE = 80  # columns, where the terminal does not say
+_NARROWEST = 4
+"""Characters of a bar; a narrower terminal has the sizes alone."""
 
 
 class Progress:
@@ -54,8 +58,18 @@ class Progress:
         if not self._shown or self._clock() < self._next:
             return
         self._next = self._clock() + _INTERVAL
-        filled = _WIDTH * done // total if total else _WIDTH
-        line = f"[{'#' * filled:-<{_WIDTH}}] {size(done)} of {size(total)}"
-        self._stream.write(f"\r{line:<{self._drawn}}")
+        room = (columns_of(self._stream) or _WIDE) - 1  # in the last column a terminal may wrap
+        line = _line(done, total, room)
+        self._stream.write(f"\r{line:<{min(self._drawn, room)}}")
         self._stream.flush()
         self._drawn = len(line)
+
+
+def _line(done: int, total: int, room: int) -> str:
+    """`[####----] 1.0 GiB of 2.0 GiB`, the bar as long as there is room for."""
+    sizes = f"{size(done)} of {size(total)}"
+    width = min(_WIDTH, room - len(sizes) - len("[] "))
+    if width < _NARROWEST:
+        return sizes[:room]
+    filled = width * done // total if total else width
+    return f"[{'#' * filled:-<{width}}] {sizes}"

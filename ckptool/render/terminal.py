@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["PLAIN", "Look", "look_of"]
+__all__ = ["PLAIN", "Look", "columns_of", "look_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ def look_of(stream: TextIO) -> Look:
     if not stream.isatty():
         return PLAIN
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return Look(_columns(stream), not plain)
+    return Look(columns_of(stream), not plain)
 
 
-def _columns(stream: TextIO) -> int | None:
+def columns_of(stream: TextIO) -> int | None:
+    """How many columns a terminal has, or COLUMNS says that it has; None where nobody knows."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated) > 0:
         return int(stated)

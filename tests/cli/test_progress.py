@@ -12,6 +12,11 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def no_stated_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def clock():
     class Clock:
@@ -59,6 +64,29 @@ def test_a_shorter_line_covers_a_longer_one(clock):
     bar(1024, 4096)
     first, second = stream.getvalue().split("\r")[1:]
     assert len(second) >= len(first) - 1
+
+
+@pytest.mark.parametrize("columns", [10, 30, 40, 60])
+def test_it_fits_the_terminal(clock, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock) as bar:
+        for done in (1, 1 << 29, 1 << 30):
+            clock.now += 1
+            bar(done, 3 << 30)
+    drawn = stream.getvalue().split("\r")
+    assert max(map(len, drawn)) < columns
+    assert ("#" in drawn[3]) == (columns >= 30)
+
+
+def test_a_terminal_made_narrower_gets_shorter_lines(clock, monkeypatch):
+    stream = Terminal()
+    bar = Progress(stream=stream, clock=clock)
+    for columns in ("70", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        clock.now += 1
+        bar(1 << 20, 1 << 30)
+    assert len(stream.getvalue().split("\r")[-1]) < 40
 
 
 def test_nothing_of_nothing_is_done(clock):
