@@ -50,6 +50,13 @@ class TensorStats:
     remarks: tuple[str, ...] = ()
     """A sentence for what is otherwise."""
     count: int = 1
+    flagged: tuple[int, ...] = ()
+    """Of a folded row, of how many tensors each flag is."""
+
+    @property
+    def flag_counts(self) -> dict[str, int]:
+        """Each flag, and of how many of the tensors it is."""
+        return dict(zip(self.flags, self.flagged or [1] * len(self.flags), strict=True))
 
     @property
     def name(self) -> str:
@@ -81,6 +88,7 @@ class TensorStats:
             "tie": self.tie,
             "count": self.count,
             "flags": self.flags,
+            "flag_counts": self.flag_counts,
             "remarks": self.remarks,
         }
 

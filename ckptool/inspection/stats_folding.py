@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.inspection.patterns import families
+from ckptool.paths import counted
 from ckptool.tensors.moments import Moments
 from ckptool.tensors.statistics import Histogram, Measures
 
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
     from ckptool.inspection.stats import TensorStats
 
 __all__ = ["folded", "together"]
+
+_MOST_NAMED = 8
+_SAID: dict[str, Callable[[Measures], str]] = {
+    "nan": lambda found: f"{found.nan:,} NaN of {counted(found.elements, 'element')}",
+    "inf": lambda found: f"{found.infinite:,} infinite of {counted(found.elements, 'element')}",
+    "all-zero": lambda found: "all zero",
+    "constant": lambda found: f"constant, {found.minimum:.6g}",
+}
+"""What is said of one tensor of a folded row that has the flag."""
 
 
 def folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
@@ -34,6 +45,7 @@ def folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
 def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
     first = members[0]
     measures = [member.measures for member in members if member.measures is not None]
+    flags = Counter(flag for member in members for flag in member.flags)
     return replace(
         first,
         row=replace(
@@ -44,12 +56,26 @@ def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
         ),
         measures=together(measures) if measures else None,
         tie=None,
-        flags=tuple(dict.fromkeys(flag for member in members for flag in member.flags)),
-        remarks=tuple(
-            f"{member.name}: {remark}" for member in members for remark in member.remarks
+        flags=tuple(flags),
+        flagged=tuple(flags.values()),
+        remarks=(
+            *_flagged(label, members),
+            *(f"{member.name}: {remark}" for member in members for remark in member.remarks),
         ),
         count=len(members),
     )
+
+
+def _flagged(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
+    """Which of the tensors are odd by themselves, where not all are."""
+    for flag, said in _SAID.items():
+        odd = [(one.name, one.measures) for one in members if one.measures and flag in one.flags]
+        if len(odd) == len(members):
+            continue
+        for name, found in odd[:_MOST_NAMED]:
+            yield f"{name}: {said(found)}"
+        if len(odd) > _MOST_NAMED:
+            yield f"{label}: {len(odd) - _MOST_NAMED:,} more are flagged {flag}"
 
 
 def together(parts: Sequence[Measures]) -> Measures:

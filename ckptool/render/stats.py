@@ -9,7 +9,7 @@ from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.paths import listed
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, plural
+from ckptool.render.text import clean, count, label, plural, wrapped
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures
@@ -21,9 +21,20 @@ ASCII = " .:-=+*#%@"
 """Marks of a histogram, the first for nothing at all, the last for the fullest bin."""
 
 _MOST_REMARKS = 20
-_SHORT_NAME = 24
-_DROPPED = ("histogram", "elements", "dtype", "norm")
-"""Columns that go where the rows would be wider than the terminal, in this order."""
+_SPARE = (
+    "histogram",
+    "elements",
+    "dtype",
+    "norm",
+    "mean",
+    "zeros",
+    "inf",
+    "nan",
+    "std",
+    "max",
+    "min",
+)
+"""Columns that a narrow terminal does without, the first first."""
 _ODD = ("nan", "inf", "histogram", "flags")
 """Columns that are left out where they say nothing."""
 _LEFT = ("name", "dtype", "histogram", "flags")
@@ -52,34 +63,34 @@ def stats_lines(stats: Stats, look: Look, ramp: str = BLOCKS) -> Iterator[str]:
     rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
     if look.fmt:
         return iter(rows)
-    return apart([rows, _remarks(stats.tensors), _totals(stats.totals, look)])
+    return apart([rows, _remarks(stats.tensors, look.width), _totals(stats.totals, look)])
 
 
 def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:
     columns = _columns(rows, ramp)
-    for name in _DROPPED:
-        if look.width is None or _width(columns) <= look.width:
-            break
-        columns.pop(name, None)
-    right = {at for at, name in enumerate(columns) if name not in _LEFT}
-    cells = [list(row) for row in zip(*columns.values(), strict=True)]
-    return table(list(columns), cells, look, right=right)
+    headings = list(columns)
+    if look.width is not None and _width(columns) > look.width and "flags" in columns:
+        columns["flags"] = [cell.replace("-outlier", "!") for cell in columns["flags"]]
+    return table(
+        headings,
+        [list(row) for row in zip(*columns.values(), strict=True)],
+        look,
+        right={at for at, name in enumerate(headings) if name not in _LEFT},
+        flexible=[headings.index(name) for name in ("name", "flags") if name in columns],
+        spare=[headings.index(name) for name in _SPARE if name in columns],
+    )
 
 
 def _width(columns: dict[str, list[str]]) -> int:
-    """Of the rows, long names shortened to what is still a name."""
-    widest = {
-        name: max(map(len, (name, *cells))) for name, cells in columns.items() if name != "name"
-    }
-    names = max(map(len, columns["name"]), default=0)
-    return min(names, _SHORT_NAME) + sum(width + 2 for width in widest.values())
+    """Of the rows, nothing left out."""
+    return sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2
 
 
 def _columns(rows: Sequence[TensorStats], ramp: str) -> dict[str, list[str]]:
     """The cells of each column by its heading."""
     found = [row.measures for row in rows]
     columns = {
-        "name": [clean(row.name) for row in rows],
+        "name": [_name(row) for row in rows],
         "dtype": [row.row.dtype for row in rows],
         "elements": [count(row.row.numel) for row in rows],
         "min": _figures(found, "minimum"),
@@ -115,24 +126,33 @@ def _share(part: int, whole: int) -> str:
     return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.1f}%"
 
 
+def _name(row: TensorStats) -> str:
+    return label(row.name, row.row.path)
+
+
 def _flags(row: TensorStats) -> str:
-    words = [*row.flags, *(["tied"] if row.tie is not None else [])]
+    words = [
+        flag if times == row.count else f"{flag}({times:,})"
+        for flag, times in row.flag_counts.items()
+    ]
+    words += ["tied"] if row.tie is not None else []
     return " ".join(words if row.reason is None else [*words, "no figures"])
 
 
-def _remarks(rows: Sequence[TensorStats]) -> Iterator[str]:
+def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
     """What is odd about some tensors, and why others have no figures."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.reason is not None:
-            reasons.setdefault(row.reason, []).append(row.name)
+            reasons.setdefault(row.reason, []).append(_name(row))
     said = [
-        f"{clean(row.name)}: {clean(remark)}" if row.count == 1 else clean(remark)
+        f"{_name(row)}: {clean(remark)}" if row.count == 1 else clean(remark)
         for row in rows
         for remark in row.remarks
     ]
-    said += [f"no figures of {clean(listed(names))}: {why}" for why, names in reasons.items()]
-    yield from said[:_MOST_REMARKS]
+    said += [f"no figures of {listed(names)}: {why}" for why, names in reasons.items()]
+    for sentence in said[:_MOST_REMARKS]:
+        yield from wrapped(sentence, width)
     if len(said) > _MOST_REMARKS:
         yield f"and {count(len(said) - _MOST_REMARKS)} more (--json has them all)"
 
@@ -147,8 +167,10 @@ def _totals(totals: Totals, look: Look) -> Iterator[str]:
         for n, what in ((totals.nan, "NaN"), (totals.infinite, "infinite"))
         if n
     ]
-    yield look.bold(", ".join([*facts, f"norm {_number(totals.norm)}"]))
+    facts.append(f"norm {_number(totals.norm)}")
+    yield from map(look.bold, wrapped(", ".join(facts), look.width))
     for one in totals.dtypes:
         reach = f", from {_number(one.minimum)} to {_number(one.maximum)}"
         tensors, elements = plural(one.tensors, "tensor"), plural(one.elements, "element")
-        yield f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
+        said = f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
+        yield from wrapped(said, look.width)

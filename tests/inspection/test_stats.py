@@ -279,6 +279,27 @@ def test_folded_figures_are_those_of_all_elements(tmp_path):
     assert one.flags == ("nan",)
 
 
+def test_folded_layers_that_are_odd_by_themselves_are_named(tmp_path):
+    tree = layers(20, lambda at: torch.zeros(3) if at % 2 else torch.tensor([1.0, math.inf, at]))
+    (one,) = measured(tmp_path, tree).folded().tensors
+    assert (one.flag_counts["inf"], one.flag_counts["all-zero"]) == (10, 10)
+    assert one.to_dict()["flag_counts"] == one.flag_counts
+    assert "layers.2.mlp.weight: 1 infinite of 3 elements" in one.remarks
+    assert "layers.3.mlp.weight: all zero" in one.remarks
+    assert "layers.{0..19}.mlp.weight: 2 more are flagged inf" in one.remarks
+    assert sum(remark.endswith((" elements", "all zero")) for remark in one.remarks) == 2 * 8
+
+
+def test_of_folded_layers_that_are_all_alike_none_is_named(tmp_path):
+    tree = layers(5, lambda at: torch.full((3,), 2.0))
+    (one,) = measured(tmp_path, tree).folded().tensors
+    assert (one.flag_counts, one.remarks) == ({"constant": 5}, ())
+    tree["layers.3.mlp.weight"] = torch.arange(3.0)
+    (one,) = measured(tmp_path, tree).folded().tensors
+    assert one.flag_counts["constant"] == 4
+    assert "layers.0.mlp.weight: constant, 2" in one.remarks
+
+
 def test_only_what_is_alike_is_folded(tmp_path):
     tree = layers(6, lambda at: torch.randn(3, dtype=torch.float64 if at == 5 else torch.float32))
     names = [row.name for row in measured(tmp_path, tree).folded().tensors]
@@ -306,7 +327,7 @@ def test_the_document(tmp_path):
         "min": 1.0, "max": 1.0, "mean": 1.0, "std": 0.0, "zeros": 0, "nan": 1,
         "infinite": 0, "norm": 1.0,
         "histogram": {"low": 1.0, "high": 1.0, "counts": (0, 1)}, "reason": None, "tie": None,
-        "count": 1, "flags": ("nan",), "remarks": (),
+        "count": 1, "flags": ("nan",), "flag_counts": {"nan": 1}, "remarks": (),
     }  # fmt: skip
     assert document["tensors"][1]["min"] is None
     assert document["totals"]["dtypes"][0] == {
@@ -329,4 +350,4 @@ def test_the_documented_example(tmp_path):
     assert made["totals"] == example["totals"]
     (shown,), (row,) = example["tensors"], made["tensors"]
     assert list(row) == list(shown)
-    assert row == {**shown, "flags": [], "remarks": []}
+    assert row == {**shown, "flags": [], "flag_counts": {}, "remarks": []}

@@ -105,16 +105,48 @@ def test_folded_layers_are_one_row(drawn):
     assert lines[1].split()[:5] == ["layers.{0..2}.w", "float32", "12", "0", "5"]
 
 
-@pytest.mark.parametrize("width", range(60, 200, 4))
+@pytest.mark.parametrize("width", range(40, 200, 8))
 def test_rows_fit_the_terminal_and_the_histogram_goes_first(drawn, width):
     tree = {f"encoder.layers.{at}.attention.weight": torch.randn(9) / 1000 for at in range(3)}
-    head, *rows = drawn(tree, Look(width=width))[:4]
-    assert all(len(line) <= max(width, 66) for line in (head, *rows))
-    shown = head.split()
+    lines = drawn(tree, Look(width=width))
+    assert max(map(len, lines)) <= width
+    shown = lines[0].split()
     assert shown[0] == "name"
-    assert {"min", "max", "mean", "std"} <= set(shown)
+    assert width < 70 or {"min", "max", "std"} <= set(shown)
     if "histogram" in shown:
         assert {"elements", "dtype", "norm"} <= set(shown)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@pytest.mark.parametrize("fold", [False, True])
+def test_flags_and_remarks_fit_the_terminal(drawn, width, fold):
+    tree = {f"model.layers.{at}.mlp.up_proj.weight": torch.randn(9) for at in range(12)}
+    tree["model.layers.4.mlp.up_proj.weight"] *= 1000
+    tree["model.layers.7.mlp.up_proj.weight"] = torch.randn(9).half()
+    lines = drawn(tree, Look(width=width), fold=fold)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "norm!" in text
+    assert "(a wider terminal shows " in text
+    assert "model.layers.4.mlp.up_proj.weight: norm" in text
+
+
+def test_flags_of_some_of_the_folded_say_of_how_many(drawn):
+    tree = {f"layers.{at}.w": torch.randn(9) for at in range(6)}
+    tree["layers.1.w"][0] = tree["layers.4.w"][3] = tree["layers.4.w"][4] = math.nan
+    tree |= {f"layers.{at}.b": torch.zeros(3) for at in range(6)}
+    lines = drawn(tree, fold=True)
+    assert lines[1].endswith("  nan(2)")
+    assert lines[2].endswith("  all-zero")
+    assert lines[4:6] == ["layers.1.w: 1 NaN of 9 elements", "layers.4.w: 2 NaN of 9 elements"]
+
+
+def test_a_name_that_is_empty_or_none_at_all(drawn):
+    assert drawn(torch.ones(2))[1].startswith("(the whole file)  float32")
+    assert drawn({"": torch.ones(2)})[1].startswith("''  ")
+    assert "no figures of '': sparse_coo: its elements are no plain array" in drawn(
+        {"": torch.eye(2).to_sparse()}
+    )
 
 
 def test_a_wide_terminal_shortens_nothing(drawn):
