@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from ckptool.paths import listed
 from ckptool.render.terminal import Look, look_of
 from ckptool.render.text import clean
 
-__all__ = ["complain", "print_document", "print_lines", "say", "stdout_look"]
+__all__ = ["complain", "note_none", "print_document", "print_lines", "say", "stdout_look"]
 
 _BATCH = 1000
 
@@ -39,6 +40,15 @@ def say(lines: Iterable[str], *, quiet: bool = False) -> None:
     if not quiet:
         for line in lines:
             print(line, file=sys.stderr)
+
+
+def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quiet: bool) -> None:
+    """Say on stderr, unless `quiet`, that the globs that were given let nothing through."""
+    given = [f"--include {glob!r}" for glob in include] + [
+        f"--exclude {glob!r}" for glob in exclude
+    ]
+    if given:
+        say([f"note: {what} is left by {clean(listed(given))}"], quiet=quiet)
 
 
 def complain(message: str, hint: str | None) -> None:

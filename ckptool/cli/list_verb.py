@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.console import note_none, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
@@ -55,6 +55,8 @@ def command(
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
+    if not (listing.tensors or listing.values or listing.objects):
+        note_none("nothing", include, exclude, quiet=quiet)
     if as_tree:
         _print_tree(listing, as_json)
     elif as_json:

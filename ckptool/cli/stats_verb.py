@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.console import note_none, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
@@ -72,6 +72,8 @@ def command(
         found = stats(
             checkpoint, include=include, exclude=exclude, key=key, bins=bins, progress=progress
         )
+    if not found.tensors:
+        note_none("no tensor", include, exclude, quiet=quiet)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found
     if as_json:

@@ -8,7 +8,7 @@ from ckptool.inspection.listing import Listing, TensorRow
 from ckptool.inspection.values import shape_text
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, plural, shorten, size
+from ckptool.render.text import clean, label, plural, shorten, size
 
 __all__ = ["listing_lines"]
 
@@ -43,7 +43,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
     headers = ["name", "dtype", "shape", "device", "size", "marks" if look.fmt else ""]
     rows = [
         [
-            clean(row.name),
+            label(row.name, row.path),
             row.dtype,
             shape_text(row.shape),
             clean(row.device),
@@ -72,9 +72,14 @@ def _marks(row: TensorRow) -> str:
 
 def _values(listing: Listing, look: Look) -> Iterator[str]:
     if look.fmt:
-        rows = [[clean(row.name), row.type, clean(_whole(row.value))] for row in listing.values]
+        rows = [
+            [label(row.name, row.path), row.type, clean(_whole(row.value))]
+            for row in listing.values
+        ]
         return table(["name", "type", "value"], rows, look)
-    rows = [[clean(row.name), row.type, clean(_short(row.value))] for row in listing.values]
+    rows = [
+        [label(row.name, row.path), row.type, clean(_short(row.value))] for row in listing.values
+    ]
     return table(["value", "type", ""], rows, look, flexible=(0, 2))
 
 
@@ -89,5 +94,5 @@ def _short(value: object) -> str:
 
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:
-    rows = [[clean(row.name), clean(row.class_name)] for row in listing.objects]
+    rows = [[label(row.name, row.path), clean(row.class_name)] for row in listing.objects]
     return table(["name" if look.fmt else "object", "class"], rows, look, flexible=(0, 1))

@@ -90,3 +90,27 @@ def test_a_hostile_name_reaches_neither_the_table_nor_an_error(ckptool, tmp_path
     assert "\\x1b[2Jx" in ckptool("list", tmp_path / "m.pth").out
     assert "\x1b" not in ckptool("list", "--json", tmp_path / "m.pth").out
     assert "\x1b" not in ckptool("show", tmp_path / "m.pth", "\x1b[2J").err
+
+
+@pytest.mark.parametrize("verb", ["list", "stats"])
+def test_globs_that_let_nothing_through_are_named(ckptool, model, verb):
+    done = ckptool(verb, model, "--include", "q*", "--exclude", "x\x1b")
+    assert done.code == 0
+    assert " is left by --include 'q*', --exclude 'x\\x1b'" in done.err
+    quiet = ckptool(verb, model, "--include", "q*", "-q")
+    assert (quiet.code, quiet.err) == (0, "")
+    document = ckptool(verb, model, "--include", "q*", "--json")
+    assert document.document["tensors"] == []
+    assert "--include" in document.err
+
+
+def test_a_file_of_no_tensors_needs_no_note(ckptool, tmp_path):
+    torch.save({}, tmp_path / "m.pth")
+    assert ckptool("list", tmp_path / "m.pth").err == ""
+
+
+def test_a_name_that_is_empty_or_none_at_all(ckptool, tmp_path):
+    torch.save({"": torch.ones(1), "a": {"": 1}}, tmp_path / "m.pth")
+    assert ckptool("list", tmp_path / "m.pth", "--fmt", "tsv").out.splitlines()[1][:3] == "''\t"
+    torch.save(torch.ones(1), tmp_path / "m.pth")
+    assert "(the whole file)  float32" in ckptool("list", tmp_path / "m.pth").out
