@@ -30,7 +30,7 @@ class Conversion:
     key: str | None = None
     """The state dict to carry, alone, by its address."""
     model_only: bool = False
-    """Carry the one model state dict alone; a pickled module becomes one."""
+    """Carry the one model state dict alone; a pickled module becomes one. No values inside it."""
     include: tuple[str, ...] = ()
     """Globs of the tensors to carry; none: all."""
     exclude: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Conversion:
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         asked, before = self.model_only or self.key is not None, checkpoint
         if asked or target in FLAT:
-            alone = transforms.single_state_dict(checkpoint, self.key)
+            alone = transforms.single_state_dict(checkpoint, self.key, values=not self.model_only)
             checkpoint = _wanted(checkpoint, alone) if asked else alone
         if self.include or self.exclude:
             part = transforms.extract(

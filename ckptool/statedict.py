@@ -24,6 +24,7 @@ __all__ = [
     "model_state_dict",
     "optimizer_names",
     "sections",
+    "values_inside",
     "wrapped_names",
 ]
 
@@ -195,6 +196,16 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
             or _is_extra_state(name)
             or ("." in name and name.rpartition(".")[0] in modules)
         )
+    ]
+
+
+def values_inside(mapping: dict[Any, Any]) -> list[Any]:
+    """The keys of a state dict under which there is neither a tensor nor anything of a model's."""
+    own = frozenset(wrapped_names(mapping))
+    return [
+        name
+        for name, value in mapping.items()
+        if name not in own and not isinstance(value, TensorRef)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ckptool.errors import CheckpointError, NotACheckpoint
@@ -18,12 +18,18 @@ __all__ = [
     "quoted",
     "shell",
     "size_in_words",
+    "unused",
 ]
 
 DCP_HINT = (
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} whole.pth "
     "&& ckptool list whole.pth"
 )
+
+_LONGEST_NAME = 240
+"""Bytes of a file's name; 255 are allowed, and a number may come."""
+_KEPT_ENDING = 60
+"""Characters at the end of a name that is too long: what it was called, and its endings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,23 @@ def as_argument(path: str) -> str:
 def shell(path: str) -> str:
     """A path as one word of a command."""
     return shlex.quote(as_argument(path))
+
+
+def unused(path: str, taken: Collection[str] = ()) -> str:
+    """The path, or one with a number before its ending, where there is nothing yet.
+
+    A name that no file system takes loses some of its middle.
+    """
+    folder, name = os.path.split(path)
+    while len(os.fsencode(name)) > _LONGEST_NAME:
+        name = name[: -_KEPT_ENDING - 1] + name[-_KEPT_ENDING:]
+    wanted = os.path.join(folder, name)
+    stem, suffix = os.path.splitext(wanted)
+    number, found = 1, wanted
+    while os.path.lexists(found) or found in taken:
+        number += 1
+        found = f"{stem}-{number}{suffix}"
+    return found
 
 
 def quoted(name: str, most: int = 80) -> str:

@@ -13,7 +13,7 @@ from ckptool.statedict import model_state_dict
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.nearest import similar
 from ckptool.transforms.pruning import pruned
-from ckptool.transforms.selection import beside, state_dict_alone
+from ckptool.transforms.selection import beside, weights_alone
 
 __all__ = ["extract"]
 
@@ -38,8 +38,8 @@ def extract(
             tensor a dict of one.
         include: Globs; the tensors that match one are kept (`paths.selected`), all by default.
         exclude: Globs; the tensors that match one go.
-        model_only: The one state dict of a model (below `key`), and nothing beside it; a pickled
-            module becomes one.
+        model_only: The one state dict of a model (below `key`), and nothing beside it, nor values
+            among its tensors; a pickled module becomes one.
         trim: Cut storages that lost a tensor down to what is still seen of them, sharing kept; for
             formats that have no storages there is no need.
 
@@ -73,7 +73,7 @@ def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoin
         )
     if model_only:
         model = model_state_dict(checkpoint, key)
-        return state_dict_alone(checkpoint, model), model.path
+        return weights_alone(checkpoint, model), model.path
     if key is None:
         return checkpoint, ()
     path, node = _resolved(checkpoint, key)

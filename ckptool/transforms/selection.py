@@ -10,26 +10,35 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.paths import listed, name_of, printable
-from ckptool.statedict import Section, model_state_dict, sections
+from ckptool.statedict import Section, model_state_dict, sections, values_inside
 
-__all__ = ["beside", "plain_state_dict", "single_state_dict", "state_dict_alone"]
+__all__ = [
+    "beside",
+    "plain_state_dict",
+    "single_state_dict",
+    "state_dict_alone",
+    "weights_alone",
+]
 
 _PROGRAMS = ("torchscript", "pt2")
 """Formats whose tensors are those of a module, as a pickled module's are."""
 _VALUES = (bool, int, float, complex, str, type(None))
 
 
-def single_state_dict(checkpoint: Checkpoint, key: Any = None) -> Checkpoint:
+def single_state_dict(
+    checkpoint: Checkpoint, key: Any = None, *, values: bool = True
+) -> Checkpoint:
     """The checkpoint whose root is the one flat state dict (`statedict.model_state_dict`).
 
     A pickled module becomes what its `state_dict()` would be (`plain_state_dict`). All else is
-    named among the changes, kind `left-out`.
+    named among the changes, kind `left-out`; without `values` also those among the tensors.
 
     Raises:
         AmbiguousName: there are several state dicts and no `key`.
         NotFound: there is none, or nothing under that `key`.
     """
-    return state_dict_alone(checkpoint, model_state_dict(checkpoint, key))
+    alone = state_dict_alone if values else weights_alone
+    return alone(checkpoint, model_state_dict(checkpoint, key))
 
 
 def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
@@ -39,6 +48,19 @@ def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
         return checkpoint if same else checkpoint.with_root(root)
     return checkpoint.with_root(root, *_left_out(checkpoint.root, chosen))
+
+
+def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
+    """As `state_dict_alone`, without the values among the tensors, which no model takes."""
+    alone = state_dict_alone(checkpoint, chosen)
+    names = values_inside(alone.root)
+    if not names:
+        return alone
+    gone = frozenset(names)
+    root = OrderedMap((name, value) for name, value in alone.root.items() if name not in gone)
+    root.attributes = alone.root.attributes
+    text = f"the values among the tensors: {listed(map(str, names), most=20)}"
+    return alone.with_root(root, Change("left-out", text, len(names)))
 
 
 def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:

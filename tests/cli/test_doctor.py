@@ -15,10 +15,12 @@ from tests.inspection.doctor.faults import (
     GPU,
     MENDED,
     Net,
+    TiedNet,
     everything_at_once,
     healthy,
     retagged,
     saved,
+    tied_safetensors,
     trained,
     training_run,
     wrapped,
@@ -231,7 +233,6 @@ def tied():
         ("views", lambda: OrderedDict(w=torch.ones(4, 6).t(), b=torch.ones(4))),
         ("views", lambda: OrderedDict(zip("ab", (lambda x: (x[:6], x[4:]))(torch.ones(9)),
                                           strict=True))),
-        ("values-inside", lambda: OrderedDict([*healthy().items(), ("epoch", 3)])),
     ],
 )  # fmt: skip
 def test_what_safetensors_refuses_is_converted(ckptool, tmp_path, monkeypatch, kind, make):
@@ -244,11 +245,72 @@ def test_what_safetensors_refuses_is_converted(ckptool, tmp_path, monkeypatch, k
         save_file(dict(root), "refused.safetensors")
     document = examined(ckptool, "model.pth")
     (complaint,) = [one for one in document["complaints"] if one["kind"] == kind]
-    assert complaint["alternatives"] == ["ckptool convert model.pth model.safetensors"]
+    copied = " --ties copy" if kind == "ties" else ""
+    assert complaint["alternatives"] == [f"ckptool convert model.pth model.safetensors{copied}"]
     run(ckptool, complaint["alternatives"])
-    assert kind not in kinds(examined(ckptool, "model.safetensors"))
+    assert examined(ckptool, "model.safetensors")["complaints"] == []
     written = load_file("model.safetensors")
+    assert written.keys() == root.keys()
     assert all(torch.equal(root[name], value) for name, value in written.items())
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_names_that_a_safetensors_file_only_mentions_come_back(
+    ckptool, tmp_path, monkeypatch, ours
+):
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(TiedNet().state_dict(), "reference.pth")
+    if ours:
+        assert ckptool("convert", "reference.pth", "tied.safetensors").code == 0
+    else:
+        tied_safetensors(tmp_path)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        TiedNet().load_state_dict(load_file("tied.safetensors"))
+    for options in ((), ("--like", "reference.pth")):
+        document = examined(ckptool, "tied.safetensors", *options)
+        (complaint,) = document["complaints"]
+        assert (complaint["kind"], complaint["severity"]) == ("aliases", "fails")
+        assert complaint["where"][0] in ("head.weight = emb.weight", "emb.weight = head.weight")
+        assert complaint["commands"] == ["ckptool convert tied.safetensors tied.mended.pth"]
+    run(ckptool, [*document["commands"], *complaint["alternatives"]])
+    for path in ("tied.mended.pth", "tied-2.safetensors"):
+        assert examined(ckptool, path)["ok"]
+        TiedNet().load_state_dict(read(path))
+
+
+def test_shards_with_names_that_are_only_mentioned_become_a_torch_file(ckptool, tmp_path):
+    torch.save(TiedNet().state_dict(), tmp_path / "tied.pth")
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    assert ckptool("convert", tmp_path / "tied.pth", index, "--max-shard-size", "50").code == 0
+    document = examined(ckptool, index)
+    assert {"shards", "aliases"} <= set(kinds(document))
+    run(ckptool, document["commands"])
+    TiedNet().load_state_dict(torch.load(document["target"]))
+
+
+@pytest.mark.parametrize("key", [None, "m"])
+def test_every_alternative_runs_after_the_plan(ckptool, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    root = wrapped("module")()
+    root["module.head.bias"] = torch.arange(100_000.0)[:4]
+    root["module.features.0.bias"] = torch.ones(5, 2)[:, 0]
+    root["module.x"] = torch.ones(1).numpy()[0]
+    saved({"m": root})(tmp_path)
+    document = examined(ckptool, "model.pth", *(("--key", key) if key else ()))
+    alternatives = [one for found in document["complaints"] for one in found["alternatives"]]
+    assert alternatives == ["ckptool convert model.mended.pth model.safetensors"]
+    run(ckptool, [*document["commands"], *alternatives])
+    Net().load_state_dict(read("model.safetensors"))
+
+
+def test_an_alternative_that_would_fail_is_not_proposed(ckptool, tmp_path):
+    net = tied()
+    root = net.state_dict() | {"2.weight": torch.ones(4, 4).to_sparse()}
+    document = examined(ckptool, saved(root)(tmp_path))
+    (complaint,) = [one for one in document["complaints"] if one["kind"] == "ties"]
+    assert complaint["alternatives"] == []
 
 
 def test_the_attribute_of_a_lightning_module_may_come_off(ckptool, tmp_path, monkeypatch):

@@ -108,6 +108,16 @@ def test_the_weights_alone(run):
     assert told(made, "extract") == ["3 of 7 tensors kept, 24 of 56 bytes"]
 
 
+def test_values_among_the_weights_are_no_weights():
+    root = OrderedMap(w=tensor(), epoch=3, args=Opaque(Global("a", "B")))
+    root["m.dtype"] = "qint8"
+    root.attributes["_metadata"] = OrderedMap({"m": {"version": 1}})
+    made = part(root, model_only=True)
+    assert list(made.root) == ["w", "m.dtype"]
+    assert made.root.metadata == root.metadata
+    assert told(made, "left-out") == ["the values among the tensors: epoch, args"]
+
+
 def test_between_raw_and_averaged_weights_nobody_guesses(run):
     with pytest.raises(AmbiguousName, match=r"model \(3 tensors\), ema \(2 tensors\)") as caught:
         part(run, model_only=True)

@@ -65,7 +65,17 @@ class Need(NamedTuple):
     """What a plan must do for a complaint to be gone; `argument` where that says more."""
 
     kind: Literal[
-        "rewrite", "select", "exclude", "strip", "strip-at", "prefix", "plain", "cpu", "compact"
+        "rewrite",
+        "torch",
+        "select",
+        "weights",
+        "exclude",
+        "strip",
+        "strip-at",
+        "prefix",
+        "plain",
+        "cpu",
+        "compact",
     ]
     argument: str = ""
 

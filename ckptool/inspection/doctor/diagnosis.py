@@ -11,6 +11,7 @@ from typing import Any
 from ckptool.errors import CheckpointError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.doctor.buffers import buffers
+from ckptool.inspection.doctor.choices import choice_command
 from ckptool.inspection.doctor.complaint import Complaint, Found
 from ckptool.inspection.doctor.fit import fit, reference_model
 from ckptool.inspection.doctor.layout import layout
@@ -21,7 +22,7 @@ from ckptool.inspection.doctor.naming import naming
 from ckptool.inspection.doctor.objects import objects
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.doctor.placement import placement
-from ckptool.inspection.doctor.plan import Plan, choice_command, planned
+from ckptool.inspection.doctor.plan import Plan, planned
 from ckptool.inspection.doctor.training import training
 from ckptool.inspection.doctor.unopened import is_finding, unopened
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -166,10 +167,11 @@ def _with_commands(
     if found.needs and not met:
         remedy = complaint.remedy or f"no command mends it{_because(plan.obstacle)}"
         return replace(complaint, remedy=remedy)
+    tried = (choice_command(patient, plan, one, taken) for one in found.choices)
     return replace(
         complaint,
         commands=tuple(command for command in plan.commands if command in wanted),
-        alternatives=tuple(choice_command(patient, plan, one, taken) for one in found.choices),
+        alternatives=tuple(command for command in tried if command is not None),
     )
 
 

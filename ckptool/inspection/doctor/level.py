@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from ckptool.errors import NameCollision
 from ckptool.inspection.doctor.complaint import (
@@ -15,9 +16,10 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient, unwrapped
-from ckptool.model import TensorRef
+from ckptool.model import Opaque, TensorRef, find_tensors
 from ckptool.paths import counted, listed, printable
-from ckptool.statedict import Section, wrapped_names
+from ckptool.statedict import Section, values_inside
+from ckptool.transforms.refusals import class_of
 
 __all__ = ["level"]
 
@@ -83,28 +85,44 @@ def _word(section: Section) -> str:
 
 
 def _none(patient: Patient) -> Found:
-    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in patient.sections]
+    root = patient.checkpoint.root
+    parts = [part for part in patient.sections if part.kind != "values"]
+    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
+    held = listed(kinds, most=4) if kinds else _held(root)
+    says = (
+        "Missing key(s) in state_dict ... Unexpected key(s) in state_dict"
+        if isinstance(root, dict)
+        else "Expected state_dict to be dict-like"
+    )
     return Found(
         Complaint(
             "no-model",
-            "note",
-            "there is no state dict of a model in it",
-            names_of(kinds),
-            "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict, or that it "
-            "expected state_dict to be dict-like",
+            "note" if root == {} else "fails",  # what a model without parameters takes
+            f"there is no state dict of a model in it, but {held}",
+            names_of(f"the {part.kind} {part.name or 'at the root'}" for part in patient.sections),
+            f"load_state_dict(torch.load(FILE)) says: {says}",
             remedy="take the file that has the weights",
         )
     )
 
 
+def _held(root: Any) -> str:
+    """What a file holds that has no part with a name of its own."""
+    count = sum(1 for _ in find_tensors(root))
+    if isinstance(root, TensorRef):
+        return "one tensor"
+    if isinstance(root, (dict, list, tuple)):
+        kind = next(kind for kind in (dict, list, tuple) if isinstance(root, kind)).__name__
+        entries = f"{len(root):,} entr{'y' if len(root) == 1 else 'ies'}"
+        return f"a {kind} of {entries}, with {counted(count, 'tensor')}"
+    if isinstance(root, Opaque):
+        return f"an object of class {printable(class_of(root))}"
+    return f"a value of type {type(root).__name__}"
+
+
 def _values(model: Section) -> Iterator[Found]:
     """Entries of a state dict that no model has."""
-    own = set(wrapped_names(model.node))
-    names = [
-        str(name)
-        for name, value in model.node.items()
-        if name not in own and not isinstance(value, TensorRef)
-    ]
+    names = [str(name) for name in values_inside(model.node)]
     if names and model.kind == "state_dict":
         yield Found(
             Complaint(
@@ -116,7 +134,7 @@ def _values(model: Section) -> Iterator[Found]:
                 f"state_dict: {quoted_names(names)}",
                 remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
             ),
-            choices=(Choice(("convert", *(("--key", model.name) if model.path else ()))),),
+            (Need("weights"),),
         )
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptool.formats.safetensors_content import overlapping_names
-from ckptool.inspection.doctor.complaint import Choice, Complaint, Found, Need, names_of
+from ckptool.inspection.doctor.complaint import (
+    Choice,
+    Complaint,
+    Found,
+    Need,
+    names_of,
+    quoted_names,
+)
 from ckptool.inspection.doctor.patient import Patient, tensors_of
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.model import Path, TensorRef
-from ckptool.paths import name_of, printable
+from ckptool.paths import counted, name_of, printable
 
 __all__ = ["dead_is_much", "memory", "unseen_is_much"]
 
@@ -37,7 +44,9 @@ def memory(patient: Patient) -> Iterator[Found]:
     """What takes more bytes than it should, or shares them."""
     yield from _bloat(patient)
     yield from _training_state(patient)
-    if not patient.checkpoint.format.startswith("safetensors"):
+    if patient.checkpoint.format.startswith("safetensors"):
+        yield from _aliases(patient)
+    else:
         yield from _not_for_safetensors(patient)
 
 
@@ -97,15 +106,34 @@ def _share(path: Path, every: list[tuple[Path, TensorRef]]) -> int:
     return sum(tensor.nbytes for at, tensor in every if at[: len(path)] == path)
 
 
+def _aliases(patient: Patient) -> Iterator[Found]:
+    """Names that the file mentions as tied to another, and has no tensor under."""
+    kept = {
+        name: str(one.storage.key)
+        for section in patient.models
+        for name, one in tensors_of(section).items()
+        if one.storage is not None and one.storage.key != name
+    }
+    if kept:
+        complaint = Complaint(
+            "aliases",
+            "fails",
+            f"{counted(len(kept), 'name')} stored only as tied to another",
+            names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
+            "load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
+            f"state_dict: {quoted_names(kept)}; safetensors.torch.load_model knows of them",
+        )
+        yield Found(complaint, (Need("torch"),), (_as_safetensors(patient, tied=True),))
+
+
 def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
     """What `safetensors.torch.save_file` refuses of the weights."""
     model = patient.model
     if model is None:
         return
     tensors = {name: one for name, one in tensors_of(model).items() if one.has_content}
-    here = tuple(("--key", model.name) if patient.key is not None and model.path else ())
-    choices = (Choice(("convert", *here)),)
     tied = list(ties(((name,), one) for name, one in tensors.items()))
+    choices = (_as_safetensors(patient, tied=bool(tied)),)
     if tied:
         yield Found(
             Complaint(
@@ -115,11 +143,20 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
                 names_of(" = ".join(map(printable, names)) for names in tied),
                 "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
                 "memory, this will lead to duplicate memory on disk and potential differences when "
-                "loading them again",
+                "loading them again; save_model keeps one name of each, and load_file then lacks "
+                "the others",
             ),
             choices=choices,
         )
     yield from _views_of(tensors, {name for names in tied for name in names}, choices)
+
+
+def _as_safetensors(patient: Patient, *, tied: bool) -> Choice:
+    """What writes the weights as a safetensors file, in which every name has its tensor."""
+    model = patient.model
+    keyed = model is not None and model.path and patient.key is not None
+    here = ("--key", model.name) if keyed and model is not None else ()
+    return Choice(("convert", *here, *(("--ties", "copy") if tied else ())))
 
 
 def _views_of(

@@ -7,7 +7,6 @@ is there no more.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, NameCollision, NotRepresentable
 from ckptool.formats import writer
-from ckptool.formats.identify_kinds import as_argument
-from ckptool.inspection.doctor.complaint import Choice, Need
+from ckptool.formats.identify_kinds import as_argument, unused
+from ckptool.inspection.doctor.complaint import Need
 from ckptool.inspection.doctor.memory import dead_is_much, unseen_is_much
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.doctor.placement import ANYWHERE
 from ckptool.inspection.obstacles import restored_devices
 from ckptool.inspection.usage import storage_use
 from ckptool.paths import counted, listed, name_of, selected
-from ckptool.statedict import MODEL_KINDS, sections
+from ckptool.statedict import MODEL_KINDS, sections, values_inside
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import (
     compact,
@@ -38,11 +37,17 @@ from ckptool.transforms import (
 from ckptool.writing.naming import default_target
 from ckptool.writing.target import target_format
 
-__all__ = ["Plan", "choice_command", "planned"]
+__all__ = ["MENDED", "Plan", "format_option", "planned"]
 
 MENDED = "mended"
 """The word before the ending of the file that a plan writes."""
-_ORDER = ("select", "exclude", "rewrite", "strip", "strip-at", "prefix", "plain", "cpu", "compact")
+_ORDER = (
+    "select", "weights", "exclude", "rewrite", "torch", "strip", "strip-at", "prefix", "plain",
+    "cpu", "compact",
+)  # fmt: skip
+
+_SELECTING = ("select", "weights", "exclude")
+"""One command takes care of all of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,10 @@ class Plan:
     """Commands in the order to run them; the first writes `target`, the others change that."""
 
     target: str
+    state: Checkpoint
+    """What the file is, as far as its header tells, when the commands have run."""
+    format: str
+    """What `target` is written as."""
     commands: tuple[str, ...] = ()
     by_need: Mapping[Need, tuple[str, ...]] = field(default_factory=dict)
     """The commands that take care of each need that can be met."""
@@ -86,45 +95,14 @@ def planned(patient: Patient, needs: Iterable[Need]) -> Plan:
     return _Planner(patient, needs).plan()
 
 
-def choice_command(patient: Patient, plan: Plan, choice: Choice, taken: set[str]) -> str:
-    """A command apart from the plan, on what the plan writes, else on the file itself.
-
-    Its target is a name that is neither there nor in `taken`, which it joins.
-    """
-    file = patient.checkpoint.path
-    format = "safetensors" if not choice.word else _format(patient.checkpoint)
-    base = default_target(file, choice.word or MENDED, format, sharded=True)
-    if not choice.word:
-        base = f"{base.removesuffix(f'.{MENDED}.safetensors')}.safetensors"
-    target = _free(base, taken)
-    taken.add(target)
-    source = as_argument(plan.target if plan.commands else file)
-    verb, *options = choice.words
-    if verb == "convert":
-        return shlex.join(["ckptool", verb, source, as_argument(target), *options])
-    chosen = _format_option(patient.checkpoint, target, format) if not plan.commands else None
-    more = ["--format", chosen] if chosen else []
-    return shlex.join(["ckptool", verb, *options, source, "-o", as_argument(target), *more])
-
-
 def _format(checkpoint: Checkpoint) -> str:
     """The format that mended files have."""
     return "safetensors" if checkpoint.format.startswith("safetensors") else "torch-zip"
 
 
-def _format_option(checkpoint: Checkpoint, target: str, format: str) -> str | None:
+def format_option(checkpoint: Checkpoint, target: str, format: str) -> str | None:
     """What `--format` must say for the target to be of that format; None where nothing need be."""
     return None if target_format(checkpoint, target) == format else format
-
-
-def _free(path: str, taken: Iterable[str] = ()) -> str:
-    """The path, or one with a number before its ending, where there is nothing yet."""
-    stem, suffix = os.path.splitext(path)
-    number, found = 1, path
-    while os.path.lexists(found) or found in taken:
-        number += 1
-        found = f"{stem}-{number}{suffix}"
-    return found
 
 
 class _Planner:
@@ -133,9 +111,10 @@ class _Planner:
     def __init__(self, patient: Patient, needs: Iterable[Need]) -> None:
         self._patient = patient
         self._file = patient.checkpoint.path
-        self._format = _format(patient.checkpoint)
         self._needs = sorted(dict.fromkeys(needs), key=lambda need: _ORDER.index(need.kind))
-        self._target = _free(default_target(self._file, MENDED, self._format, sharded=True))
+        torch = any(need.kind == "torch" for need in self._needs)
+        self._format = "torch-zip" if torch else _format(patient.checkpoint)
+        self._target = unused(default_target(self._file, MENDED, self._format, sharded=True))
         self._state = patient.checkpoint
         self._done: list[_Step] = []
         self._met_by: dict[Need, _Step] = {}
@@ -155,12 +134,12 @@ class _Planner:
             if self._try(step):
                 self._met_by.update(dict.fromkeys(step.needs, step))
         if not self._done:
-            return Plan(self._target, obstacle=self._obstacle)
+            return Plan(self._target, self._state, self._format, obstacle=self._obstacle)
         self._sweep()
         return self._told()
 
     def _told(self) -> Plan:
-        format = _format_option(self._patient.checkpoint, self._target, self._format)
+        format = format_option(self._patient.checkpoint, self._target, self._format)
         commands = {
             id(step): step.command(self._file, self._target, format, first=not at)
             for at, step in enumerate(self._done)
@@ -168,7 +147,9 @@ class _Planner:
         met = {
             need: (commands[id(step)],) for need, step in self._met_by.items() if self._is_met(need)
         }
-        return Plan(self._target, tuple(commands.values()), met, self._all_at_once(format))
+        told = tuple(commands.values())
+        at_once = self._all_at_once(format)
+        return Plan(self._target, self._state, self._format, told, met, at_once)
 
     def _all_at_once(self, format: str | None) -> str:
         """The one `convert` that does what all steps do."""
@@ -202,10 +183,13 @@ class _Planner:
         state = self._state
         models = [part for part in sections(state.root) if part.kind in MODEL_KINDS]
         match need.kind:
-            case "rewrite":
+            case "rewrite" | "torch":
                 return bool(self._done)
             case "select":
                 return any(not part.path and part.kind == "state_dict" for part in models)
+            case "weights":
+                parts = [part for part in models if part.kind == "state_dict"]
+                return not any(values_inside(part.node) for part in parts)
             case "exclude":
                 return not any(selected(path, (need.argument,)) for path, _ in state.tensors())
             case "strip":
@@ -223,9 +207,9 @@ class _Planner:
 
     def _step(self, need: Need) -> _Step:
         match need.kind:
-            case "select" | "exclude":
+            case "select" | "weights" | "exclude":
                 return self._selection()
-            case "rewrite":
+            case "rewrite" | "torch":
                 return self._rewriting(need)
             case "strip":
                 return _Step((need,), ("strip-module",), ("--wrappers", "strip"), strip_module)
@@ -242,9 +226,9 @@ class _Planner:
 
     def _selection(self) -> _Step:
         """The model alone, and without what is to go: one command, and the first."""
-        needs = tuple(need for need in self._needs if need.kind in ("select", "exclude"))
+        needs = tuple(need for need in self._needs if need.kind in _SELECTING)
         excluded = tuple(need.argument for need in needs if need.kind == "exclude")
-        model_only = any(need.kind == "select" for need in needs)
+        model_only = any(need.kind != "exclude" for need in needs)
         key = self._patient.key if model_only else None
         words = [
             *(("--key", key) if key is not None else ()),

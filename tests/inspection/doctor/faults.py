@@ -219,6 +219,29 @@ def safetensors(make):
     return made
 
 
+def with_values():
+    """A state dict among whose tensors somebody has noted something."""
+    return {**state(), "epoch": 3, "args": argparse.Namespace(lr=0.1)}
+
+
+class TiedNet(torch.nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def tied_safetensors(folder: Path) -> Path:
+    """A file with one of two names, as safetensors' own `save_model` writes it."""
+    from safetensors.torch import save_model
+
+    save_model(TiedNet(), folder / "tied.safetensors")
+    return folder / "tied.safetensors"
+
+
 def averaged():
     averaging = torch.optim.swa_utils.AveragedModel(trained()[0])
     return averaging.state_dict()
@@ -272,6 +295,9 @@ MENDED = [
     Fault("averaged", saved(averaged)),
     Fault("adapter", saved(merged_adapter), name="merged adapter"),
     Fault("level", saved(training_run)),
+    Fault("values-inside", saved(lambda: {**state(), "epoch": 3})),
+    Fault("values-inside", saved(with_values), name="values and objects inside"),
+    Fault("values-inside", saved(lambda: {"net": with_values()}), name="values one level down"),
     Fault("training-state", saved(training_run), "note"),
     Fault("module", saved(lambda: trained()[0])),
     Fault("module", saved(lambda: torch.nn.DataParallel(trained()[0])), name="parallel module"),

@@ -80,12 +80,39 @@ def test_meta_tensors_mislead(complaint):
     assert (found.severity, found.commands) == ("misleads", ())
 
 
-def test_a_file_without_a_model_is_a_note(complaint):
+def test_a_file_without_a_model_does_not_load(complaint):
     found = complaint("no-model", {"optimizer": training_run()["optimizer"], "epoch": 1})
     assert (found.severity, found.where) == (
-        "note",
+        "fails",
         ("the optimizer optimizer", "the values at the root"),
     )
+    assert (found.commands, found.alternatives) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        (torch.ones(3), "one tensor"),
+        ([torch.ones(3), torch.ones(2)], "a list of 2 entries, with 2 tensors"),
+        ((torch.ones(3),), "a tuple of 1 entry, with 1 tensor"),
+        ({"lr": 0.1}, "a dict of 1 entry, with 0 tensors"),
+        (17, "a value of type int"),
+        ("text", "a value of type str"),
+    ],
+)
+def test_what_no_model_takes_is_named(complaint, root, says):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        Net().load_state_dict(root)
+    found = complaint("no-model", root)
+    assert (found.severity, found.commands) == ("fails", ())
+    assert found.what.endswith(f"but {says}")
+    assert str(caught.value).partition(",")[0] in found.why or isinstance(root, dict)
+
+
+def test_an_empty_dict_is_the_state_of_a_model_without_parameters(diagnosed):
+    torch.nn.ReLU().load_state_dict({})
+    assert diagnosed({}).ok
+    assert diagnosed(torch.nn.ReLU().state_dict()).ok
 
 
 def test_a_long_list_of_places_is_cut(complaint):
