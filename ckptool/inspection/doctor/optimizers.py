@@ -1,0 +1,158 @@
+"""What the state dict of an optimizer says of the parameters that it was for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ckptool.errors import NameCollision
+from ckptool.inspection.doctor.buffers import INTEGERS, is_floating
+from ckptool.inspection.doctor.patient import Patient, unwrapped
+from ckptool.inspection.summary import BUFFER_NAMES
+from ckptool.inspection.usage import distinct
+from ckptool.model import TensorRef
+from ckptool.statedict import Section
+from ckptool.wrappers import strip_names
+
+__all__ = [
+    "Shape",
+    "groups_of",
+    "kept_by",
+    "names_in",
+    "options_of",
+    "parameters",
+    "reference_of",
+    "shapes_in",
+    "trained",
+]
+
+Shape = tuple[int | None, ...]
+
+_LIKE_PARAMETER = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta",
+    "exp_inf", "grad_avg", "sum", "prev",
+)  # fmt: skip
+"""Keys of an optimizer's state whose tensors have the shape of the parameter."""
+
+_OPTIONS = (
+    "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
+    "step_sizes", "max_iter",
+)  # fmt: skip
+"""Options of torch's optimizers that `step()` takes from a group, and some kinds have not."""
+
+_COMMON_WORDS = re.compile(
+    r"optimi[sz]ers?|optim|opt|state_?dicts?|states?|models?|modules?|networks?|nets?|weights|"
+    r"params|[\W_]"
+)
+
+
+def groups_of(section: Section) -> list[list[Any]]:
+    """The numbers, or names, of the parameters of each group."""
+    held = [group.get("params") for group in section.node["param_groups"]]
+    return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
+
+
+def _key(held: Any) -> Any:
+    """What a group says of a parameter, as a key of `state`; anything odd is nobody's."""
+    return held if isinstance(held, (int, str)) else ("?", id(held))
+
+
+def names_in(section: Section) -> list[str]:
+    """The parameters' names in their order, without wrappers; none where the groups keep none."""
+    names = [name for group in section.node["param_groups"] for name in _texts(group)]
+    keys = [key for group in groups_of(section) for key in group]
+    if len(names) != len(keys):
+        names = [key for key in keys if isinstance(key, str)]
+    if len(names) != len(keys):
+        return []
+    try:
+        renamed = strip_names(names).renamed
+    except NameCollision:
+        return names
+    return [renamed.get(name, name) for name in names]
+
+
+def _texts(group: dict[Any, Any]) -> list[str]:
+    held = group.get("param_names")
+    return [one for one in held if isinstance(one, str)] if isinstance(held, (list, tuple)) else []
+
+
+def shapes_in(section: Section) -> dict[Any, Shape]:
+    """The shape that each parameter had, by its number or name, as far as the state tells."""
+    shapes: dict[Any, Shape] = {}
+    for key, state in section.node["state"].items():
+        for name in _LIKE_PARAMETER if isinstance(state, dict) else ():
+            if isinstance(state.get(name), TensorRef):
+                shapes[key] = state[name].shape
+                break
+    return shapes
+
+
+def kept_by(section: Section) -> set[str]:
+    """What it keeps of a parameter, of all that it keeps something of: `exp_avg`, `step`."""
+    states = section.node["state"].values()
+    held = (state.items() for state in states if isinstance(state, dict))
+    return {
+        key for items in held for key, value in items if isinstance(key, str) and value is not None
+    }
+
+
+def options_of(section: Section) -> set[str]:
+    """Those options of its groups that tell kinds of optimizers apart."""
+    return {name for name in _OPTIONS if any(name in g for g in section.node["param_groups"])}
+
+
+def trained(patient: Patient, section: Section) -> Section | None:
+    """The model that an optimizer is of; None where that is not certain.
+
+    One of each, or one of each of a name (`G` and `optG`). With a model chosen, that one or none.
+    """
+    whose = _whose(section)
+    named = [one for one in patient.models if whose and _whose(one) == whose]
+    alike = [one for one in patient.optimizers if _whose(one) == whose]
+    if len(named) == len(alike) == 1:
+        found = named[0]
+    elif whose or len(patient.models) != 1 or len(patient.optimizers) != 1:
+        return None
+    else:
+        found = patient.models[0]
+    asked = patient.model
+    return found if asked is None or asked.holder is found.holder else None
+
+
+def reference_of(patient: Patient, section: Section) -> Section | None:
+    """The reference's optimizer that one is to be held against: the only ones, or of one name."""
+    if patient.reference is None:
+        return None
+    found = Patient(patient.reference).optimizers
+    if len(found) != 1 or len(patient.optimizers) == 1:
+        return found[0] if len(found) == 1 else None
+    alike = [one for one in patient.optimizers if _whose(one) == _whose(found[0])]
+    return found[0] if alike == [section] else None
+
+
+def _whose(section: Section) -> str:
+    """What a name says beside that it is a model or an optimizer: `d` of `optimizer_D`."""
+    return _COMMON_WORDS.sub("", "_".join(p for p in section.path if isinstance(p, str)).lower())
+
+
+def parameters(model: Section) -> dict[str, Shape] | None:
+    """Name and shape of the model's parameters, ties once; None where names collide.
+
+    What has no fractions is no parameter, nor what is called as known buffers are.
+    """
+    try:
+        names = unwrapped(model)
+    except NameCollision:
+        return None
+    once = distinct(
+        ((name,), value)
+        for name, value in model.node.items()
+        if isinstance(name, str) and isinstance(value, TensorRef)
+    )
+    return {
+        names.get(str(path[0]), str(path[0])): tensor.shape
+        for path, tensor in once
+        if is_floating(tensor.dtype)
+        and str(path[0]).rpartition(".")[2] not in BUFFER_NAMES | INTEGERS
+    }
