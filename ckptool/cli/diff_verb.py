@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
 import click
 
@@ -21,6 +22,17 @@ __all__ = ["command"]
 
 _NOTHING = ("/dev/null", os.devnull)
 """What git hands to a difftool for a file that is new or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What of the result is printed, and how."""
+
+    stat: bool
+    name_status: bool
+    as_json: bool
+    fmt: str | None
+    fold: bool
 
 
 def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -> float | None:
@@ -74,6 +86,7 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
     metavar="N",
     help="Only the N tensors that changed most.",
 )
+@click.option("--no-fold", is_flag=True, help="A row for each tensor, not one for repeated layers.")
 @fmt_option
 @json_option
 @quiet_option
@@ -92,6 +105,7 @@ def command(
     stat: bool,
     name_status: bool,
     max_diffs: int | None,
+    no_fold: bool,
     fmt: str | None,
     as_json: bool,
     quiet: bool,
@@ -99,7 +113,8 @@ def command(
     """Say what differs between two checkpoints, of any formats.
 
     Names are compared with wrappers such as module. off. Equal bytes are found without torch;
-    where they differ there are figures, the largest relative change first, repeated layers folded.
+    where they differ there are figures, relative ones to B, the largest change first. Repeated
+    layers are one row with the worst of each figure; with --fmt every tensor has its own.
     """
     _check_together(stat, name_status, as_json, fmt)
     rules = [regex_rule(text) for text in regexes]
@@ -119,7 +134,8 @@ def command(
             max_diffs=max_diffs,
             progress=progress,
         )
-    _print(found, stat=stat, name_status=name_status, as_json=as_json, fmt=fmt, quiet=quiet)
+    shown = _Shown(stat=stat, name_status=name_status, as_json=as_json, fmt=fmt, fold=not no_fold)
+    _print(found, shown, quiet=quiet)
     if not found.identical:
         click.get_current_context().exit(1)
 
@@ -138,19 +154,19 @@ def _opened(path: str) -> Checkpoint:
     return Checkpoint({}, "nothing", path) if path in _NOTHING else open_checkpoint(path)
 
 
-def _print(
-    found: Diff, *, stat: bool, name_status: bool, as_json: bool, fmt: str | None, quiet: bool
-) -> None:
-    if as_json:
+def _print(found: Diff, shown: _Shown, *, quiet: bool) -> None:
+    if shown.as_json:
         print_document(found.to_dict())
         return
     from ckptool.render.diff import diff_lines, note_lines, status_lines
     from ckptool.render.diff_stat import stat_lines
 
-    look = stdout_look(fmt)
-    if name_status or fmt:  # for a program to read: what is for people goes elsewhere
+    look = stdout_look(shown.fmt)
+    if shown.name_status or shown.fmt:  # for a program to read: what is for people goes elsewhere
         say(note_lines(found, look), quiet=quiet)
-    if name_status:
+    if shown.name_status:
         print_lines(status_lines(found))
+    elif shown.stat:
+        print_lines(stat_lines(found, look, fold=shown.fold))
     else:
-        print_lines(stat_lines(found, look) if stat else diff_lines(found, look))
+        print_lines(diff_lines(found, look, fold=shown.fold))

@@ -113,7 +113,7 @@ def relative_change(difference: Difference | None, norm: float | None) -> float 
     odd_a = difference.nan_a, difference.inf_a
     if odd_a != (difference.nan_b, difference.inf_b):
         return math.inf
-    length = difference.rmse * math.sqrt(difference.elements - sum(odd_a))
+    length = (difference.rmse or 0.0) * math.sqrt(difference.elements - sum(odd_a))
     if norm == 0:
         return math.inf if length else 0.0
     return length / norm

@@ -342,8 +342,10 @@ def _rank(row: Changed) -> tuple[Any, ...]:
     return not row.counts, True, as_finite, -_size(found.max_rel), -_size(found.max_abs)
 
 
-def _size(figure: float) -> float:
-    """A figure to sort by: NaN is beyond all others."""
+def _size(figure: float | None) -> float:
+    """A figure to sort by: NaN is beyond all others, none below them."""
+    if figure is None:
+        return -1.0
     return math.inf if math.isnan(figure) else figure
 
 

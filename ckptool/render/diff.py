@@ -37,10 +37,11 @@ class Column:
     flexible: bool = False
 
 
-def diff_lines(diff: Diff, look: Look) -> Iterator[str]:
+def diff_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
     """The files, what differs with the largest change first, and a summary.
 
-    Where tables are all that is asked for (`look.fmt`), one table of every difference.
+    With `fold` repeated layers are one row with the worst of each figure. Where tables are all that
+    is asked for (`look.fmt`), one table of every difference, a row each.
     """
     if look.fmt:
         yield from _one_table(diff, look)
@@ -51,10 +52,10 @@ def diff_lines(diff: Diff, look: Look) -> Iterator[str]:
     yield from apart(
         [
             _headlines(diff, look),
-            *_changed_tables(diff, look),
-            _value_table(diff, look),
-            *_only_tables(diff, look),
-            _renamed_table(diff, look),
+            *_changed_tables(diff, look, fold),
+            _value_table(diff, look, fold),
+            *_only_tables(diff, look, fold),
+            _renamed_table(diff, look, fold),
             _tag_lines(diff, look),
             note_lines(diff, look),
             summary_lines(diff, look),
@@ -138,11 +139,11 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"
 
 
-def _changed_tables(diff: Diff, look: Look) -> Iterator[Iterable[str]]:
+def _changed_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
     """Tensors that cannot be held against each other, then those that can with the figures."""
-    rows = changed_rows([row for row in diff.changed if _is_content(row)], whole=False)
-    bare = [row for row in rows if row.difference is None]
-    measured = [row for row in rows if row.difference is not None]
+    rows = changed_rows([row for row in diff.changed if _is_content(row)], whole=False, fold=fold)
+    bare = [row for row in rows if row.figures is None]
+    measured = [row for row in rows if row.figures is not None]
     yield _drawn([_names(bare), *_counted(bare), _what(bare), *_sides(bare)], look)
     what = Column("what", [_in_brief(row) for row in measured])
     yield _drawn(
@@ -161,8 +162,8 @@ def _in_brief(row: Row) -> str:
     return f"{row.a} -> {row.b}" if row.a else row.what
 
 
-def _value_table(diff: Diff, look: Look) -> Iterable[str]:
-    rows = changed_rows([row for row in diff.values if _is_content(row)], whole=False)
+def _value_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
+    rows = changed_rows([row for row in diff.values if _is_content(row)], whole=False, fold=fold)
     names = Column("value", [row.label for row in rows], flexible=True)
     places = [row.what.partition(" at ")[2] for row in rows]
     change = [
@@ -172,18 +173,18 @@ def _value_table(diff: Diff, look: Look) -> Iterable[str]:
     return _drawn([names, *_counted(rows), Column("", change, flexible=True)], look)
 
 
-def _only_tables(diff: Diff, look: Look) -> Iterator[Iterable[str]]:
+def _only_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
     for status, sides, heading in (
         ("D", diff.only_in_a, "only in A"),
         ("A", diff.only_in_b, "only in B"),
     ):
-        rows = only_rows(status, sides, whole=False)
+        rows = only_rows(status, sides, whole=False, fold=fold)
         what = Column("", [row.a or row.b for row in rows], flexible=True)
         yield _drawn([_names(rows, heading), *_counted(rows), what], look)
 
 
-def _renamed_table(diff: Diff, look: Look) -> Iterable[str]:
-    rows = renamed_rows(diff.renamed)
+def _renamed_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
+    rows = renamed_rows(diff.renamed, fold=fold)
     new = Column("in B", [row.b for row in rows], flexible=True)
     what = Column("", [row.what for row in rows])
     return _drawn([_names(rows, "renamed from"), *_counted(rows), new, what], look)
@@ -193,15 +194,14 @@ def _one_table(diff: Diff, look: Look) -> Iterator[str]:
     """Every difference a row, all under the same headings."""
     counting = [row for row in (*diff.changed, *diff.values) if row.counts]
     rows = [
-        *changed_rows(counting, whole=True, tags=True),
-        *only_rows("D", diff.only_in_a, whole=True),
-        *only_rows("A", diff.only_in_b, whole=True),
-        *renamed_rows(diff.renamed),
+        *changed_rows(counting, whole=True, fold=False, tags=True),
+        *only_rows("D", diff.only_in_a, whole=True, fold=False),
+        *only_rows("A", diff.only_in_b, whole=True, fold=False),
+        *renamed_rows(diff.renamed, fold=False),
     ]
     columns = [
         Column("status", [row.status for row in rows]),
         _names(rows),
-        Column("count", [str(row.count) for row in rows], right=True),
         _what(rows),
         *_sides(rows),
         *_figures(rows, whole=True),
@@ -235,7 +235,7 @@ def _sides(rows: Sequence[Row]) -> list[Column]:
 
 
 def _figures(rows: Sequence[Row], *, whole: bool) -> list[Column]:
-    cells = [figures(row.difference, whole=whole) for row in rows]
+    cells = [figures(row.figures, whole=whole) for row in rows]
     return [
         Column(heading, [row[n] for row in cells], right=heading != FIGURES[-1])
         for n, heading in enumerate(FIGURES)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.diff_result import Changed, Renamed, Side
 from ckptool.inspection.diffing import TAGS
-from ckptool.inspection.patterns import families, numbered
+from ckptool.inspection.patterns import Family, families, numbered
 from ckptool.inspection.values import shape_text
 from ckptool.render.text import clean, number, shorten
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-__all__ = ["FIGURES", "Row", "changed_rows", "figures", "only_rows", "renamed_rows", "share"]
+__all__ = [
+    "FIGURES",
+    "Row",
+    "changed_rows",
+    "figures",
+    "folded",
+    "only_rows",
+    "renamed_rows",
+    "share",
+]
 
 _SHORT = 40  # characters of a value where it is one of two on a line
 _SMALL = 0.001
@@ -25,8 +34,26 @@ FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """What a row says of the values: NaN and infinities of all, else the worst of each."""
+
+    elements: int
+    mismatched: int
+    """Of the tensor of which the largest share differs; so are its `elements`."""
+    max_abs: float | None
+    mean_abs: float | None
+    max_rel: float | None
+    rmse: float | None
+    cosine: float | None
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """`count` entries that differ alike; the figures are those of the one that differs most."""
+    """`count` entries that differ alike; of each figure the worst of theirs."""
 
     status: str
     label: str
@@ -34,39 +61,49 @@ class Row:
     what: str = ""
     a: str = ""
     b: str = ""
-    difference: Difference | None = None
+    figures: Figures | None = None
 
 
-def changed_rows(found: Sequence[Changed], *, whole: bool, tags: bool = False) -> list[Row]:
+def changed_rows(
+    found: Sequence[Changed], *, whole: bool, fold: bool, tags: bool = False
+) -> list[Row]:
     """Entries of both files, those without figures first, then by the largest relative change.
 
-    `whole` texts are not shortened. With `tags` a row says in which device and requires_grad it
-    differs, too.
+    `whole` texts are not shortened; with `fold` repeated layers are one row. With `tags` a row says
+    in which device and requires_grad it differs, too.
     """
     rows = []
-    for family in families((row.name, _alike(row, whole, tags)) for row in found):
-        worst = max((found[n] for n in family.numbers), key=lambda row: _size(row.difference))
-        what, a, b, _ = _alike(worst, whole, tags)
-        label = _label(family.label)
-        rows.append(Row(worst.status, label, len(family.names), what, a, b, worst.difference))
-    return sorted(rows, key=lambda row: _size(row.difference), reverse=True)
+    for family in folded(((row.name, _alike(row, whole, tags)) for row in found), fold=fold):
+        members = [found[n] for n in family.numbers]
+        what, a, b, _ = _alike(members[0], whole, tags)
+        worst = _worst([row.difference for row in members if row.difference is not None])
+        status, label = members[0].status, _label(family.label)
+        rows.append(Row(status, label, len(members), what, a, b, worst))
+    return sorted(rows, key=lambda row: _size(row.figures), reverse=True)
 
 
-def only_rows(status: str, sides: Sequence[Side], *, whole: bool) -> list[Row]:
+def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
+    """As `families`, or without `fold` each name by itself."""
+    if fold:
+        return families(names)
+    return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
+
+
+def only_rows(status: str, sides: Sequence[Side], *, whole: bool, fold: bool) -> list[Row]:
     """Entries of one file alone: what they are stands in `a` (status D) or in `b` (status A)."""
     rows = []
-    for family in families((side.name, _words(side, whole)) for side in sides):
+    for family in folded(((side.name, _words(side, whole)) for side in sides), fold=fold):
         words = _words(sides[family.numbers[0]], whole)
         a, b = (words, "") if status == "D" else ("", words)
         rows.append(Row(status, _label(family.label), len(family.names), "", a, b))
     return rows
 
 
-def renamed_rows(found: Sequence[Renamed]) -> list[Row]:
+def renamed_rows(found: Sequence[Renamed], *, fold: bool) -> list[Row]:
     """Tensors under another name: `label` is A's, `b` that of B, `what` says what it is."""
     rows = []
     names = [(row.a.name, (_renaming(n, row), _words(row.a, True))) for n, row in enumerate(found)]
-    for name in families(names):
+    for name in folded(names, fold=fold):
         (other, *_) = families((found[n].b.name, None) for n in name.numbers)
         what = _words(found[name.numbers[0]].a, True)
         label = _label(name.label)
@@ -74,7 +111,32 @@ def renamed_rows(found: Sequence[Renamed]) -> list[Row]:
     return rows
 
 
-def figures(found: Difference | None, *, whole: bool) -> list[str]:
+def _worst(found: Sequence[Difference]) -> Figures | None:
+    """The figures of tensors, each that of the tensor that differs most in it; None for none."""
+    if not found:
+        return None
+
+    def largest(name: str) -> float | None:
+        known = [figure for one in found if (figure := getattr(one, name)) is not None]
+        return max(known, key=_or_beyond, default=None)
+
+    most = max(found, key=lambda one: one.mismatched / max(one.elements, 1))
+    return Figures(
+        elements=most.elements,
+        mismatched=most.mismatched,
+        max_abs=largest("max_abs"),
+        mean_abs=largest("mean_abs"),
+        max_rel=largest("max_rel"),
+        rmse=largest("rmse"),
+        cosine=min((one.cosine for one in found if one.cosine is not None), default=None),
+        nan_a=sum(one.nan_a for one in found),
+        nan_b=sum(one.nan_b for one in found),
+        inf_a=sum(one.inf_a for one in found),
+        inf_b=sum(one.inf_b for one in found),
+    )
+
+
+def figures(found: Figures | None, *, whole: bool) -> list[str]:
     """The cells below `FIGURES`; `whole` numbers have six digits, others three."""
     if found is None:
         return [""] * len(FIGURES)
@@ -115,15 +177,19 @@ def _label(name: str) -> str:
     return clean(name) or "(the whole file)"
 
 
-def _size(found: Difference | None) -> tuple[int, float, float]:
+def _size(found: Figures | None) -> tuple[int, float, float]:
     """Something to sort by: no figures are beyond all, then other numbers of NaN and infinities."""
     if found is None:
         return 2, math.inf, math.inf
     odd = (found.nan_a, found.inf_a) != (found.nan_b, found.inf_b)
-    relative, absolute = (
-        math.inf if math.isnan(figure) else figure for figure in (found.max_rel, found.max_abs)
-    )
-    return int(odd), relative, absolute
+    return int(odd), _or_beyond(found.max_rel), _or_beyond(found.max_abs)
+
+
+def _or_beyond(figure: float | None) -> float:
+    """A figure to sort by: NaN is beyond all others, none below them."""
+    if figure is None:
+        return -1.0
+    return math.inf if math.isnan(figure) else figure
 
 
 def _renaming(number: int, row: Renamed) -> Hashable:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from ckptool.inspection.diff_result import Diff
-from ckptool.inspection.patterns import families
 from ckptool.render.diff import note_lines, summary_lines
+from ckptool.render.diff_rows import folded
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, count
@@ -19,19 +19,20 @@ _MARKS = {"~": "MT", "-": "D", "+": "A", ">": "R"}
 _WIDEST_BAR = 32
 
 
-def stat_lines(diff: Diff, look: Look) -> Iterator[str]:
-    """A line for each module in which something differs, repeated ones folded, and the totals."""
-    tables = [_modules(diff, look)] if look.fmt or not diff.identical else []
+def stat_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
+    """A line for each module in which something differs and the totals; `fold` repeated ones."""
+    tables = [_modules(diff, look, fold and not look.fmt)] if look.fmt or not diff.identical else []
     return apart(
         tables if look.fmt else [*tables, note_lines(diff, look), summary_lines(diff, look)]
     )
 
 
-def _modules(diff: Diff, look: Look) -> Iterator[str]:
+def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
     modules = _by_module(diff)
     totals = []
     names = list(modules)
-    for family in families((name, tuple(sorted(modules[name].items()))) for name in names):
+    alike = ((name, tuple(sorted(modules[name].items()))) for name in names)
+    for family in folded(alike, fold=fold):
         times = len(family.names)
         one = modules[family.names[0]]
         totals.append((family.label, times, {mark: one[mark] * times for mark in _MARKS}))

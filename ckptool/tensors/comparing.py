@@ -24,7 +24,7 @@ _SHARED = 2 * BLOCK
 class Difference:
     """How the elements of b are not those of a, in the wider of their types.
 
-    `max_abs` to `cosine` are of the elements that are finite in both; 0.0 where there are none.
+    `max_abs` to `cosine` are of the elements that are finite in both; None where there are none.
     Complex numbers count by their magnitude.
     """
 
@@ -33,11 +33,11 @@ class Difference:
     """Elements that are not equal: NaN to nothing, unless `equal_nan`; -0.0 to 0.0."""
     close: bool | None
     """As `torch.allclose`; None: no tolerance was given."""
-    max_abs: float
-    mean_abs: float
-    max_rel: float
+    max_abs: float | None
+    mean_abs: float | None
+    max_rel: float | None
     """The largest |a - b| / |b|: infinite where b is 0 and a is not, 0.0 where both are."""
-    rmse: float
+    rmse: float | None
     cosine: float | None
     """None where either has no length, or one that float64 cannot tell beside the other's."""
     nan_a: int
@@ -126,15 +126,15 @@ def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
 
 
 def _difference(sums: Sums, elements: int, *, asked: bool) -> Difference:
-    finite = max(sums.finite, 1)
+    finite = sums.finite
     return Difference(
         elements=elements,
         mismatched=sums.mismatched,
         close=sums.close if asked else None,
-        max_abs=sums.largest,
-        mean_abs=sums.total / finite,
-        max_rel=sums.ratio,
-        rmse=sums.norm / math.sqrt(finite),
+        max_abs=sums.largest if finite else None,
+        mean_abs=sums.total / finite if finite else None,
+        max_rel=sums.ratio if finite else None,
+        rmse=sums.norm / math.sqrt(finite) if finite else None,
         cosine=_cosine(sums),
         nan_a=sums.nan_a,
         nan_b=sums.nan_b,

@@ -103,6 +103,19 @@ def test_names_are_compared_as_they_are_or_as_they_are_mapped(ckptool, files):
     assert ckptool("diff", "c.pth", "d.pth", "--map", "^enc=>backbone").code == 0
 
 
+def test_layers_are_one_row_unless_asked(ckptool, tmp_path):
+    a = tensors(tmp_path / "a.pth", **{f"l.{n}.w": torch.ones(4) for n in range(3)})
+    b = tensors(tmp_path / "b.pth", **{f"l.{n}.w": torch.full((4,), 2.0 + n) for n in range(3)})
+    assert re.search(r"^l\.\{0\.\.2\}\.w +x3 +value +3 ", ckptool("diff", a, b).out, re.MULTILINE)
+    apart = ckptool("diff", a, b, "--no-fold").out
+    assert re.findall(r"^(l\.\d\.w) +value +(\d) ", apart, re.MULTILINE) == [
+        ("l.2.w", "3"),
+        ("l.1.w", "2"),
+        ("l.0.w", "1"),
+    ]
+    assert re.search(r"^l\.2 +1 ", ckptool("diff", a, b, "--no-fold", "--stat").out, re.MULTILINE)
+
+
 def test_name_status_is_for_programs(ckptool, files):
     done = ckptool("diff", "a.pth", "b.pth", "--name-status")
     assert done.code == 1

@@ -156,9 +156,31 @@ def test_other_dtypes_stand_beside_the_figures():
     assert "w     float32 -> bfloat16     0.25" in text(made([row]))
 
 
-def test_a_family_has_the_figures_of_its_worst_whatever_the_order():
-    rows = [changed(f"l.{n}.w", difference=figures(rel)) for n, rel in enumerate((0.1, 0.9, 0.2))]
-    assert "l.{0..2}.w  x3  value     0.25    0.0625      0.9" in text(made(rows))
+def test_a_family_has_the_worst_of_each_figure_whatever_the_order():
+    rows = [
+        changed("l.0.w", difference=figures(0.9, nan_a=1, nan_b=1)),
+        changed("l.1.w", difference=figures(0.1, max_abs=10, cosine=-0.5, nan_a=2, nan_b=3)),
+        changed("l.2.w", difference=figures(None, rmse=7, cosine=None, nan_a=1, nan_b=1)),
+        changed("l.3.w", difference=figures(0.2, mean_abs=4, mismatched=6, nan_a=1, nan_b=1)),
+    ]
+    for order in (rows, rows[::-1]):
+        (line,) = (line for line in text(made(order)).split("\n") if line.startswith("l."))
+        said = " ".join(line.split())
+        assert said == "l.{0..3}.w x4 value 10 4 0.9 7 -0.500000 100% NaN 5 -> 6"
+
+
+def test_without_folding_each_tensor_is_a_row():
+    lines = list(diff_lines(everything(), PLAIN, fold=False))
+    assert not any("{" in line for line in lines)
+    assert sum(line.startswith("l.") for line in lines) == 8
+    assert sum(line.startswith("l.") for line in stat_lines(everything(), PLAIN, fold=False)) == 4
+
+
+def test_what_has_no_finite_pair_has_no_figures():
+    none = dict.fromkeys(("max_abs", "mean_abs", "rmse", "cosine"))
+    row = changed("w", difference=figures(None, **none, nan_b=6))
+    line = text(made([row])).split("\n")[4]
+    assert " ".join(line.split()) == "w value 50.0% NaN 0 -> 6"
 
 
 def test_what_became_nan_stands_before_any_number():
@@ -261,24 +283,19 @@ def test_renames_that_do_not_go_in_step_are_not_folded():
 
 def test_with_a_format_it_is_one_table_with_whole_cells():
     rows = list(csv.reader(diff_lines(everything(), Look(fmt="csv"))))
-    assert rows[0][:6] == ["status", "name", "count", "what", "in A", "in B"]
-    assert rows[0][6:] == [
+    assert rows[0][:5] == ["status", "name", "what", "in A", "in B"]
+    assert rows[0][5:] == [
         *("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
     ]
-    assert {len(row) for row in rows} == {13}
+    assert {len(row) for row in rows} == {12}
     by_name = {row[1]: row for row in rows[1:]}
-    assert by_name["l.{0..3}.w"][:4] == ["M", "l.{0..3}.w", "4", "value"]
-    assert by_name["l.{0..3}.w"][6:12] == ["3", "0.0625", "0.375", "0.125", "0.9999", "50.0%"]
-    assert by_name["note"][:5] == ["D", "note", "1", "", f"str '{'x' * 50}'"]
-    assert by_name["seed"][5] == "None"
-    assert by_name["l.{0..1}.k"][:6] == [
-        "R",
-        "l.{0..1}.k",
-        "2",
-        *["float32 [2, 3]"],
-        "l.{0..1}.k",
-        "h.{0..1}.key",
-    ]
+    assert not any("{" in name for name in by_name)
+    assert by_name["l.3.w"][:3] == ["M", "l.3.w", "value"]
+    assert by_name["l.3.w"][5:11] == ["3", "0.0625", "0.375", "0.125", "0.9999", "50.0%"]
+    assert by_name["l.1.w"][5:8] == ["1", "0.0625", "0.125"]
+    assert by_name["note"][:4] == ["D", "note", "", f"str '{'x' * 50}'"]
+    assert by_name["seed"][4] == "None"
+    assert by_name["l.1.k"][:5] == ["R", "l.1.k", "float32 [2, 3]", "l.1.k", "h.1.key"]
     assert list(diff_lines(made(), Look(fmt="csv"))) == [",".join(rows[0][:-1]) + ',"NaN, Inf"']
 
 
