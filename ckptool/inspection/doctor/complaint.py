@@ -73,6 +73,8 @@ class Need(NamedTuple):
         "strip",
         "strip-at",
         "prefix",
+        "map",
+        "add",
         "plain",
         "cpu",
         "compact",

@@ -20,6 +20,7 @@ from ckptool.inspection.doctor.machine import devices_here, parsed_devices
 from ckptool.inspection.doctor.memory import memory
 from ckptool.inspection.doctor.naming import naming
 from ckptool.inspection.doctor.objects import objects
+from ckptool.inspection.doctor.overflow import overflow
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.doctor.placement import placement
 from ckptool.inspection.doctor.plan import Plan, planned
@@ -129,7 +130,7 @@ def _of_unopened(file: str, devices: tuple[str, ...], complaint: Complaint) -> D
 def _harm(patient: Patient, limits: Limits, progress: Progress | None) -> list[Found]:
     from ckptool.inspection.doctor.damage import damage  # reading takes more than a header
 
-    return list(damage(patient, limits, progress))
+    return [*damage(patient, limits, progress), *overflow(patient)]
 
 
 def _found(patient: Patient) -> Iterator[Found]:

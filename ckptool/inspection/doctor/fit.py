@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.inspection.aligning import Alignment, Entry, align
 from ckptool.inspection.doctor.buffers import is_floating
+from ckptool.inspection.doctor.comparison import Comparison, compared
 from ckptool.inspection.doctor.complaint import (
     Choice,
     Complaint,
@@ -17,18 +17,18 @@ from ckptool.inspection.doctor.complaint import (
     names_of,
     quoted_names,
 )
-from ckptool.inspection.doctor.level import AVERAGED
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.model import TensorRef
-from ckptool.paths import counted, listed
+from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, model_state_dict
-from ckptool.transforms.selection import state_dict_alone
 
 __all__ = ["fit", "reference_model"]
 
 _MOST_GLOBS = 50
-_MOST_TRIED = 20
-"""Names of which every beginning is tried as a prefix."""
+_TO_OLD_NORM = (
+    r"(^|\.)parametrizations\.([^.]+)\.original0$=>\1\2_g",
+    r"(^|\.)parametrizations\.([^.]+)\.original1$=>\1\2_v",
+)
 _DEEPEST = 16
 """Parts of a name that are looked at."""
 _HALF_LOADED = (
@@ -55,110 +55,58 @@ def reference_model(reference: Checkpoint) -> Section:
 
 def fit(patient: Patient) -> Iterator[Found]:
     """What of the state dict the reference's architecture does not take, or lacks."""
-    if patient.reference is None or patient.model is None:
+    comparison = compared(patient)
+    if comparison is None:
         return
-    mine = state_dict_alone(patient.checkpoint, patient.model)
-    wanted = state_dict_alone(patient.reference, reference_model(patient.reference))
-    comparison = _compared(align(mine, wanted))
-    prefix = _prefix(comparison)
-    if prefix is not None:
-        yield _prefixed(comparison, prefix)
-        comparison = _renamed(comparison, prefix)
+    yield from _prefixed(comparison)
+    yield from _normed(comparison)
     yield from _names(comparison)
     yield from _shapes(comparison)
     yield from _types(comparison)
 
 
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """The tensors of both, by the names that they have without wrappers."""
-
-    pairs: tuple[tuple[str, TensorRef, TensorRef], ...]
-    kept: tuple[str, ...]
-    """The names in the file of those that both have."""
-    unexpected: dict[str, tuple[str, TensorRef]]
-    """By name without wrappers: the name in the file, and the tensor."""
-    missing: dict[str, TensorRef]
-
-
-def _compared(found: Alignment) -> _Comparison:
-    pairs = [pair for pair in found.pairs if _is_tensor(pair.a) and _is_tensor(pair.b)]
-    return _Comparison(
-        tuple((pair.name, pair.a.leaf, pair.b.leaf) for pair in pairs),
-        tuple(str(pair.a.path[-1]) for pair in pairs),
-        {
-            entry.name: (str(entry.path[-1]), entry.leaf)
-            for entry in found.only_a
-            if _is_tensor(entry) and entry.name != AVERAGED
-        },
-        {entry.name: entry.leaf for entry in found.only_b if _is_tensor(entry)},
-    )
+def _prefixed(comparison: Comparison) -> Iterator[Found]:
+    for before, after in comparison.prefixes:
+        new = [pair for pair in comparison.pairs if pair.name.startswith(after)]
+        names = [before + pair.name[len(after) :] for pair in new]
+        own = [old for old, pair in zip(names, new, strict=True) if old != pair.name]
+        complaint = Complaint(
+            "prefix",
+            "fails",
+            f"names {_of_both(before, after)}",
+            names_of(own),
+            "load_state_dict says: Missing key(s) in state_dict: "
+            f"{quoted_names(pair.name for pair in new)} Unexpected key(s) in state_dict: "
+            f"{quoted_names(own)}; with strict=False they are left out, without an error",
+        )
+        yield Found(complaint, (Need("prefix", f"{before}={after}"),))
 
 
-def _is_tensor(entry: Entry) -> bool:
-    return isinstance(entry.leaf, TensorRef) and len(entry.path) == 1
+def _of_both(before: str, after: str) -> str:
+    if before and after:
+        return f"begin with {printable(before)}, and those of the reference with {printable(after)}"
+    if before:
+        return f"begin with {printable(before)}, and those of the reference do not"
+    return f"lack {printable(after)} in front, which those of the reference have"
 
 
-def _prefix(comparison: _Comparison) -> tuple[str, str] | None:
-    """What to put in place of what before the names, so that none is missing; None for nothing."""
-    unexpected, missing = comparison.unexpected, comparison.missing
-    if not unexpected or not missing:
-        return None
-    for name in list(unexpected)[:_MOST_TRIED]:
-        parts = name.split(".", _DEEPEST)
-        for depth in range(1, len(parts)):
-            before = ".".join(parts[:depth]) + "."
-            found = {one.removeprefix(before) for one in unexpected if one.startswith(before)}
-            if missing.keys() <= found and not _any_begins(comparison, before):
-                return before, ""
-    first = next(iter(unexpected))
-    longer = next((name for name in missing if name.endswith(f".{first}")), None)
-    if longer is not None and not comparison.pairs:
-        after = longer.removesuffix(first)
-        if missing.keys() <= {after + name for name in unexpected}:
-            return "", after
-    return None
+def _normed(comparison: Comparison) -> Iterator[Found]:
+    """Weight norm, whose new form loads what the old one saved, and not the other way round."""
+    if comparison.normed:
+        complaint = Complaint(
+            "weight-norm",
+            "fails",
+            "weight_norm was saved as a parametrization, and the reference has its older form",
+            names_of(comparison.normed),
+            "load_state_dict says: Missing key(s) in state_dict: weight_g, weight_v ... Unexpected "
+            f"key(s) in state_dict: {quoted_names(comparison.normed)}; with strict=False they are "
+            "left out, without an error",
+            remedy="or build the model with torch.nn.utils.parametrizations.weight_norm",
+        )
+        yield Found(complaint, tuple(Need("map", rule) for rule in _TO_OLD_NORM))
 
 
-def _any_begins(comparison: _Comparison, before: str) -> bool:
-    return any(name.startswith(before) for name, _, _ in comparison.pairs)
-
-
-def _new_name(name: str, prefix: tuple[str, str]) -> str:
-    before, after = prefix
-    return after + name[len(before) :] if name.startswith(before) else name
-
-
-def _renamed(comparison: _Comparison, prefix: tuple[str, str]) -> _Comparison:
-    """The comparison after the prefix is changed: what was missing is there."""
-    pairs, kept, unexpected = list(comparison.pairs), list(comparison.kept), {}
-    for name, (own, tensor) in comparison.unexpected.items():
-        new = _new_name(name, prefix)
-        if new in comparison.missing:
-            pairs.append((new, tensor, comparison.missing[new]))
-            kept.append(own)
-        else:
-            unexpected[new] = own, tensor
-    return _Comparison(tuple(pairs), tuple(kept), unexpected, {})
-
-
-def _prefixed(comparison: _Comparison, prefix: tuple[str, str]) -> Found:
-    before, after = prefix
-    names = [n for n in comparison.unexpected if _new_name(n, prefix) in comparison.missing]
-    text = f"begin with {before}, and" if before else f"lack {after} in front, which"
-    complaint = Complaint(
-        "prefix",
-        "fails",
-        f"names {text} those of the reference {'do not' if before else 'have'}",
-        names_of(names),
-        f"load_state_dict says: Missing key(s) in state_dict: {quoted_names(comparison.missing)} "
-        f"Unexpected key(s) in state_dict: {quoted_names(names)}; with strict=False they are left "
-        "out, without an error",
-    )
-    return Found(complaint, (Need("prefix", f"{before}={after}"),))
-
-
-def _names(comparison: _Comparison) -> Iterator[Found]:
+def _names(comparison: Comparison) -> Iterator[Found]:
     missing, unexpected = list(comparison.missing), list(comparison.unexpected)
     if missing:
         total = len(comparison.pairs) + len(missing)
@@ -174,7 +122,7 @@ def _names(comparison: _Comparison) -> Iterator[Found]:
             )
         )
     if unexpected:
-        names = [name for name, _, _ in comparison.pairs]
+        names = [pair.name for pair in comparison.pairs]
         complaint = Complaint(
             "unexpected",
             "fails",
@@ -184,18 +132,19 @@ def _names(comparison: _Comparison) -> Iterator[Found]:
             f"{quoted_names(unexpected)}; with strict=False they are left out. {_HALF_LOADED}",
         )
         if missing:  # they may be the missing ones under other names: the user's to say
-            yield Found(complaint, choices=_without(_globs(unexpected, names)))
+            yield Found(complaint, choices=_without(unexpected, names))
         else:  # before names change: globs for those in the file
             own = [name for name, _ in comparison.unexpected.values()]
-            globs = _globs(own, comparison.kept)
+            globs = _globs(own, [pair.own for pair in comparison.pairs])
             remedy = "" if globs else "load_state_dict(..., strict=False) leaves them out"
             needs = tuple(Need("exclude", glob) for glob in globs)
             yield Found(replace(complaint, remedy=remedy), needs)
 
 
-def _without(globs: Sequence[str]) -> tuple[Choice, ...]:
-    words = [word for glob in globs for word in ("--exclude", glob)]
-    return (Choice(("extract", *words), "fitting"),) if globs else ()
+def _without(names: Iterable[str], kept: Sequence[str]) -> tuple[Choice, ...]:
+    """The rest of the file, where there is one and it can be told in some globs."""
+    words = [word for glob in _globs(names, kept) for word in ("--exclude", glob)]
+    return (Choice(("extract", *words), "fitting"),) if words and kept else ()
 
 
 def _globs(names: Iterable[str], kept: Iterable[str]) -> list[str]:
@@ -225,34 +174,41 @@ def _escaped(text: str) -> str:
     return "".join(f"[{char}]" if char in "*?[" else char for char in text)
 
 
-def _shapes(comparison: _Comparison) -> Iterator[Found]:
-    wrong = [(name, a, b) for name, a, b in comparison.pairs if a.shape != b.shape]
+def _shapes(comparison: Comparison) -> Iterator[Found]:
+    wrong = [pair for pair in comparison.pairs if not _takes(pair.wanted, pair.mine)]
     if not wrong:
         return
-    name, a, b = wrong[0]
-    right = [one for one, mine, wanted in comparison.pairs if mine.shape == wanted.shape]
+    name, _, mine, wanted = wrong[0]
+    right = [pair.name for pair in comparison.pairs if _takes(pair.wanted, pair.mine)]
+    shown = (f"{pair.name} {_size(pair.mine)} for {_size(pair.wanted)}" for pair in wrong)
     yield Found(
         Complaint(
             "size-mismatch",
             "fails",
             f"{counted(len(wrong), 'tensor')} of another shape than in the reference: "
-            f"{listed((f'{n} {_size(a)} for {_size(b)}' for n, a, b in wrong), most=3)}",
-            names_of(name for name, _, _ in wrong),
+            f"{listed(shown, most=3)}",
+            names_of(pair.name for pair in wrong),
             f"load_state_dict says: size mismatch for {name}: copying a param with shape "
-            f"torch.Size({_size(a)}) from checkpoint, the shape in current model is "
-            f"torch.Size({_size(b)}); strict=False does not skip it. {_HALF_LOADED}",
+            f"torch.Size({_size(mine)}) from checkpoint, the shape in current model is "
+            f"torch.Size({_size(wanted)}); strict=False does not skip it. {_HALF_LOADED}",
             remedy="without these, load_state_dict(..., strict=False) takes the rest",
         ),
-        choices=_without(_globs([name for name, _, _ in wrong], right)),
+        choices=_without([pair.name for pair in wrong], right),
     )
+
+
+def _takes(wanted: TensorRef, mine: TensorRef) -> bool:
+    """Whether torch copies the one into the other; torch 0.3 had no scalars but [1]."""
+    return mine.shape == wanted.shape or (not wanted.shape and mine.shape == (1,))
 
 
 def _size(tensor: TensorRef) -> str:
     return str(list(tensor.shape))
 
 
-def _types(comparison: _Comparison) -> Iterator[Found]:
-    changed = [(n, a.dtype, b.dtype) for n, a, b in comparison.pairs if a.dtype != b.dtype]
+def _types(comparison: Comparison) -> Iterator[Found]:
+    both = ((pair.name, pair.mine.dtype, pair.wanted.dtype) for pair in comparison.pairs)
+    changed = [one for one in both if one[1] != one[2]]
     truncated = [c for c in changed if is_floating(c[1]) and not is_floating(c[2])]
     rounded = [c for c in changed if c not in truncated]
     if truncated:

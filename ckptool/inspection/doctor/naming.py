@@ -19,29 +19,28 @@ from ckptool.paths import listed, printable
 from ckptool.statedict import Section, wrapped_names
 from ckptool.wrappers import counts, strip_names
 
-__all__ = ["LORA", "naming", "wrapped_submodules"]
+__all__ = ["LORA", "naming"]
 
 LORA = "base_model.model."
 _ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _LIGHTNING = "pytorch-lightning_version"
-_LONGEST = 1000
-"""Characters of a name of which every part is looked at."""
 
 
 def naming(patient: Patient) -> Iterator[Found]:
     """What is wrong with the names."""
     yield from _wrappers(patient)
+    yield from _unwrapped(patient)
     for section in patient.models:
         yield from _submodules(patient, section)
-        yield from _adapters(section)
+        yield from _adapters(patient, section)
         yield from _flat(section)
         yield from _nearly_equal(section)
     yield from _lightning(patient)
 
 
 def _wrappers(patient: Patient) -> Iterator[Found]:
-    sections = [section for section in patient.models if section.wrappers]
+    sections = [one for one in patient.models if one.wrappers and patient.wrapping_of(one).strip]
     if not sections:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
@@ -72,36 +71,10 @@ def _collision(sections: Iterable[Section]) -> str:
     return ""
 
 
-def wrapped_submodules(names: Iterable[str]) -> list[str]:
-    """Paths of submodules below which every name goes on with `module`, outermost ones first.
-
-    So saved models whose features alone were parallel. Names that no model has are passed over.
-    """
-    below: dict[str, set[str]] = {}
-    for name in names:
-        path = ""
-        for part in name.split(".") if len(name) <= _LONGEST else ():
-            below.setdefault(path, set()).add(part)
-            path = f"{path}.{part}" if path else part
-    return [
-        path
-        for path, parts in below.items()
-        if path and parts == {"module"} and f"{path}.module" in below
-    ]
-
-
 def _submodules(patient: Patient, section: Section) -> Iterator[Found]:
-    """Submodules that look wrapped; not those that the reference has as well."""
-    try:
-        names = [name for name in unwrapped(section).values() if counts(name)]
-    except NameCollision:
-        return
-    wanted = _reference_names(patient)
-    for path in wrapped_submodules(names):
-        before = f"{path}.module."
-        own = [name for name in names if name.startswith(before)]
-        if any(name.startswith(before) for name in wanted):
-            continue
+    """Submodules that look wrapped; not those that are so in the reference as well."""
+    for path in patient.wrapping_of(section).at:
+        own = [name for name in _names(section) if name.startswith(f"{path}.module.")]
         complaint = Complaint(
             "submodule-wrapper",
             "fails",
@@ -115,17 +88,39 @@ def _submodules(patient: Patient, section: Section) -> Iterator[Found]:
         yield Found(complaint, (Need("strip-at", path),))
 
 
-def _reference_names(patient: Patient) -> list[str]:
-    if patient.reference is None:
-        return []
-    sections = Patient(patient.reference).models
-    return [name for section in sections for name in unwrapped(section).values()]
+def _names(section: Section) -> list[str]:
+    """The names of a state dict without wrappers, or as they are where those cannot come off."""
+    try:
+        return list(unwrapped(section).values())
+    except NameCollision:
+        return wrapped_names(section.node)
 
 
-def _adapters(section: Section) -> Iterator[Found]:
+def _unwrapped(patient: Patient) -> Iterator[Found]:
+    """Wrappers that the reference has and the file has not."""
+    if patient.model is None or not patient.wrapping.add:
+        return
+    add = patient.wrapping.add
+    before = ".".join((*add, ""))
+    new = [name for name in patient.wrapping.names.values() if counts(name)]
+    complaint = Complaint(
+        "wrapper-missing",
+        "fails",
+        f"names lack the wrapper{'s' if len(add) > 1 else ''} "
+        f"{' '.join(f'{word}.' for word in add)} that those of the reference carry",
+        names_of(name.removeprefix(before) for name in new),
+        "load_state_dict into the wrapped model says: Missing key(s) in state_dict: "
+        f"{quoted_names(new)}; with strict=False it loads nothing of it, without an error",
+        remedy="or load it into the model inside the wrapper: wrapped.module",
+    )
+    needs = [Need("add", ".".join(add[at:])) for at in range(len(add))]
+    yield Found(complaint, tuple(reversed(needs)))
+
+
+def _adapters(patient: Patient, section: Section) -> Iterator[Found]:
     """What PEFT puts before the names of the model that it adapts."""
     names = [name for name in wrapped_names(section.node) if name.startswith(LORA)]
-    if not names:
+    if not names or _as_wanted(patient, LORA):
         return
     adapted = [name for name in names if _ADAPTER.search(name)]
     own = bool(adapted) or len(names) < len(wrapped_names(section.node))
@@ -141,6 +136,11 @@ def _adapters(section: Section) -> Iterator[Found]:
         remedy="load it with peft (PeftModel.from_pretrained) over its base model" if own else "",
     )
     yield Found(complaint, () if own else (Need("prefix", f"{LORA}="),))
+
+
+def _as_wanted(patient: Patient, prefix: str) -> bool:
+    """Whether the names of the reference begin with that as well."""
+    return patient.wanted is not None and any(n.startswith(prefix) for n in _names(patient.wanted))
 
 
 def _flat(section: Section) -> Iterator[Found]:
@@ -191,6 +191,8 @@ def _lightning(patient: Patient) -> Iterator[Found]:
     parts = {name.partition(".")[0] for name in names}
     if len(parts) == 1 and all("." in name for name in names):
         prefix = f"{parts.pop()}."
+        if _as_wanted(patient, prefix):
+            return
         yield Found(
             Complaint(
                 "lightning",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.inspection.doctor.wrapping import Wrapping, wrapping
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
@@ -61,6 +62,27 @@ class Patient:
         if self.key is not None:
             return model_state_dict(self.checkpoint, self.key)
         return self.models[0] if len(self.models) == 1 else None
+
+    @cached_property
+    def wanted(self) -> Section | None:
+        """The state dict of the reference, None without one.
+
+        Raises:
+            NotFound: it has none, or several (`AmbiguousName`).
+        """
+        return None if self.reference is None else model_state_dict(self.reference)
+
+    @cached_property
+    def wrapping(self) -> Wrapping:
+        """What is to change about the wrappers of `model`, so that it has the reference's."""
+        names = wrapped_names(self.model.node) if self.model is not None else []
+        return wrapping(names, None if self.wanted is None else wrapped_names(self.wanted.node))
+
+    def wrapping_of(self, section: Section) -> Wrapping:
+        """The same of any state dict; of those that the reference is not of, for a bare model."""
+        if self.model is not None and section.holder is self.model.holder:
+            return self.wrapping
+        return wrapping(wrapped_names(section.node))
 
 
 def tensors_of(section: Section) -> dict[str, TensorRef]:

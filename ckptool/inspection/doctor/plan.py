@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptool.checkpoint import Checkpoint
@@ -26,14 +26,17 @@ from ckptool.paths import counted, listed, name_of, selected
 from ckptool.statedict import MODEL_KINDS, sections, values_inside
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import (
+    add_module,
     compact,
     extract,
     prefix_rule,
+    regex_rule,
     remap,
     rename,
     strip_module,
     to_plain,
 )
+from ckptool.wrappers import counts
 from ckptool.writing.naming import default_target
 from ckptool.writing.target import target_format
 
@@ -42,8 +45,8 @@ __all__ = ["MENDED", "Plan", "format_option", "planned"]
 MENDED = "mended"
 """The word before the ending of the file that a plan writes."""
 _ORDER = (
-    "select", "weights", "exclude", "rewrite", "torch", "strip", "strip-at", "prefix", "plain",
-    "cpu", "compact",
+    "select", "weights", "exclude", "rewrite", "torch", "strip", "strip-at", "add", "prefix", "map",
+    "plain", "cpu", "compact",
 )  # fmt: skip
 
 _SELECTING = ("select", "weights", "exclude")
@@ -156,6 +159,8 @@ class _Planner:
         source, target = as_argument(self._file), as_argument(self._target)
         chosen = ["--format", format] if format else []
         options = [word for step in self._done for word in step.convert]
+        if "--wrappers" not in options:
+            options += self._keeping()
         return shlex.join(["ckptool", "convert", source, target, *chosen, *options])
 
     def _try(self, step: _Step) -> bool:
@@ -193,10 +198,16 @@ class _Planner:
             case "exclude":
                 return not any(selected(path, (need.argument,)) for path, _ in state.tensors())
             case "strip":
-                return not any(part.wrappers for part in models)
-            case "strip-at" | "prefix":
-                before = _before(need)
-                return not any(_begins(part.node, before) for part in models) if before else False
+                return self._adds() or not any(part.wrappers for part in models)
+            case "strip-at":
+                return not any(_begins(part.node, _before(need)) for part in models)
+            case "prefix":
+                return all(_has_prefix(part.node, need) for part in models)
+            case "map":
+                old = re.compile(need.argument.partition("=>")[0])
+                return not any(old.search(name) for part in models for name in _texts(part.node))
+            case "add":
+                return any(need in step.needs for step in self._done)
             case "plain":
                 at_first = state is self._patient.checkpoint
                 return not (self._patient.blocked if at_first else blockers(state.root))
@@ -217,6 +228,10 @@ class _Planner:
                 return _stripping_at(need)
             case "prefix":
                 return _prefixing(need)
+            case "map":
+                return _mapping(self._others("map"))
+            case "add":
+                return _adding(need)
             case "plain":
                 return self._plain(need)
             case "cpu":
@@ -243,9 +258,17 @@ class _Planner:
 
     def _rewriting(self, need: Need) -> _Step:
         """The same in a layout that loads; wrappers have a step of their own."""
-        keeps = self._format == "safetensors" and any(n.kind == "strip" for n in self._needs)
-        words = ("convert", *(("--wrappers", "keep") if keeps else ()))
+        words = ("convert", *self._keeping())
         return _Step((need, *self._others("rewrite")), words, (), lambda state: state)
+
+    def _keeping(self) -> tuple[str, ...]:
+        """What keeps `convert` from taking wrappers off, as it does towards safetensors."""
+        models = [part for part in self._patient.models if part.wrappers]
+        return ("--wrappers", "keep") if models and self._format == "safetensors" else ()
+
+    def _adds(self) -> bool:
+        """Whether wrappers have gone on: those that were there before are off, or it never came."""
+        return any(need.kind == "add" for step in self._done for need in step.needs)
 
     def _others(self, kind: str) -> tuple[Need, ...]:
         return tuple(need for need in self._needs if need.kind == kind)
@@ -311,15 +334,44 @@ def _prefixing(need: Need) -> _Step:
     )
 
 
+def _mapping(needs: tuple[Need, ...]) -> _Step:
+    rules = [need.argument for need in needs]
+    return _Step(
+        needs,
+        ("rename", *(word for rule in rules for word in ("--map", rule))),
+        tuple(word for rule in rules for word in ("--rename", rule)),
+        lambda state: rename(state, [regex_rule(rule) for rule in rules]),
+    )
+
+
+def _adding(need: Need) -> _Step:
+    """One wrapper around all: the first word of the argument, the others are there by then."""
+    word = need.argument.partition(".")[0]
+    if word == "module":
+        convert = ("--rename", r"^(?!n_averaged$)=>module.")
+        return _Step((need,), ("add-module",), convert, add_module)
+    return replace(_prefixing(Need("prefix", f"={word}.")), needs=(need,))
+
+
 def _before(need: Need) -> str:
-    """What the names begin with that are to change."""
-    if need.kind == "strip-at":
-        return f"{need.argument}.module."
-    return need.argument.partition("=")[0]
+    """What the names begin with that are to lose a wrapper."""
+    return f"{need.argument}.module."
+
+
+def _has_prefix(names: Iterable[object], need: Need) -> bool:
+    """Whether no name begins with the old prefix, but for those with a longer new one."""
+    old, _, new = need.argument.partition("=")
+    longer = len(new) > len(old) and new.startswith(old)
+    found = (name for name in _texts(names) if counts(name) and name.startswith(old))
+    return all(longer and name.startswith(new) for name in found)
 
 
 def _begins(names: Iterable[object], before: str) -> bool:
-    return any(isinstance(name, str) and name.startswith(before) for name in names)
+    return any(name.startswith(before) for name in _texts(names))
+
+
+def _texts(names: Iterable[object]) -> Iterator[str]:
+    return (name for name in names if isinstance(name, str))
 
 
 def _replacement(text: str) -> str:

@@ -22,11 +22,6 @@ def test_a_file_that_fits_has_no_complaint(diagnosed):
     assert diagnosed(healthy(), like=healthy()).complaints == ()
 
 
-def test_wrappers_of_the_reference_do_not_matter(diagnosed):
-    wrapped = torch.nn.DataParallel(Net()).state_dict()
-    assert diagnosed(healthy(), like=wrapped).complaints == ()
-
-
 def test_missing_names_are_listed(complaint):
     less = healthy()
     del less["head.weight"]
@@ -133,3 +128,140 @@ def test_names_with_a_million_parts_cost_little(diagnosed):
     }
     found = diagnosed(hostile, like=healthy())
     assert {"missing", "unexpected"} <= {one.kind for one in found.complaints}
+
+
+def with_front(state, *wrappers):
+    before = "".join(f"{word}." for word in wrappers)
+    return OrderedDict((before + name, value) for name, value in state.items())
+
+
+def fails(diagnosis):
+    return [one.kind for one in diagnosis.complaints if one.severity == "fails"]
+
+
+def test_names_as_the_reference_has_them_are_no_wrappers(diagnosed):
+    layer = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
+    assert fails(diagnosed(layer)) == ["wrappers"]
+    assert diagnosed(layer, like=layer).complaints == ()
+    adapted = OrderedDict((f"base_model.model.{name}", v) for name, v in healthy().items())
+    assert fails(diagnosed(adapted, like=adapted)) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ((), ("module",)),
+        ((), ("module", "_orig_mod")),
+        (("_orig_mod",), ("module",)),
+        (("module",), ("module", "module")),
+        (("module", "_orig_mod"), ()),
+    ],
+)
+@pytest.mark.parametrize("once", [False, True], ids=["commands", "all at once"])
+def test_wrappers_become_those_of_the_reference(diagnosed, tmp_path, own, wanted, once):
+    wanted = with_front(healthy(), *wanted)
+    found = diagnosed(with_front(healthy(), *own), like=wanted)
+    assert set(fails(found)) <= {"wrappers", "wrapper-missing"}
+    assert all(one.commands for one in found.complaints if one.severity == "fails")
+    for command in [found.all_at_once] if once else found.commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert torch.load(found.target).keys() == wanted.keys()
+    assert diagnose(found.target, like=tmp_path / "reference.pth", quick=True).ok
+
+
+def test_data_parallel_refuses_what_add_module_mends(diagnosed):
+    parallel = torch.nn.DataParallel(Net())
+    with pytest.raises(RuntimeError, match=r'Missing key.* "module\.features'):
+        parallel.load_state_dict(healthy())
+    found = diagnosed(healthy(), like=parallel.state_dict())
+    assert "add-module" in found.commands[0]
+    parallel.load_state_dict(mended(found), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        (lambda n: f"net.module.{n}", lambda n: n),
+        (lambda n: f"net.module.{n}", lambda n: f"net.{n}"),
+        (lambda n: n, lambda n: n.replace("features.", "features.module.")),
+        (lambda n: n.replace("features.", "features.module."), lambda n: n),
+        (lambda n: n, lambda n: n.replace("features.", "features._orig_mod.")),
+        (lambda n: n, lambda n: "module." + n.replace("features.", "features.module.")),
+        (
+            lambda n: n,
+            lambda n: n.replace("features.", "features.module.").replace("head.", "head.module."),
+        ),
+    ],
+)
+@pytest.mark.parametrize("once", [False, True], ids=["commands", "all at once"])
+def test_wrappers_inside_become_those_of_the_reference(diagnosed, tmp_path, own, wanted, once):
+    state, like = ({new(n): v for n, v in healthy().items()} for new in (own, wanted))
+    found = diagnosed(state, like=like)
+    assert fails(found)
+    assert all(one.commands for one in found.complaints if one.severity == "fails")
+    for command in [found.all_at_once] if once else found.commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert torch.load(found.target).keys() == like.keys()
+    assert diagnose(found.target, like=tmp_path / "reference.pth").ok
+
+
+def test_what_torch_accepts_of_old_files_is_no_complaint(diagnosed):
+    older = OrderedDict(healthy())
+    older["features.1.num_batches_tracked"] = torch.tensor([3])
+    Net().load_state_dict(older, strict=True)
+    assert fails(diagnosed(older, like=healthy())) == []
+    uncounted = {name: v for name, v in healthy().items() if "num_batches" not in name}
+    Net().load_state_dict(uncounted, strict=True)
+    assert fails(diagnosed(uncounted, like=healthy())) == []
+    wrapped = {f"model.{name}": value for name, value in uncounted.items()}
+    assert fails(diagnosed(wrapped, like=healthy())) == ["prefix"]
+
+
+def test_a_counter_is_missed_where_the_version_says_that_there_is_one(diagnosed):
+    less = healthy()
+    del less["features.1.num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        Net().load_state_dict(less)
+    assert fails(diagnosed(less, like=healthy())) == ["missing"]
+
+
+def normed(parametrised):
+    utils = torch.nn.utils.parametrizations if parametrised else torch.nn.utils
+    return torch.nn.Sequential(utils.weight_norm(torch.nn.Linear(3, 3)), torch.nn.Linear(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weight_norm_loads_into_the_new_form_and_is_renamed_for_the_old(diagnosed):
+    old, new = normed(parametrised=False), normed(parametrised=True)
+    new.load_state_dict(old.state_dict(), strict=True)
+    assert diagnosed(old.state_dict(), like=new.state_dict()).complaints == ()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        old.load_state_dict(new.state_dict())
+    found = diagnosed(new.state_dict(), like=old.state_dict())
+    assert fails(found) == ["weight-norm"]
+    old.load_state_dict(mended(found), strict=True)
+
+
+def test_nothing_is_left_out_where_nothing_would_be_left(diagnosed):
+    other = {"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2)}
+    found = diagnosed(other, like={"b.scale": torch.ones(3)})
+    assert set(fails(found)) == {"missing", "unexpected"}
+    assert [one.alternatives for one in found.complaints] == [(), ()]
+    wrong = diagnosed({"w.a": torch.ones(2)}, like={"w.a": torch.ones(3)}).complaints[0]
+    assert (wrong.kind, wrong.alternatives) == ("size-mismatch", ())
+
+
+def test_values_that_the_type_of_the_reference_has_not_mislead(complaint):
+    root, like = healthy(), healthy()
+    root["head.bias"] = torch.tensor([65519.0, 65520.0, 1.0, float("inf")])
+    root["features.1.num_batches_tracked"] = torch.tensor(300)
+    for name in like:
+        like[name] = like[name].half() if like[name].is_floating_point() else like[name].byte()
+    found = complaint("overflow", root, like=like, quick=False)
+    assert (found.severity, len(found.where)) == ("misleads", 2)
+    assert "2 tensors" in found.what
+    root["features.1.num_batches_tracked"] = torch.tensor(3)
+    found = complaint("overflow", root, like=like, quick=False)
+    assert (found.where, "1 element of head.bias" in found.what) == (("head.bias",), True)
+    assert complaint("overflow", root, like=like) is None
+    assert complaint("overflow", root, like=healthy(), quick=False) is None
