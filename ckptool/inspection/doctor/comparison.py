@@ -14,7 +14,7 @@ from ckptool.wrappers import WRAPPERS
 __all__ = ["Comparison", "Paired", "Prefix", "compared"]
 
 _MOST_TRIED = 20
-"""Names of which every beginning is tried as a prefix."""
+"""Names of which every beginning is tried as a prefix, and prefixes that are changed."""
 _DEEPEST = 16
 """Parts of a name that are looked at."""
 _COUNTER = "num_batches_tracked"
@@ -62,7 +62,10 @@ def compared(patient: Patient) -> Comparison | None:
     )
     found = _with_weight_norm(found)
     versions = metadata_of(patient.model) or {}
-    while (prefix := _prefix(found, _uncounted(found, versions))) is not None:
+    for _ in range(_MOST_TRIED):
+        prefix = _prefix(found, _uncounted(found, versions))
+        if prefix is None:
+            break
         names = {name: _new_name(name, prefix) for name in found.unexpected}
         found = _with_weight_norm(_renamed(found, names))
         found = replace(found, prefixes=(*found.prefixes, prefix))

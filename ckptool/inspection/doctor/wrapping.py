@@ -17,6 +17,8 @@ __all__ = ["Wrapping", "front", "wrapped_submodules", "wrapping"]
 _LONGEST = 1000
 """Characters of a name of which every part is looked at."""
 
+_MOST_PARTS = 50
+"""Submodules from which wrappers are taken off: each takes a command."""
 _DEEPEST = 16
 """Wrappers around a model that are looked for."""
 
@@ -79,6 +81,7 @@ def _way(
         if inner is not None:
             known = set(_modules(inner))
             at = [path for path in at if path in known and f"{path}.module" not in known]
+        at = at[:_MOST_PARTS]
         for path in at:
             renamed = strip_names(new, at=path).renamed
             new = [renamed.get(name, name) for name in new]

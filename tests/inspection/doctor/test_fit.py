@@ -265,3 +265,12 @@ def test_values_that_the_type_of_the_reference_has_not_mislead(complaint):
     assert (found.where, "1 element of head.bias" in found.what) == (("head.bias",), True)
     assert complaint("overflow", root, like=like) is None
     assert complaint("overflow", root, like=healthy(), quick=False) is None
+
+
+def test_many_wrapped_parts_cost_little(diagnosed):
+    tensor = torch.ones(1)
+    names = [f"m{n}.{{}}w.x" for n in range(3000)]
+    bare, wrapped = ({name.format(word): tensor for name in names} for word in ("", "module."))
+    assert len(diagnosed(wrapped).commands) <= 80
+    assert len(diagnosed(wrapped, like=bare).commands) <= 80
+    assert "missing" in fails(diagnosed(bare, like=wrapped))
