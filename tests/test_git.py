@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -116,6 +117,26 @@ def test_equal_content_saved_otherwise_is_no_difference(textconv):
     assert path.read_bytes() != before
     assert textconv("git diff --name-only") == "model.pth\n"
     assert changed_lines(textconv("git diff")) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_what_has_no_elements_of_its_own_is_compared_too(textconv):
+    def tree(one):
+        return {
+            "sparse": torch.tensor([0.0, one]).to_sparse(),
+            "quantised": torch.quantize_per_tensor(torch.tensor([1.0, one]), 0.5, 0, torch.qint8),
+            "nested": torch.nested.nested_tensor([torch.ones(2), torch.tensor([one])]),
+            "names": {"a", str(one)},
+            "blob": b"x" * 1000 + str(one).encode(),
+            "args": Namespace(lr=one),
+        }
+
+    commit(textconv, model=tree(1.0))
+    torch.save(tree(1.0), textconv.repository / "model.pth", _use_new_zipfile_serialization=False)
+    assert changed_lines(textconv("git diff")) == []
+    commit(textconv, model=tree(2.0))
+    lines = changed_lines(textconv("git diff HEAD~1"))
+    assert {line.split("\t")[0] for line in lines} == set(tree(1.0))
 
 
 def test_git_difftool_gives_the_figures_and_goes_on(shell):

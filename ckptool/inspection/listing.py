@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import LimitExceeded
-from ckptool.inspection.values import class_of, is_value, json_path, json_value
+from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
 from ckptool.paths import name_of, selected, walk
@@ -49,6 +49,9 @@ class TensorRow:
     numel: int = 0
     tied: bool = False
     """Whether another name has the very same elements."""
+    digest: str | None = None
+    """Of what is more than elements (sparse, quantised, nested, a subclass's state), where asked;
+    16 hexadecimal digits of a `Fingerprints`."""
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
         """The row as `ckptool.list/1` has it; `sha256` is there when `hashed`."""
@@ -88,6 +91,10 @@ class ObjectRow:
     path: JsonPath
     name: str
     class_name: str
+    summary: str = ""
+    """What it is in a few words, where that is more than its class."""
+    digest: str | None = None
+    """Of all that it is made of, where asked; the tensors that are listed left out."""
 
     def to_dict(self) -> dict[str, Any]:
         """The row as `ckptool.list/1` has it."""
@@ -158,7 +165,7 @@ def list_tensors(
     globs, unless = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []
     values: list[ValueRow] = []
-    objects: list[ObjectRow] = []
+    objects: list[tuple[Path, Any]] = []
     for path, leaf in walk(checkpoint.root, limits):
         if (globs or unless) and not selected(path, globs, unless):
             continue
@@ -172,19 +179,28 @@ def list_tensors(
         format=checkpoint.format,
         tensors=tuple(_tensor_rows(leaves, hashes)),
         values=tuple(values),
-        objects=tuple(objects),
+        objects=tuple(_object_row(path, leaf, hashes) for path, leaf in objects),
         hashed=hash,
     )
 
 
-def _sort_leaf(path: Path, leaf: Any, values: list[ValueRow], objects: list[ObjectRow]) -> None:
+def _sort_leaf(
+    path: Path, leaf: Any, values: list[ValueRow], objects: list[tuple[Path, Any]]
+) -> None:
     kind, value = type(leaf).__name__, leaf
     if isinstance(leaf, Opaque) and leaf.plain is not None:
         kind, value = leaf.plain
     elif not is_value(leaf):
-        objects.append(ObjectRow(json_path(path), name_of(path), class_of(leaf)))
+        objects.append((path, leaf))
         return
     values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
+
+
+def _object_row(path: Path, leaf: Any, hashes: _Hashes | None) -> ObjectRow:
+    name, words = class_of(leaf), summarise(leaf)
+    said = "" if words in (name, f"{name} object") else words
+    digest = hashes.more_of(path, leaf) if hashes else None
+    return ObjectRow(json_path(path), name_of(path), name, said, digest)
 
 
 def _tensor_rows(
@@ -196,8 +212,10 @@ def _tensor_rows(
     for key in keys:
         uses[key] = uses.get(key, 0) + 1
     for (path, tensor), key in zip(leaves, keys, strict=True):
-        digest = hashes.of(path, key, tensor) if hashes else None
-        yield tensor_row(path, tensor, names, sha256=digest, tied=key is not None and uses[key] > 1)
+        sha256 = hashes.of(path, key, tensor) if hashes else None
+        tied = key is not None and uses[key] > 1
+        row = tensor_row(path, tensor, names, sha256=sha256, tied=tied)
+        yield replace(row, digest=hashes.more_of(path, tensor)) if hashes else row
 
 
 def _file_of(tensor: TensorRef) -> str | None:
@@ -254,6 +272,14 @@ class _Hashes:
         self._known: dict[Any, str] = {}
         self._repeated = RepeatedBytes(limits)
         self._progress = progress
+        # Modules that take milliseconds, and of which a list without hashes has no use.
+        from ckptool.inspection.equality import is_made_of_parts
+        from ckptool.inspection.fingerprint import Fingerprints
+
+        self._is_made_of_parts = is_made_of_parts
+        self._place: Path = ()
+        self._listed = {id(tensor) for _, tensor in leaves if tensor.has_content}
+        self._fingerprints = Fingerprints(self._of_part)
         self._done = 0
         self._total = sum(tensor.nbytes for _, tensor in leaves if tensor.has_content)
 
@@ -268,13 +294,26 @@ class _Hashes:
             self._advance(tensor.nbytes)
         return digest
 
-    def _read(self, tensor: TensorRef) -> str:
+    def more_of(self, path: Path, node: Any) -> str | None:
+        """A digest of an object, or of a tensor that is more than its elements."""
+        if isinstance(node, TensorRef) and not self._is_made_of_parts(node):
+            return None
+        self._place = path
+        return self._fingerprints.of(node)
+
+    def _of_part(self, tensor: TensorRef) -> str:
+        if id(tensor) in self._listed:  # it has a hash of its own
+            return ""
+        self._repeated.add(self._place, tensor)
+        return self._read(tensor, told=False)
+
+    def _read(self, tensor: TensorRef, told: bool = True) -> str:
         import hashlib  # OpenSSL: a list without hashes has no use for it
 
         digest = hashlib.sha256()
         for block in tensor.content():
             digest.update(block)
-            self._advance(len(block))
+            self._advance(len(block) if told else 0)
         return digest.hexdigest()
 
     def _advance(self, count: int) -> None:

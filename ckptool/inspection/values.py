@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from ckptool.inspection.diff_regions import is_set
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.paths import name_of
 
-__all__ = ["class_of", "json_path", "json_value", "summarise"]
+__all__ = ["class_of", "json_path", "json_value", "set_items", "summarise"]
 
+_FEW = 8
+"""Items of a set that are spelled out."""
 _PLAIN = (str, int, float, complex, type(None))
 
 
@@ -69,10 +73,31 @@ def summarise(node: Any, most: int = 60) -> str:
 
 def _object(node: Opaque, most: int) -> str:
     """`pathlib.PosixPath('out', 'run1')` where the arguments are plain, else the class alone."""
+    if is_set(node):
+        return _set(node, most)
     arguments = node.args if isinstance(node.args, tuple) else ()
     if arguments and all(map(is_value, arguments)):
         return shortened_text(f"{node.class_name}({', '.join(map(repr, arguments[:4]))})", most)
     return f"{node.class_name} object"
+
+
+def set_items(node: Opaque) -> Iterator[Any]:
+    """The items of a set (`is_set`), however its pickle protocol spells it."""
+    if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
+        yield from node.args[0]
+    for kind, value in node.steps:
+        if kind != "build":
+            yield from value
+
+
+def _set(node: Opaque, most: int) -> str:
+    """`{'a', 'b'}` in an order that does not change from run to run, `set of 1,000`."""
+    items = list(set_items(node))
+    name = node.class_name.rpartition(".")[2]
+    if not items or len(items) > _FEW or not all(is_value(item) for item in items):
+        return f"{name} of {len(items):,}"
+    text = f"{{{', '.join(sorted(shortened(item, most) for item in items))}}}"
+    return shortened_text(text if name == "set" else f"{name}({text})", most)
 
 
 def shape_text(shape: tuple[int | None, ...]) -> str:

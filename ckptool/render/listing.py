@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptool.inspection.listing import Listing, TensorRow
+from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
 from ckptool.inspection.values import shape_text
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
@@ -55,10 +55,17 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
     if listing.hashed:
         headers.insert(5, "sha256")
         for cells, row in zip(rows, listing.tensors, strict=True):
-            cells.insert(5, row.sha256 or "-")
+            cells.insert(5, _content(row) or "-")
     if not look.fmt and not any(cells[-1] for cells in rows):
         headers, rows = headers[:-1], [cells[:-1] for cells in rows]
     return table(headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))))
+
+
+def _content(row: TensorRow | ObjectRow) -> str:
+    """The hash of the elements, and a digest of what is more than elements."""
+    digests = [row.sha256] if isinstance(row, TensorRow) else []
+    digests.append(f"parts:{row.digest}" if row.digest else None)
+    return " ".join(filter(None, digests))
 
 
 def _marks(row: TensorRow) -> str:
@@ -94,5 +101,12 @@ def _short(value: object) -> str:
 
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:
-    rows = [[label(row.name, row.path), clean(row.class_name)] for row in listing.objects]
-    return table(["name" if look.fmt else "object", "class"], rows, look, flexible=(0, 1))
+    headers = ["name" if look.fmt else "object", "class", "value" if look.fmt else ""]
+    rows = [
+        [label(row.name, row.path), clean(row.class_name), clean(row.summary)]
+        for row in listing.objects
+    ]
+    if listing.hashed:
+        headers.append("content")
+        rows = [[*cells, _content(row)] for cells, row in zip(rows, listing.objects, strict=True)]
+    return table(headers, rows, look, flexible=tuple(range(len(headers))))

@@ -131,6 +131,18 @@ def test_sets_bytes_dtypes_devices_and_classes_are_objects():
     ]
 
 
+def test_objects_in_a_few_words_where_those_say_more_than_the_class():
+    root = {
+        "bytes": b"x" * 100,
+        "device": DeviceValue("cuda:1"),
+        "dtype": Global("torch", "float32"),
+        "class": Global("net", "Net"),
+        "args": Opaque(Global("argparse", "Namespace")),
+    }
+    words = [row.summary for row in list_tensors(checkpoint(root)).objects]
+    assert words == [f"b'{'x' * 55}...", "cuda:1", "torch.float32", "", ""]
+
+
 def test_an_object_that_is_a_plain_value_is_listed_as_one():
     scalar = Opaque(Global("numpy", "scalar"), plain=("float64", 0.93))
     (row,) = list_tensors(checkpoint({"best": scalar})).values

@@ -36,6 +36,12 @@ def test_a_value_as_json_holds_it(value, wanted):
         (DeviceValue("cuda:0"), "cuda:0"),
         (Global("net", "Net"), "net.Net"),
         (b"bytes", "b'bytes'"),
+        (Opaque(Global("builtins", "set"), args=(["b", "a"],)), "{'a', 'b'}"),
+        (Opaque(Global("builtins", "set"), steps=[("add", [2, 1])]), "{1, 2}"),
+        (Opaque(Global("builtins", "frozenset"), args=([1],)), "frozenset({1})"),
+        (Opaque(Global("builtins", "set"), args=(list(range(1000)),)), "set of 1,000"),
+        (Opaque(Global("builtins", "set"), args=([(1, 2)],)), "set of 1"),
+        (Opaque(Global("builtins", "set"), args=([],)), "set of 0"),
         ("text", "'text'"),
     ],
 )  # fmt: skip
