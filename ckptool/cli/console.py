@@ -7,12 +7,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import click
+
 from ckptool.paths import listed
 from ckptool.render.terminal import Look, look_of
 from ckptool.render.text import clean
 
-__all__ = ["complain", "note_none", "print_document", "print_lines", "say", "stdout_look"]
+__all__ = [
+    "EXIT_CODE",
+    "complain",
+    "note_none",
+    "print_document",
+    "print_lines",
+    "say",
+    "settle",
+    "stdout_look",
+]
 
+EXIT_CODE = "ckptool.exit_code"
+"""What the exit code is called in the `meta` of a command's context."""
 _BATCH = 1000
 
 
@@ -26,6 +39,11 @@ def print_lines(lines: Iterable[str]) -> None:
     flow: Iterator[str] = iter(lines)
     while batch := list(islice(flow, _BATCH)):
         sys.stdout.write("\n".join(batch) + "\n")
+
+
+def settle(code: int) -> None:
+    """Say what the exit code will be before anything is printed, lest nobody reads to the end."""
+    click.get_current_context().meta[EXIT_CODE] = code
 
 
 def print_document(document: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import print_document, print_lines, say, stdout_look
+from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
@@ -135,9 +135,8 @@ def command(
             progress=progress,
         )
     shown = _Shown(stat=stat, name_status=name_status, as_json=as_json, fmt=fmt, fold=not no_fold)
+    settle(0 if found.identical else 1)
     _print(found, shown, quiet=quiet)
-    if not found.identical:
-        click.get_current_context().exit(1)
 
 
 def _check_together(stat: bool, name_status: bool, as_json: bool, fmt: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.console import print_document, print_lines, settle, stdout_look
 from ckptool.cli.options import file_argument, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.inspection.doctor import diagnose
@@ -55,11 +55,10 @@ def command(
     """
     with Progress(quiet=quiet) as progress:
         found = diagnose(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
+    settle(0 if found.ok else 1)
     if as_json:
         print_document(found.to_dict())
     else:
         from ckptool.render.doctor import diagnosis_lines
 
         print_lines(diagnosis_lines(found, stdout_look()))
-    if not found.ok:
-        click.get_current_context().exit(1)

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import complain, say
+from ckptool.cli.console import EXIT_CODE, complain, say
 from ckptool.cli.group import cli
+from ckptool.cli.interrupts import Interrupts
 from ckptool.errors import CheckpointError, CheckpointWarning
 from ckptool.render.terminal import look_of
 from ckptool.render.text import clean
@@ -43,8 +44,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _signals_raise(), _warnings_told():
-            return _run(arguments)
+        with _signals_raise() as interrupts, _warnings_told():
+            code = _run(arguments, interrupts)
+        return INTERRUPTED if interrupts.came else code  # one that was swallowed, too
     except _Ended as ended:
         return int(ended.args[0])
     finally:
@@ -53,18 +55,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
+def _signals_raise() -> Iterator[Interrupts]:
     """SIGTERM and SIGHUP clean up as Ctrl-C does, unless they are ignored or handled already."""
-    taken = []
-    if threading.current_thread() is threading.main_thread():  # no other may set a handler
-        taken = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    interrupts = Interrupts()
+    before: dict[int, Any] = {}
     try:
-        for number in taken:
-            signal.signal(number, _end)
-        yield
+        if threading.current_thread() is threading.main_thread():  # no other may set a handler
+            for number in _ENDING:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    before[number] = signal.signal(number, _end)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupts.handle)
+        yield interrupts
     finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+        interrupts.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -94,32 +100,34 @@ def _end(number: int, _: FrameType | None) -> None:
     raise _Ended(128 + number)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    settled: dict[str, Any] = {}
     try:
-        code = _invoke(words)
+        _invoke(words, settled)
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
-        return 0
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except Exception as error:  # the last place that can say it in a sentence
         with suppress(OSError):  # nobody listens
-            _report(error)
+            if not interrupts.came:
+                _report(error)
         return ERROR
-    return code
+    return int(settled.get(EXIT_CODE, 0))
 
 
-def _invoke(words: list[str]) -> int:
+def _invoke(words: list[str], settled: dict[str, Any]) -> None:
+    """Run the command; `settled` has its exit code as soon as that is known, if it is not 0."""
     if "_CKPTOOL_COMPLETE" in os.environ:
         cli.main(words, prog_name="ckptool")
     try:
         with cli.make_context("ckptool", words) as context:
+            context.call_on_close(lambda: settled.update(context.meta))
             cli.invoke(context)
     except click.exceptions.Exit as exit_:
-        return exit_.exit_code
-    return 0
+        settled[EXIT_CODE] = exit_.exit_code
 
 
 def _report(error: Exception) -> None:

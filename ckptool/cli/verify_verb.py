@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import complain, print_document, print_lines, say, stdout_look
+from ckptool.cli.console import complain, print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.errors import CheckpointError
@@ -60,8 +60,10 @@ def command(
     results: list[Verdict | CheckpointError] = []
     for result in _looked_at(verifier, paths, quiet):
         results.append(result)
+        settle(_exit_code(results, None))
         _tell(result, quiet=quiet, silent=as_json or bool(fmt))
     outcome = verifier.finish()
+    settle(_exit_code(results, outcome))
     verdicts = [result for result in results if isinstance(result, Verdict)]
     errors = [result for result in results if isinstance(result, CheckpointError)]
     if as_json:
@@ -72,8 +74,16 @@ def command(
         print_lines(_last_lines(verdicts, len(errors), outcome))
     if outcome is not None:
         say([manifest_line(outcome)], quiet=quiet)
-    fine = all(verdict.ok for verdict in verdicts) and not (outcome and outcome.problems)
-    click.get_current_context().exit(2 if errors else 0 if fine else 1)
+
+
+def _exit_code(
+    results: Sequence[Verdict | CheckpointError], outcome: ManifestOutcome | None
+) -> int:
+    """2 where a file could not be looked at, 1 where there is a problem."""
+    if any(isinstance(result, CheckpointError) for result in results):
+        return 2
+    fine = all(result.ok for result in results if isinstance(result, Verdict))
+    return 0 if fine and not (outcome and outcome.problems) else 1
 
 
 def _looked_at(

@@ -143,6 +143,80 @@ def test_a_reader_that_is_gone_is_no_error(process, model):
     assert (done.code, done.err) == (0, "")
 
 
+@pytest.mark.parametrize("verb", ["diff", "verify", "doctor"])
+def test_what_was_found_is_the_exit_code_though_nobody_reads(process, model, verb):
+    broken = model.with_name("broken.pth")
+    content = bytearray(model.read_bytes())
+    content[content.index(b"storages" if b"storages" in content else b"conv1")] ^= 1
+    broken.write_bytes(content if verb != "diff" else model.read_bytes())
+    files = [broken]
+    if verb == "diff":
+        files = [model, "/dev/null"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = process(verb, *files, stdout=writing)
+    finally:
+        os.close(writing)
+    assert done.code == process(verb, *files).code != 0
+
+
+SWALLOWED = """
+import os, signal, sys
+from ckptool.cli import list_verb, main
+opened = list_verb.open_checkpoint
+
+def swallow(path):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    THEN
+    return opened(path)
+
+list_verb.open_checkpoint = swallow
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        ("pass", 130),
+        ("raise ImportError('half a module')", 130),
+        ("os.kill(os.getpid(), signal.SIGINT)", -2),
+    ],
+)
+def test_ctrl_c_that_is_swallowed_is_not_forgotten_and_a_second_kills(process, model, then, code):
+    done = process("list", model, code=("-c", SWALLOWED.replace("THEN", then)))
+    assert (done.code, done.err) == (code, "")
+
+
+IN_AN_IMPORT = """
+import os, signal, sys
+from ckptool.cli import list_verb, main
+
+def importing(path):
+    import slow
+    assert slow.through
+    while True:
+        pass
+
+list_verb.open_checkpoint = importing
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("times", "code"), [(1, 130), (2, -2)])
+def test_ctrl_c_waits_for_the_end_of_an_import(process, model, times, code):
+    module = "import os, signal\n" + "os.kill(os.getpid(), signal.SIGINT)\n" * times
+    (model.parent / "slow.py").write_text(module + "through = True\n")
+    done = process("list", model, code=("-c", IN_AN_IMPORT), PYTHONPATH=f"{PROJECT}:{model.parent}")
+    assert (done.code, done.out, done.err) == (code, "", "")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_is_130_and_says_nothing(process, model):
     code = (
