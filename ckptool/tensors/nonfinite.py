@@ -8,18 +8,22 @@ of one byte have few codes, which are counted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Literal
 
 from ckptool.model import TensorRef
 
-__all__ = ["is_floating", "nonfinite"]
+__all__ = ["is_floating", "is_infinity_or_zero", "nonfinite"]
 
 Told = Callable[[int], None]
 """Told how many more bytes have been read."""
 
 
+_LETTERS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
+"""The code of an unsigned number of so many bytes (`memoryview.cast`)."""
 _PIECE = 256 << 10
 """Bytes looked at as one: they stay in the processor's cache."""
 
@@ -119,6 +123,28 @@ _FORMS: dict[str, _Form | _Codes] = {
 def is_floating(dtype: str) -> bool:
     """Whether numbers of that type can be NaN or infinite."""
     return dtype in _FORMS
+
+
+def is_infinity_or_zero(ref: TensorRef) -> bool:
+    """Whether every element is an infinity or zero, as in a mask that is added.
+
+    It stops at the first other number. False for complex numbers, and where there are no bytes.
+
+    Raises:
+        CorruptFile: bytes that cannot be read.
+    """
+    form = _FORMS.get(ref.dtype)
+    if not isinstance(form, _Form) or form.parts > 1 or not ref.has_content:
+        return False
+    size = form.width // 8
+    sign, infinity = 1 << form.width - 1, (1 << form.width - 1) - (1 << form.mantissa)
+    allowed = {code.to_bytes(size, "little") for code in (0, sign, infinity, sign | infinity)}
+    native = {int.from_bytes(code, sys.byteorder) for code in allowed}
+    return all(
+        native.issuperset(memoryview(block)[start : start + _PIECE].cast(_LETTERS[size]))
+        for block in ref.unrepeated.content()
+        for start in range(0, len(block), _PIECE)
+    )
 
 
 def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:

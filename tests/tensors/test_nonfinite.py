@@ -12,7 +12,7 @@ from ckptool.dtypes import DTYPES
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.nonfinite import is_floating, nonfinite
+from ckptool.tensors.nonfinite import is_floating, is_infinity_or_zero, nonfinite
 
 WIDE = ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"]
 NARROW = [dtype.name for dtype in DTYPES if dtype.name.startswith("float8")]
@@ -96,3 +96,20 @@ def test_numbers_that_cannot_be_nan_are_not_read():
             unread = TensorRef(dtype.name, (4,), (1,), 0, None, "cpu")
             assert nonfinite(unread) == (0, 0)
     assert nonfinite(ref_of("float32", b"")) == (0, 0)
+
+
+@given(
+    st.sampled_from(["float64", "float32", "float16", "bfloat16"]),
+    st.lists(st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1.0, math.nan]), min_size=1),
+)
+def test_infinities_and_zeros_alone_are_known(name, values):
+    tensor = torch.tensor(values, dtype=getattr(torch, name))
+    raw = bytes(tensor.view(torch.uint8).tolist())
+    alone = bool((tensor.isinf() | (tensor == 0)).all())
+    assert is_infinity_or_zero(ref_of(name, raw)) == alone
+
+
+def test_what_is_no_number_or_no_array_is_no_infinity():
+    unread = TensorRef("float32", (4,), (1,), 0, None, "cpu")
+    complex_ref = ref_of("complex64", torch.zeros(1, dtype=torch.complex64).numpy().tobytes())
+    assert not any(map(is_infinity_or_zero, (unread, complex_ref, ref_of("int8", b"\0"))))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ckptool.formats.problems import Problem
 from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.verifying import verify
 from ckptool.limits import Limits
-from ckptool.paths import counted
+from ckptool.paths import counted, name_of
+from ckptool.tensors.nonfinite import is_infinity_or_zero
 
 __all__ = ["damage"]
 
@@ -20,7 +21,9 @@ _DAMAGE = frozenset({"checksum", "corrupt", "truncated", "missing", "limit"})
 """Kinds of problem after which nothing that loads can be trusted."""
 _CONTRADICTIONS = frozenset({"header", "end"})
 _REMAINS = frozenset({"trailing", "padding", "total-size"})
-_MASK = re.compile(r"mask", re.IGNORECASE)
+_MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
+"""A name whose last part says so; a mask of -inf is one that is added to attention scores."""
+_NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
 
 
 def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
@@ -30,13 +33,42 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
     wrong = [one for one in problems if one.kind in _DAMAGE]
     if wrong:
         yield _damaged(wrong)
-    for kind, word in (("nan", "NaN"), ("inf", "infinite values")):
-        found = [one for one in problems if one.kind == kind and _counts(patient, one.place)]
-        if kind == "inf":  # a mask of -inf is one that adds to attention scores
-            found = [one for one in found if not _MASK.search(one.place)]
-        if found:
-            yield _values("infinite" if kind == "inf" else kind, word, found)
+    nan = [one for one in problems if one.kind == "nan" and _counts(patient, one.place)]
+    if nan:
+        yield _values("nan", "NaN", nan)
+    yield from _infinite(patient, problems)
     yield from _container(problems)
+
+
+def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
+    """Infinities: in weights, and where they may be meant."""
+    found = [one for one in problems if one.kind == "inf" and _counts(patient, one.place)]
+    found = [one for one in found if not _MASK.search(one.place)]
+    meant = _meant(patient, [one.place for one in found]) if found else set()
+    wrong = [one for one in found if one.place not in meant]
+    if wrong:
+        yield _values("infinite", "infinite values", wrong)
+    if meant:
+        complaint = Complaint(
+            "infinite",
+            "note",
+            f"{counted(len(meant), 'buffer')} of infinities and zeros alone",
+            names_of(one.place for one in found if one.place in meant),
+            "so is a mask that is added to scores, and the range of an observer that has seen no "
+            "data yet; elsewhere what is computed with it becomes NaN",
+        )
+        yield Found(complaint)
+
+
+def _meant(patient: Patient, places: Collection[str]) -> set[str]:
+    """Those that are buffers of a model, and have nothing but infinities and zeros."""
+    tensors = {
+        name_of(path): tensor
+        for part in patient.models
+        for path, tensor in part.tensors()
+        if str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
+    }
+    return {one for one in places if one in tensors and is_infinity_or_zero(tensors[one])}
 
 
 def _counts(patient: Patient, name: str) -> bool:

@@ -73,6 +73,33 @@ def test_an_infinite_score_or_mask_is_nothing_wrong(diagnosed):
     assert not {"nan", "infinite"} & set(kinds(diagnosed(root, quick=False)))
 
 
+def test_a_fresh_observer_and_masks_by_any_name_are_a_note(complaint):
+    observer = torch.ao.quantization.MinMaxObserver()
+    causal = torch.full((8, 8), -float("inf")).triu(1)
+    root = {
+        **torch.nn.ModuleDict({"o": observer}).state_dict(),
+        "h.causal": causal.half(),
+        "l.w": torch.ones(3, 3),
+    }
+    found = complaint("infinite", {"model": root}, quick=False)
+    assert (found.severity, found.commands) == ("note", ())
+    assert found.where == ("model/o.min_val", "model/o.max_val", "model/h.causal")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("l.weight", [float("inf"), 0.0]),
+        ("n.running_var", [float("inf")]),
+        ("l.causal", [float("inf"), 0.0, 1e-30]),
+        ("mask_conv.weight", [float("inf"), 1.0]),
+    ],
+)
+def test_infinities_that_nobody_means_mislead(complaint, name, value):
+    root = {name: torch.tensor(value), "a.w": torch.ones(2, 2)}
+    assert complaint("infinite", root, quick=False).severity == "misleads"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
