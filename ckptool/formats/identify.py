@@ -10,7 +10,7 @@ import re
 
 from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import DCP_HINT, Finding, few, quoted, shell
+from ckptool.formats.identify_kinds import DCP_HINT, Finding, few, quoted, shell, untar, unused
 from ckptool.formats.tar_members import is_tar, read_members
 
 __all__ = ["explain", "refuse"]
@@ -129,15 +129,16 @@ def _tar(probe: Probe) -> Finding | None:
         names = list(read_members(probe.source, probe.limits))
     except CheckpointError as error:
         return Finding(f"a damaged tar archive: {error.message}", error.hint, type(error))
-    file = shell(probe.path)
+    folder = unused(f"{probe.path}.unpacked")
+    unpacking = untar(probe.path, folder)
     if any(name.endswith("model_config.yaml") for name in names):
         weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
         return Finding(
             "a NeMo model: a tar archive with the checkpoint and its settings in it",
-            f"tar -xf {file} {shell(weights)} && ckptool list {shell(weights)}",
+            f"{unpacking} {shell(weights)} && ckptool list {shell(os.path.join(folder, weights))}",
             UnsupportedFormat,
         )
-    return Finding(f"a tar archive that holds {few(names)}", f"unpack it: tar -xf {file}")
+    return Finding(f"a tar archive that holds {few(names)}", f"unpack it: {unpacking}")
 
 
 def _unknown(probe: Probe) -> Finding:

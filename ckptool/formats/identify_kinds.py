@@ -18,6 +18,7 @@ __all__ = [
     "quoted",
     "shell",
     "size_in_words",
+    "untar",
     "unused",
 ]
 
@@ -53,6 +54,14 @@ def as_argument(path: str) -> str:
 def shell(path: str) -> str:
     """A path as one word of a command."""
     return shlex.quote(as_argument(path))
+
+
+def untar(path: str, folder: str) -> str:
+    """The command that unpacks a tar, whatever it is compressed with, into a new folder.
+
+    In the folder at hand it would write over files without asking.
+    """
+    return f"mkdir {shell(folder)} && tar -xf {shell(path)} -C {shell(folder)}"
 
 
 def unused(path: str, taken: Collection[str] = ()) -> str:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, UnsupportedFormat
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import Finding, shell
+from ckptool.formats.identify_kinds import Finding, shell, untar, unused
+from ckptool.formats.tar_members import BLOCK, is_tar
 
 __all__ = ["MAGICS", "Magic", "find"]
 
 
 class Magic(NamedTuple):
-    """Bytes at an offset, what has them, and the step that helps (`{file}` stands for it)."""
+    """Bytes at an offset, what has them, and the step that helps.
+
+    In the step `{file}` stands for the file, `{unpacked}` for one that is not there yet.
+    """
 
     offset: int
     magic: bytes
@@ -24,7 +29,7 @@ class Magic(NamedTuple):
 
 
 def _packed(offset: int, magic: bytes, what: str, tool: str) -> Magic:
-    hint = f"{tool} {{file}} > {{file}}.unpacked && ckptool list {{file}}.unpacked"
+    hint = f"{tool} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
     return Magic(offset, magic, f"compressed with {what}", hint)
 
 
@@ -36,6 +41,11 @@ _INFLATE = (
     'python -c "import sys, zlib; '
     'sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))"'
 )
+_PACKED = 1 << 20
+"""Bytes that are unpacked to see what begins there; a block of bzip2 is 900 kB."""
+_MOST_MEMORY = 64 << 20
+_PACKED_TAR = re.compile(r"(?<!\.pth)\.(tar\.\w+|tzst|tlz4)$", re.IGNORECASE)
+"""`.pth.tar` is how many call a file of torch."""
 _KERAS = "h5py reads the weights, Keras the whole model: keras.models.load_model"
 _GGUF = "the gguf package reads it (gguf-dump {file}), and llama.cpp"
 _GGML = "llama.cpp and whisper.cpp of its time read it"
@@ -96,9 +106,40 @@ def find(probe: Probe) -> Finding | None:
     """What the first bytes, or the last, say that it is; None if they say nothing."""
     for row in MAGICS:
         if probe.head.startswith(row.magic, row.offset):
-            return Finding(row.what, row.hint.format(file=shell(probe.path)), row.kind)
+            return Finding(row.what, _hint(row, probe), row.kind)
     head = probe.head
     return _tfrecord(head) or _tensorflow(probe) or _protobuf(head) or _msgpack(head)
+
+
+def _hint(row: Magic, probe: Probe) -> str:
+    """The step that helps; a packed tar is unpacked in one."""
+    unpacked = unused(f"{probe.path}.unpacked")
+    if "{unpacked}" in row.hint and _holds_tar(row.magic, probe):
+        return f"unpack it: {untar(probe.path, unpacked)}"
+    return row.hint.format(file=shell(probe.path), unpacked=shell(unpacked))
+
+
+def _holds_tar(magic: bytes, probe: Probe) -> bool:
+    """Whether what is packed begins as a tar does; of what is not looked into, its name says so."""
+    if probe.source is None:
+        return False
+    packed = probe.source.read(0, min(probe.source.size, _PACKED))
+    try:
+        if magic == b"\x1f\x8b":
+            head = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(packed, BLOCK)
+        elif magic == b"1AY&SY":
+            from bz2 import BZ2Decompressor
+
+            head = BZ2Decompressor().decompress(packed, BLOCK)
+        elif magic == b"\xfd7zXZ\0":
+            from lzma import LZMADecompressor
+
+            head = LZMADecompressor(memlimit=_MOST_MEMORY).decompress(packed, BLOCK)
+        else:
+            return _PACKED_TAR.search(probe.path) is not None
+    except Exception:  # each of them has errors of its own, and may not be built in
+        return False
+    return is_tar(head)
 
 
 def _tfrecord(head: bytes) -> Finding | None:

@@ -4,6 +4,7 @@ import gzip
 import os
 import shlex
 import subprocess
+import tarfile
 import warnings
 from collections import OrderedDict
 
@@ -159,6 +160,20 @@ def test_a_file_cut_short_is_a_finding(ckptool, tmp_path):
     path.write_bytes(path.read_bytes()[:-700])
     done = ckptool("doctor", path, "--json")
     assert (done.code, kinds(done.document)) == (1, ["truncated"])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_tar_is_unpacked_into_a_folder_of_its_own(ckptool, tmp_path, monkeypatch, pack):
+    monkeypatch.chdir(tmp_path)
+    path = saved(healthy)(tmp_path)
+    with tarfile.open("whole.tar", "w") as archive:
+        archive.add(path.name)
+    (tmp_path / "x.pth.tar").write_bytes(pack((tmp_path / "whole.tar").read_bytes()))
+    path.write_text("mine")
+    (command,) = ckptool("doctor", "x.pth.tar", "--json").document["commands"]
+    subprocess.run(command, shell=True, check=True)
+    assert path.read_text() == "mine"
+    Net().load_state_dict(torch.load(tmp_path / "x.pth.tar.unpacked" / "model.pth"))
 
 
 def test_a_gzipped_file_is_unpacked_by_the_command(ckptool, tmp_path, monkeypatch):

@@ -1,8 +1,11 @@
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import struct
+import subprocess
 import tarfile
 import zipfile
 
@@ -209,8 +212,29 @@ def test_a_file_is_told_by_its_magic(content, row):
 def test_a_real_gzip_says_how_to_unpack_it(content, tmp_path):
     error = content(gzip.compress(b"data"), "a file.pth")
     assert is_a(error, NotACheckpoint, "compressed with gzip")
-    path = f"'{tmp_path}/a file.pth'"
-    assert error.hint == f"gzip -dc {path} > {path}.unpacked && ckptool list {path}.unpacked"
+    path, target = f"'{tmp_path}/a file.pth'", f"'{tmp_path}/a file.pth.unpacked'"
+    assert error.hint == f"gzip -dc {path} > {target} && ckptool list {target}"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_what_unpacks_writes_over_nothing(content, tmp_path, pack):
+    (tmp_path / "model.pth").write_bytes(b"mine")
+    inner = packed(**{"model.pth": b"theirs" * 5000})
+    hints = [content(raw, "x y.tar.gz").hint for raw in (pack(inner), inner)]
+    assert hints[0] == hints[1]
+    subprocess.run(hints[0].removeprefix("unpack it: "), shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / "model.pth").read_bytes() == b"mine"
+    assert (tmp_path / "x y.tar.gz.unpacked/model.pth").read_bytes() == b"theirs" * 5000
+    assert "x y.tar.gz-2.unpacked'" in content(pack(inner), "x y.tar.gz").hint
+    single = content(pack(b"a checkpoint"), "model.pth.tar.gz").hint
+    subprocess.run(single.partition(" && ")[0], shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / "model.pth.tar.gz.unpacked").read_bytes() == b"a checkpoint"
+
+
+def test_what_is_packed_by_other_means_is_a_tar_by_its_name(content):
+    zstd = b"\x28\xb5\x2f\xfd" + bytes(40)
+    assert " && tar -xf " in content(zstd, "x.tar.zst").hint
+    assert " && tar -xf " not in content(zstd, "x.pth.tar.zst").hint
 
 
 def test_a_tfrecord_by_its_checksum(content):
@@ -321,10 +345,13 @@ def packed(**members):
 def test_a_tar(content, tmp_path):
     error = content(packed(**{"run/model.pth": b"x", "run/log": b""}))
     assert is_a(error, NotACheckpoint, "a tar archive that holds 'run/model.pth', 'run/log'")
-    assert error.hint == f"unpack it: tar -xf {tmp_path}/model.pth"
+    folder = f"{tmp_path}/model.pth.unpacked"
+    unpacking = f"mkdir {folder} && tar -xf {tmp_path}/model.pth -C {folder}"
+    assert error.hint == f"unpack it: {unpacking}"
     error = content(packed(**{"./model_config.yaml": b"x", "./model_weights.ckpt": b"x"}))
     assert is_a(error, UnsupportedFormat, "a NeMo model")
-    assert "ckptool list ./model_weights.ckpt" in error.hint
+    weights = "./model_weights.ckpt"
+    assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
     cut = packed(a=b"x" * 9000)[:5000]
     assert is_a(content(cut), TruncatedFile, "a damaged tar archive", "4,512 of its 9,000 bytes")
 

@@ -18,7 +18,7 @@ from ckptool.inspection.doctor.complaint import Complaint
 __all__ = ["is_finding", "unopened"]
 
 _COMMAND = re.compile(
-    r"(?:^|: )((?:git|dvc|gzip|bzip2|xz|zstd|lz4|7z|unrar|tar -xf|python -m torch\S*) .+)$"
+    r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
 """A hint that is a command, or ends with one, which gets the checkpoint itself."""
 
