@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptool.inspection.doctor import Complaint, Diagnosis
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, plural
+from ckptool.render.text import clean, plural, runnable
 
 __all__ = ["diagnosis_lines"]
 
@@ -66,17 +66,17 @@ def _runs(name: str, commands: Iterable[str], look: Look) -> Iterator[str]:
 
 def _command_lines(command: str, look: Look, taken: int) -> Iterator[str]:
     """A command in lines that fit the terminal, broken as a shell takes them together again."""
-    fits = look.width is None or taken + len(command) <= look.width
+    fits = look.width is None or taken + len(runnable(command)) <= look.width
     if fits or look.width is None or not command.startswith("ckptool "):
-        yield clean(command)
+        yield runnable(command)
         return
     line = ""
-    for word in map(shlex.quote, shlex.split(command)):
+    for word in map(runnable, map(shlex.quote, shlex.split(command))):
         if line and taken + len(line) + len(word) + 3 > look.width:
             yield f"{line} \\"
-            line = f"  {clean(word)}"
+            line = f"  {word}"
         else:
-            line = f"{line} {clean(word)}" if line else clean(word)
+            line = f"{line} {word}" if line else word
     yield line
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, shorten, size
+from ckptool.render.text import clean, count, runnable, shorten, size
 
 __all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
 
@@ -114,8 +114,8 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
         return
     if len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
         yield look.bold("to make it load")
-        yield f"  {clean(next(iter(commands.values())))}"
+        yield f"  {runnable(next(iter(commands.values())))}"
         return
     yield look.bold("to make it load on a machine with")
     for machine, words in _MACHINES.items():
-        yield f"  {words:<{_INDENT - 4}}  {clean(commands.get(machine, 'loads as it is'))}"
+        yield f"  {words:<{_INDENT - 4}}  {runnable(commands.get(machine, 'loads as it is'))}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["clean", "count", "label", "plural", "shorten", "size", "wrapped"]
+__all__ = ["clean", "count", "label", "plural", "runnable", "shorten", "size", "wrapped"]
 
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+"""What a shell has in quotes, as `shlex.quote` writes them."""
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -33,6 +36,36 @@ def label(name: str, path: Sequence[Any]) -> str:
 def clean_lines(text: str) -> str:
     """As `clean`, for a text of several lines: line breaks and indents are kept."""
     return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
+
+
+def runnable(command: str) -> str:
+    r"""A command as a shell takes it from the screen, where `clean` would change its words.
+
+    What is quoted and not printable becomes `$'a\nb'`, which bash, zsh and ksh know: control
+    characters, and bytes of a file's name that are no text.
+    """
+    if command.isprintable():
+        return command
+    return clean(_QUOTED.sub(_ansi_quoted, command))
+
+
+def _ansi_quoted(found: re.Match[str]) -> str:
+    word = found[0]
+    if word.isprintable() or word[0] != "'":
+        return word
+    return f"$'{''.join(map(_ansi, word[1:-1]))}'"
+
+
+def _ansi(character: str) -> str:
+    if character.isprintable():
+        return "\\\\" if character == "\\" else character
+    raw = character.encode("utf-8", "surrogateescape" if _is_byte(character) else "replace")
+    return _NAMED.get(character) or "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _is_byte(character: str) -> bool:
+    """Whether it stands for a byte that is no UTF-8 (`os.fsdecode`)."""
+    return "\udc80" <= character <= "\udcff"
 
 
 def _visible(character: str) -> str:

@@ -3,6 +3,7 @@
 import gzip
 import os
 import shlex
+import shutil
 import subprocess
 import tarfile
 import warnings
@@ -346,6 +347,36 @@ def test_any_name_of_a_file_is_quoted(ckptool, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     saved(wrapped("module"), pickle_protocol=4)(tmp_path).rename(name)
     document = ckptool("doctor", "--quick", "--json", "--", name).document
+    run(ckptool, document["commands"])
+    Net().load_state_dict(torch.load(document["target"]))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash reads what is printed")
+@pytest.mark.parametrize("name", [b"tab\there.pth", b"new\nline.pth", b"\x1b[2J.pth", b"\xff.pth"])
+def test_names_that_no_terminal_shows_are_printed_so_that_they_run(
+    ckptool, tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        saved(wrapped("module"))(tmp_path).rename(os.fsdecode(name))
+    except OSError:
+        pytest.skip("no such name on this file system")
+    done = ckptool("doctor", "--quick", os.fsdecode(name))
+    command = done.out.partition("to run, in this order\n")[2].strip()
+    words = subprocess.run(
+        ["bash", "-c", command.replace("ckptool", r"printf %s\\0", 1)], capture_output=True
+    )
+    run(ckptool, [shlex.join(map(os.fsdecode, [b"ckptool", *words.stdout.split(b"\0")[:-1]]))])
+    (made,) = tmp_path.glob("*.mended.pth")
+    Net().load_state_dict(torch.load(made))
+
+
+def test_a_long_name_is_cut(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "ä" * 50 + "x" * 150 + ".pth"
+    saved(wrapped("module"))(tmp_path).rename(name)
+    document = examined(ckptool, name)
+    assert len(os.fsencode(document["target"])) <= 255
     run(ckptool, document["commands"])
     Net().load_state_dict(torch.load(document["target"]))
 
