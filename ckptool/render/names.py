@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ckptool.render.text import shorten
@@ -15,22 +14,28 @@ _TOKEN = re.compile(r"\{[0-9.,]+\}|[^./]+|[./]")
 _NUMBERS = re.compile(r"\{[0-9.,]+\}|[0-9]+")
 _LONG = 24  # a component of more characters is cut where the room ends
 _ELLIPSIS = "..."
+_MOST_COMPARED = 1 << 20
+"""Characters of all names: those of hostile ones may each be a component."""
 
 
-@dataclass(slots=True)
-class _Node:
-    """What the names that begin alike go on with, and how much of each piece tells it apart."""
+class _Tree(dict[str, "_Tree"]):
+    """What the names that begin alike go on with."""
 
-    after: dict[str, _Node] = field(default_factory=dict)
-    enough: dict[str, int] = field(default_factory=dict)
+    __slots__ = ("_enough",)
 
-    def measure(self) -> None:
-        """Find the shortest beginning of each piece that no other has; numbers are kept whole."""
-        pieces = ["", *sorted(self.after), ""]
-        shared = [_common(one, other) for one, other in pairwise(pieces)]
-        for piece, before, behind in zip(pieces[1:], shared, shared[1:], strict=False):
-            whole = _NUMBERS.fullmatch(piece) is not None
-            self.enough[piece] = len(piece) if whole else min(len(piece), max(before, behind) + 1)
+    def enough(self, piece: str) -> int:
+        """How much of a piece no other begins with; numbers are kept whole."""
+        if len(self) == 1:  # most are
+            return len(piece) if _NUMBERS.fullmatch(piece) else 1
+        if not hasattr(self, "_enough"):
+            pieces = ["", *sorted(self), ""]
+            shared = [_common(one, other) for one, other in pairwise(pieces)]
+            counts = zip(pieces[1:], shared, shared[1:], strict=False)
+            self._enough = {
+                piece: len(piece) if _NUMBERS.fullmatch(piece) else max(before, behind) + 1
+                for piece, before, behind in counts
+            }
+        return self._enough[piece]
 
 
 def _common(one: str, other: str) -> int:
@@ -43,36 +48,36 @@ def fit_names(names: Sequence[str], width: int) -> list[str]:
     """The names in at most `width` characters (8 or more), different ones different if possible.
 
     Of components that end at a `.` or a `/` as much is kept as tells them apart from others at the
-    same place, from the left, until the name fits; numbers are kept.
+    same place, from the left, until the name fits; numbers are kept. Beyond a million
+    characters names just lose their middle.
     """
     if all(len(name) <= width for name in names):
         return list(names)
+    if sum(map(len, names)) > _MOST_COMPARED:
+        return [shorten(name, width) for name in names]
     root = _tree(set(names))
     return [name if len(name) <= width else _fitted(root, name, width) for name in names]
 
 
-def _tree(names: Iterable[str]) -> _Node:
-    root = _Node()
-    nodes = [root]
+def _tree(names: Iterable[str]) -> _Tree:
+    root = _Tree()
     for name in names:
         node = root
         for piece in _TOKEN.findall(name):
-            if piece not in node.after:
-                node.after[piece] = _Node()
-                nodes.append(node.after[piece])
-            node = node.after[piece]
-    for node in nodes:
-        node.measure()
+            found = node.get(piece)
+            if found is None:
+                found = node[piece] = _Tree()
+            node = found
     return root
 
 
-def _fitted(root: _Node, name: str, width: int) -> str:
+def _fitted(root: _Tree, name: str, width: int) -> str:
     excess, node, made = len(name) - width, root, []
     for piece in _TOKEN.findall(name):
-        short = piece if excess <= 0 else _cut(piece, node.enough[piece], len(piece) - excess)
+        short = piece if excess <= 0 else _cut(piece, node.enough(piece), len(piece) - excess)
         excess -= len(piece) - len(short)
         made.append(short)
-        node = node.after[piece]
+        node = node[piece]
     return shorten("".join(made), width)
 
 

@@ -45,6 +45,11 @@ def test_what_cannot_be_short_loses_its_middle():
     assert "..." in found
 
 
+def test_names_of_megabytes_are_not_compared():
+    found = fit_names(["a." * (1 << 21), "b." * 20, "c"], 20)
+    assert found == ["a.a.a.a.a...a.a.a.a.", "b.b.b.b.b...b.b.b.b.", "c"]
+
+
 @given(NAMES, st.integers(8, 80))
 def test_names_fit_and_whatever_is_no_longer_than_that_stays(names, width):
     found = fit_names(names, width)
