@@ -371,4 +371,6 @@ def _side(entry: Entry, name: str | None = None) -> Side:
         return Side(shown, "value", type_name(leaf), value=json_value(leaf))
     sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None
+    if isinstance(leaf, DeviceValue):
+        device = leaf.tag
     return Side(shown, sort, type_name(leaf), device=device, value=summarise(leaf))

@@ -16,6 +16,7 @@ from ckptool.render.diff_rows import (
     only_rows,
     renamed_rows,
 )
+from ckptool.render.quoting import quoted
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, count, plural, shorten
@@ -64,13 +65,17 @@ def diff_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
 
 
 def status_lines(diff: Diff) -> Iterator[str]:
-    r"""A line for each entry that differs, as git has it: `M\tname`, `R\told\tnew`."""
+    r"""A line for each entry that differs, as git has it: `M\tname`, `R\told\tnew`.
+
+    Names with quotes, backslashes or what does not print stand in quotes as in C, bytes of UTF-8 in
+    octal (git's `core.quotePath=false`).
+    """
     for change in (*diff.changed, *diff.values):
         if change.counts:
-            yield f"{change.status}\t{clean(change.name)}"
-    yield from (f"D\t{clean(side.name)}" for side in diff.only_in_a)
-    yield from (f"A\t{clean(side.name)}" for side in diff.only_in_b)
-    yield from (f"R\t{clean(row.a.name)}\t{clean(row.b.name)}" for row in diff.renamed)
+            yield f"{change.status}\t{quoted(change.name)}"
+    yield from (f"D\t{quoted(side.name)}" for side in diff.only_in_a)
+    yield from (f"A\t{quoted(side.name)}" for side in diff.only_in_b)
+    yield from (f"R\t{quoted(row.a.name)}\t{quoted(row.b.name)}" for row in diff.renamed)
 
 
 def note_lines(diff: Diff, look: Look) -> Iterator[str]:
@@ -102,7 +107,8 @@ def _identical(diff: Diff) -> str:
 def _different(diff: Diff) -> str:
     counts = diff.counts
     changed = counts["M"] + counts["T"]
-    parts = [f"{count(changed)} of {_entries(diff.common)} differ"] if diff.common else []
+    verb = "differs" if changed == 1 else "differ"
+    parts = [f"{count(changed)} of {_entries(diff.common)} {verb}"] if diff.common else []
     for status, words in (("D", "only in A"), ("A", "only in B"), ("R", "renamed")):
         if counts[status]:
             parts.append(f"{count(counts[status])} {words}")

@@ -216,7 +216,9 @@ def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iter
         elif aspect == "value":
             if side.sort != "tensor":
                 yield _literal(side, whole)
-        elif aspect == "type" or side.sort == "tensor":
+        elif aspect == "type":
+            yield _typed(side, whole, alone=aspects == ["type"])
+        elif side.sort == "tensor" or side.device is not None:
             yield clean(str(getattr(side, aspect)))
 
 
@@ -224,7 +226,18 @@ def _words(side: Side, whole: bool) -> str:
     """What an entry of one file alone is."""
     if side.sort == "tensor":
         return f"{side.dtype} {shape_text(side.shape or ())}"
-    return "None" if side.value is None else f"{clean(side.type)} {_literal(side, whole)}"
+    return "None" if side.value is None else _typed(side, whole)
+
+
+def _typed(side: Side, whole: bool, *, alone: bool = True) -> str:
+    """The type of an entry, with its value where that is told nowhere else."""
+    kind = clean(side.type)
+    if side.sort == "tensor":
+        return f"{kind} {side.dtype} {shape_text(side.shape or ())}" if alone else kind
+    literal = _literal(side, whole)
+    if side.sort != "value" and literal.startswith(kind):  # `dict of 3`
+        return literal
+    return f"{kind} {literal}" if alone else kind
 
 
 def _literal(side: Side, whole: bool) -> str:

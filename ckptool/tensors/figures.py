@@ -82,16 +82,18 @@ def fill(
 ) -> list[float]:
     """Put x into a and y into b; if `special`, 0 into both where either is not finite.
 
-    Then 0: elements that differ, 1: finite pairs, 2, 3: NaN in a and in b, 4, 5: infinities.
+    Then 0: elements that differ, 1: finite pairs, 2, 3: NaN in a and in b, 4, 5: infinities
+    (complex numbers with both are NaN).
     """
     a.copy_(x)
     b.copy_(y)
     if not special:
         return [0.0] * 0
     nan_a, nan_b = _any(a.clone().ne_(a), pairs), _any(b.clone().ne_(b), pairs)
-    inf_a, inf_b = a.abs().eq_(float("inf")), b.abs().eq_(float("inf"))
+    inf_a = _any(a.abs().eq_(float("inf")), pairs)
+    inf_b = _any(b.abs().eq_(float("inf")), pairs)
     counts = [float(nan_a.sum()), float(nan_b.sum())]
-    counts.extend([float(_any(inf_a, pairs).sum()), float(_any(inf_b, pairs).sum())])
+    counts.extend([float((inf_a > nan_a).sum()), float((inf_b > nan_b).sum())])
     differ = float(_any(a.clone().ne_(b), pairs).sum())
     if equal_nan:
         differ -= float(nan_a.mul_(nan_b).sum())

@@ -281,6 +281,8 @@ class TestTags:
         found = compare(a, b)
         assert found.identical
         assert whats(found) == {"it": ("device",), "in": ("device",)}
+        tags = {row.name: (row.a.device, row.b.device) for row in found.values}
+        assert tags["it"] == ("cpu", "cuda")
         assert not compare(a, b, strict=True).identical
 
     def test_what_does_not_count_comes_last(self, compare):

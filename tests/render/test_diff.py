@@ -317,6 +317,34 @@ def test_name_status_is_a_line_an_entry():
     assert list(status_lines(tagged)) == []
 
 
+def test_names_for_programs_are_quoted_as_git_does():
+    names = {
+        'say "it"': r'"say \"it\""',
+        "a\\b": r'"a\\b"',
+        "tab\tnew\nline\x1b": r'"tab\tnew\nline\033"',
+        "\u202e": r'"\342\200\256"',
+        "\ud800": r'"\355\240\200"',
+        " two words, größe": " two words, größe",
+    }
+    assert list(status_lines(made(only_a=[tensor(name) for name in names]))) == [
+        f"D\t{name}" for name in names.values()
+    ]
+    moved = made(renamed=[Renamed(tensor("a\tb"), tensor("c"))])
+    assert list(status_lines(moved)) == [r'R	"a\tb"	c']
+
+
+def test_another_type_is_told_with_its_value():
+    sides = [
+        (value("x", None), value("x", 0), "NoneType None -> int 0"),
+        (value("x", 1), Side("x", "container", "dict", value="dict of 0"), "int 1 -> dict of 0"),
+    ]
+    for a, b, said in sides:
+        assert f"x      {said}\n" in text(made(values=[Changed("x", ("type",), a, b)]))
+    row = Changed("x", ("type",), tensor("x"), value("x", 3))
+    assert "x     type  torch.Tensor float32 [2, 3]  int 3" in text(made([row]))
+    assert "1 of 10 common entries differs" in text(made([row]))
+
+
 def test_stat_counts_by_module():
     assert list(stat_lines(everything(), PLAIN)) == [
         "module           differing",

@@ -68,7 +68,8 @@ def expected(a, b, close=None, equal_nan=False):
     both = x.isnan() & y.isnan()
     differ = (x != y) & ~(both if equal_nan else torch.zeros_like(both))
     finite = x.isfinite() & y.isfinite()
-    counts = [int(flags.sum()) for flags in (x.isnan(), y.isnan(), x.isinf(), y.isinf())]
+    odd = (x.isnan(), y.isnan(), x.isinf() & ~x.isnan(), y.isinf() & ~y.isnan())
+    counts = [int(flags.sum()) for flags in odd]
     x, y = x[finite], y[finite]
     gap = (x - y).abs()
     ratios = torch.nan_to_num(gap / y.abs(), 0.0, INF)
@@ -218,6 +219,12 @@ def test_nothing_finite_has_no_figures():
     found = compare(torch.tensor([NAN, INF, 1.0]), torch.tensor([1.0, INF, -INF]), rtol=1.0)
     assert found == Difference(3, 2, False, *[None] * 5, 1, 0, 1, 2)
     assert found.share == 2 / 3
+
+
+def test_a_complex_number_that_is_both_is_nan():
+    x = torch.tensor([complex(INF, NAN), complex(NAN, INF), complex(INF, 1), complex(1, 1)])
+    found = compare(x, torch.ones_like(x))
+    assert (found.nan_a, found.inf_a, found.nan_b, found.inf_b) == (2, 1, 0, 0)
 
 
 @pytest.mark.parametrize("special", [False, True])
