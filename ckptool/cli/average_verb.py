@@ -8,7 +8,7 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, target_options, verb
+from ckptool.cli.options import PATH, Target, target_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import average
@@ -21,8 +21,8 @@ __all__ = ["command"]
     "ckptool average epoch_18.pth epoch_19.pth epoch_20.pth -o mean.pth",
     "ckptool average a.pth b.safetensors -o mean.safetensors --ints first",
 )
-@click.argument("files", type=click.Path(), nargs=-1, required=True)
-@click.option("-o", "--output", type=click.Path(), help="File to write.")
+@click.argument("files", type=PATH, nargs=-1, required=True)
+@click.option("-o", "--output", type=PATH, help="File to write.")
 @click.option(
     "--ints",
     type=click.Choice(["same", "first"]),

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
-from ckptool.cli.options import Target, glob_options, plain_options, target_options, verb
+from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
 from ckptool.writing import target_format
 
@@ -27,8 +27,8 @@ __all__ = ["command"]
     "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
     "ckptool convert model.safetensors.index.json merged.safetensors",
 )
-@click.argument("source", type=click.Path())
-@click.argument("destination", type=click.Path())
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
 @glob_options
 @click.option(

@@ -10,7 +10,7 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
-from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
@@ -49,8 +49,8 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
     r"ckptool diff a.pth b.pth --map '^encoder\.=>backbone.' --stat",
     finding="they differ",
 )
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--strict-names", is_flag=True, help="Compare names as they are, wrappers and all.")
 @click.option(
     "--map",

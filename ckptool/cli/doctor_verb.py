@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import print_document, print_lines, settle, stdout_look
-from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.inspection.doctor import diagnose
 
@@ -23,7 +23,7 @@ __all__ = ["command"]
 @click.option(
     "--like",
     metavar="REFERENCE",
-    type=click.Path(),
+    type=PATH,
     help="A checkpoint of the architecture that it is to load into.",
 )
 @click.option(

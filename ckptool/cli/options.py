@@ -13,6 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import SHARD_FORMATS, WRITABLE
 
 __all__ = [
+    "PATH",
     "Target",
     "file_argument",
     "fmt_option",
@@ -30,7 +31,9 @@ _EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, 130 inter
 
 _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 
-file_argument = click.argument("file", type=click.Path())
+PATH = click.Path(readable=False)
+"""Of a file: whether it is there and can be read is said by who opens it."""
+file_argument = click.argument("file", type=PATH)
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
@@ -157,9 +160,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     quiet_option,
 )
 _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "-o", "--output", type=click.Path(), help="File to write (default: beside the source)."
-    ),
+    click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
     click.option("--in-place", is_flag=True, help="Replace the file itself."),
 )
 

@@ -6,7 +6,7 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import PATH, Target, file_argument, target_options, verb
 from ckptool.errors import UsageError
 from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, rename, table_rule
 
@@ -46,7 +46,7 @@ class _InOrder(click.Command):
     "files",
     multiple=True,
     metavar="FILE",
-    type=click.Path(),
+    type=PATH,
     help="Whole names, old and new: a JSON object or two columns. Repeatable.",
 )
 @click.option(

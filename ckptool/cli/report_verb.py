@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import click
 
 from ckptool.cli.console import print_document, say
-from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.reporting import report
@@ -23,8 +23,8 @@ __all__ = ["command"]
     "ckptool report run.pth --key state_dict --no-values -o run.html",
 )
 @file_argument
-@click.argument("other", metavar="[FILE2]", type=click.Path(), required=False)
-@click.option("-o", "--output", type=click.Path(), required=True, help="Page to write.")
+@click.argument("other", metavar="[FILE2]", type=PATH, required=False)
+@click.option("-o", "--output", type=PATH, required=True, help="Page to write.")
 @click.option("--key", metavar="NAME", help="Only the tensors below this address.")
 @click.option("--no-values", is_flag=True, help="Read the header alone: no histograms, no figures.")
 @click.option("--force", is_flag=True, help="Overwrite an existing page.")

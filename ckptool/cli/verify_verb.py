@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import complain, print_document, print_lines, say, settle, stdout_look
-from ckptool.cli.options import fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
 from ckptool.cli.progress import Progress
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verifying import ManifestOutcome, Verdict, Verifier
@@ -29,14 +29,14 @@ __all__ = ["command"]
     "paths",
     nargs=-1,
     required=True,
-    type=click.Path(readable=False),  # one that is not is told of, and the others looked at
+    type=PATH,
     metavar="PATH...",
 )
 @click.option("--values", is_flag=True, help="Look for NaN and infinite values too.")
 @click.option(
     "--manifest",
     metavar="FILE",
-    type=click.Path(readable=False),
+    type=PATH,
     help="Hold the SHA-256 of every tensor against those in FILE, or write it where there is none.",
 )
 @fmt_option

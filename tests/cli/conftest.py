@@ -82,3 +82,23 @@ def model(tmp_path):
         {"epoch": 7, "state_dict": net.state_dict(), "optim_dict": optimizer.state_dict()}, path
     )
     return path
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """Have the system refuse to open a file; root may open every file, so it is played."""
+    access, open_file = os.access, os.open
+
+    def forbid(secret):
+        def allowed(path, *mode, **options):
+            return os.fspath(path) != str(secret) and access(path, *mode, **options)
+
+        def opened(path, *flags, **options):
+            if path == str(secret):
+                raise PermissionError(13, "Permission denied", path)
+            return open_file(path, *flags, **options)
+
+        monkeypatch.setattr(os, "access", allowed)
+        monkeypatch.setattr(os, "open", opened)
+
+    return forbid

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import struct
 
 import pytest
@@ -55,22 +54,11 @@ def test_errors_are_told_and_the_others_looked_at_all_the_same(ckptool, model, d
 
 
 def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
-    ckptool, model, tmp_path, monkeypatch
+    ckptool, model, tmp_path, forbidden
 ):
     secret = tmp_path / "secret.pth"
     secret.write_bytes(model.read_bytes())
-    access, open_file = os.access, os.open
-
-    def allowed(path, *mode, **options):
-        return os.fspath(path) != str(secret) and access(path, *mode, **options)
-
-    def opened(path, *flags, **options):
-        if path == str(secret):
-            raise PermissionError(13, "Permission denied", path)
-        return open_file(path, *flags, **options)
-
-    monkeypatch.setattr(os, "access", allowed)
-    monkeypatch.setattr(os, "open", opened)
+    forbidden(secret)
     done = ckptool("verify", secret, model)
     assert done.code == 2
     assert f"{secret}: the system does not let us read it" in done.err
