@@ -118,8 +118,8 @@ def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> 
     """What no member accounts for, and what stands behind the content of those that count."""
     problems = []
     if checkpoint.details.dead_bytes:
-        rest = checkpoint.details.dead_bytes
-        text = f"{counted(rest, 'byte')} in its members {'is' if rest == 1 else 'are'} not read"
+        dead = checkpoint.details.dead_bytes
+        text = f"{counted(dead, 'byte')} in its members {'is' if dead == 1 else 'are'} not read"
         problems.append(Problem("trailing", "", text))
     members = read_members(source, limits)
     end = 0
