@@ -58,7 +58,9 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
             cells.insert(5, _content(row) or "-")
     if not look.fmt and not any(cells[-1] for cells in rows):
         headers, rows = headers[:-1], [cells[:-1] for cells in rows]
-    return table(headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))))
+    return table(
+        headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))), spare=(4, 3)
+    )
 
 
 def _content(row: TensorRow | ObjectRow) -> str:
