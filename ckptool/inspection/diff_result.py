@@ -73,7 +73,7 @@ class Side:
 class Changed:
     """An entry of both files that differs.
 
-    `what` is in which respects: `type`, `kind`, `dtype`, `shape`, `value`, `device`,
+    `what` is in which respects: `type`, `kind`, `dtype`, `shape`, `value`, `quantizer`, `device`,
     `requires_grad`. `status` is `T` where it is another type of thing (the first four), else `M`.
     """
 
@@ -88,6 +88,8 @@ class Changed:
     """Where inside an object, or a tensor made of parts, the first difference lies."""
     counts: bool = True
     """Whether it makes the files differ: device and requires_grad alone do only when asked."""
+    change: tuple[str, str] | None = None
+    """What stands at `place` in A and in B, in a few words; None where figures tell, or a side."""
 
     @property
     def status(self) -> str:
@@ -106,6 +108,7 @@ class Changed:
             "counts": self.counts,
             **figures,
             "place": self.place,
+            "change": self.change,
             "a": self.a.to_dict(),
             "b": self.b.to_dict(),
         }

@@ -17,7 +17,8 @@ from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
 from ckptool.inspection.equality import (
     ITSELF,
     Same,
-    difference,
+    Unlike,
+    first_difference,
     is_made_of_parts,
     raw_elements,
     type_name,
@@ -124,8 +125,8 @@ class _Elements:
     verdict: Verdict | None = None
     close: bool = False
     """Whether they are equal within the tolerance alone."""
-    place: str | None = None
-    """Where in a tensor that is made of parts something differs."""
+    unlike: Unlike | None = None
+    """Where in something that is made of parts the first difference lies."""
 
 
 @dataclass
@@ -171,14 +172,22 @@ class _Comparison:
 
     def _tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
         what = _unlike_headers(a, b)
-        found = _Elements() if self.structure else self._elements(pair, a, b)
+        found = self._quantizers(a, b) if self.structure else self._elements(pair, a, b)
         if found.verdict is not None:
             self.tally["elements"] += a.numel
             self.tally["by_checksum" if found.verdict.by_checksum else "read"] += 1
             self.tally["in_value_only"] += found.verdict.in_value_only and a.dtype == b.dtype
         if not found.equal:
-            what.append("value")
+            place = found.unlike.place if found.unlike else ""
+            what.append("quantizer" if place.startswith("quantizer/") else "value")
         self._note(pair, what + _unlike_tags(a, b), found)
+
+    def _quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
+        """What the headers alone tell of how codes become values."""
+        if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
+            return _Elements()
+        unlike = first_difference(a, b, devices=False, limits=self.limits)
+        return _Elements(unlike is None, unlike=unlike)
 
     def _elements(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         alike = a.kind == b.kind and a.dtype == b.dtype
@@ -195,12 +204,12 @@ class _Comparison:
         """The same of tensors of one kind that are made of others; the figures are of one part."""
         verdicts: list[Verdict] = []
         same = self._asking(pair, verdicts)
-        place = difference(a, b, same, devices=False, limits=self.limits)
+        unlike = first_difference(a, b, same, devices=False, limits=self.limits)
         last = verdicts[-1] if verdicts else None
-        if place is not None and last is not None and last.equal:
+        if unlike is not None and last is not None and last.equal:
             last = None  # it is something else that differs
-        close = place is None and any(verdict.is_close for verdict in verdicts)
-        return _Elements(place is None, last, close, None if place == ITSELF else place)
+        close = unlike is None and any(verdict.is_close for verdict in verdicts)
+        return _Elements(unlike is None, last, close, unlike)
 
     def _asking(self, pair: Pair, verdicts: list[Verdict]) -> Same:
         """What compares the arrays inside a pair, and keeps the verdicts."""
@@ -213,11 +222,11 @@ class _Comparison:
 
     def _others(self, pair: Pair) -> None:
         verdicts: list[Verdict] = []
-        what, place = self._unlike(pair, verdicts)
+        what, unlike = self._unlike(pair, verdicts)
         close = any(verdict.is_close for verdict in verdicts)
-        self._note(pair, what, _Elements(close=close, place=place))
+        self._note(pair, what, _Elements(close=close, unlike=unlike))
 
-    def _unlike(self, pair: Pair, verdicts: list[Verdict]) -> tuple[list[str], str | None]:
+    def _unlike(self, pair: Pair, verdicts: list[Verdict]) -> tuple[list[str], Unlike | None]:
         """In which respects two things that are not both tensors differ, and where inside."""
         a, b = pair.a.leaf, pair.b.leaf
         if type_name(a) != type_name(b):
@@ -228,14 +237,14 @@ class _Comparison:
             return [], None
 
         same = self._asking(pair, verdicts)
-        place = difference(
+        unlike = first_difference(
             a, b, same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
         )
         what = "value"
-        if place is None:
+        if unlike is None:
             what = "device"
-            place = difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
-        return ([] if place is None else [what]), None if place == ITSELF else place
+            unlike = first_difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
+        return ([] if unlike is None else [what]), unlike
 
     def _note(self, pair: Pair, what: list[str], found: _Elements) -> None:
         """Count a pair, and keep it where it differs."""
@@ -245,14 +254,16 @@ class _Comparison:
             self.tally["close"] += found.close
         if not what:
             return
+        unlike = found.unlike
         row = Changed(
             pair.name,
             tuple(what),
             _side(pair.a),
             _side(pair.b),
             None if found.verdict is None else found.verdict.difference,
-            found.place,
+            unlike.place if unlike is not None and unlike.place != ITSELF else None,
             counts,
+            None if unlike is None else unlike.change,
         )
         self.tally[row.status if counts else "tagged"] += 1
         tensors = "tensor" in (row.a.sort, row.b.sort)

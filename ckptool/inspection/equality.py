@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.dtypes import PACKED
 from ckptool.errors import LimitExceeded
 from ckptool.inspection.diff_regions import comparable, is_set
+from ckptool.inspection.values import summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import (
     DeviceValue,
@@ -27,7 +28,16 @@ from ckptool.model import (
 )
 from ckptool.paths import name_of
 
-__all__ = ["ITSELF", "Same", "difference", "is_made_of_parts", "raw_elements", "type_name"]
+__all__ = [
+    "ITSELF",
+    "Same",
+    "Unlike",
+    "difference",
+    "first_difference",
+    "is_made_of_parts",
+    "raw_elements",
+    "type_name",
+]
 
 Same = Callable[[TensorRef, TensorRef, bool], bool]
 """Whether two plain arrays of one dtype and shape have equal elements.
@@ -46,6 +56,8 @@ _INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 """What quantised elements are stored as."""
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
+_QUANTIZER = ("scheme", "scale", "zero_point", "axis")
+"""What torch calls the items of a quantiser (`torch._utils._rebuild_qtensor`)."""
 _VALUES = frozenset({"values", "buffer", "_local_tensor"})
 """What holds the values of a tensor made of parts: sparse or jagged, nested, distributed."""
 
@@ -101,7 +113,22 @@ def difference(
     listed: Container[int] = frozenset(),
     limits: Limits = DEFAULT_LIMITS,
 ) -> str | None:
-    """Where two things first differ, as an address below them (`.` for themselves); None: nowhere.
+    """The place of `first_difference`; None: nowhere."""
+    found = first_difference(a, b, same, held=held, devices=devices, listed=listed, limits=limits)
+    return None if found is None else found.place
+
+
+def first_difference(
+    a: Any,
+    b: Any,
+    same: Same | None = None,
+    *,
+    held: bool = True,
+    devices: bool = True,
+    listed: Container[int] = frozenset(),
+    limits: Limits = DEFAULT_LIMITS,
+) -> Unlike | None:
+    """Where two things first differ, and how; None: nowhere.
 
     Args:
         a: Values, containers, objects, tensors that are made of parts.
@@ -125,7 +152,16 @@ Step = tuple[Any, Any, Any]
 
 
 class _Differ(Exception):
-    """Two things differ."""
+    """Two things differ; the arguments, if any, say in a few words what either is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Where two things first differ, as an address below them (`.` for themselves)."""
+
+    place: str
+    change: tuple[str, str] | None = None
+    """What stands there in either, in a few words; None where that takes figures."""
 
 
 class _Comparison:
@@ -143,7 +179,7 @@ class _Comparison:
         self._again = 0
         self._kept: list[Any] = []
 
-    def run(self, a: Any, b: Any, *, held: bool) -> str | None:
+    def run(self, a: Any, b: Any, *, held: bool) -> Unlike | None:
         todo: list[tuple[Any, Any, Trail, bool]] = []
         trail: Trail = None
         exact = False
@@ -157,8 +193,9 @@ class _Comparison:
                     break
                 a, b, trail, exact = todo.pop()
                 steps = self._inside(a, b, exact)
-        except _Differ:
-            return name_of(_keys(trail)) or ITSELF
+        except _Differ as differ:
+            change = differ.args if len(set(differ.args)) > 1 else None
+            return Unlike(name_of(_keys(trail)) or ITSELF, change)
         return None
 
     def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
@@ -178,11 +215,12 @@ class _Comparison:
         if isinstance(a, Opaque) and isinstance(b, Opaque):
             return self._objects(a, b, held)
         if isinstance(a, DeviceValue) and isinstance(b, DeviceValue):
-            self._require(not self._devices or a.tag == b.tag)
+            self._require(not self._devices or a.tag == b.tag, a.tag, b.tag)
         elif isinstance(a, Global) and isinstance(b, Global):
             self._require(a.qualified == b.qualified)
         elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
-            self._require(type_name(a) == type_name(b) and _same_plain(a, b))
+            equal = type_name(a) == type_name(b) and _same_plain(a, b)
+            self._require(equal, *(() if equal else (summarise(a), summarise(b))))
         else:
             raise _Differ
         return []
@@ -200,9 +238,9 @@ class _Comparison:
             raise LimitExceeded("the same containers are mentioned again and again")
         return True
 
-    def _require(self, equal: bool) -> None:
+    def _require(self, equal: bool, *change: str) -> None:
         if not equal:
-            raise _Differ
+            raise _Differ(*change)
 
     def _tensors(self, a: TensorRef, b: TensorRef, exact: bool) -> list[Step]:
         if id(a) in self._listed and id(b) in self._listed:
@@ -210,14 +248,21 @@ class _Comparison:
         self._require((a.kind, a.dtype, a.shape) == (b.kind, b.dtype, b.shape))
         if self._devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
-        self._elements(a, b, exact or a.kind == "quantized")
         if a.kind in _NO_PARTS:
+            self._elements(a, b, exact)
             return _layers(a, b)
-        mine, others = (
-            {key: part for key, part in (ref.parts or {}).items() if key not in _IN_HEADER}
-            for ref in (a, b)
-        )
-        return [*_mappings(mine, others), *_layers(a, b)]
+        if a.kind != "quantized":
+            self._elements(a, b, exact)
+        mine, others = _parts(a), _parts(b)
+        counts = _entries(mine), _entries(others)
+        self._require(counts[0] == counts[1], *(f"{count} entries" for count in counts))
+        self._kept += (mine, others)  # so that no later object gets their identity
+        steps = [*_mappings(mine, others), *_layers(a, b)]
+        if a.kind == "quantized":  # what its codes mean comes first
+            codes = raw_elements(a), raw_elements(b)
+            self._kept += codes
+            steps.append(("codes", *codes))
+        return steps
 
     def _storages(self, a: StorageRef, b: StorageRef) -> list[Step]:
         self._require((a.class_name, a.storage.nbytes) == (b.class_name, b.storage.nbytes))
@@ -284,6 +329,21 @@ def _attributes(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
     if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
         return _mappings(a.attributes, b.attributes)
     return iter(())
+
+
+def _parts(tensor: TensorRef) -> dict[Any, Any]:
+    """What it is made of beside its header and its elements."""
+    parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
+    if isinstance(parts.get("quantizer"), tuple):
+        parts["quantizer"] = dict(zip(_QUANTIZER, parts["quantizer"], strict=False))
+    return parts
+
+
+def _entries(parts: dict[Any, Any]) -> int | None:
+    """How many entries, or blocks, a sparse tensor of these parts has; None for others."""
+    values = parts.get("values")
+    sparse = {"indices", "plain_indices"} & parts.keys()
+    return values.shape[0] if sparse and isinstance(values, TensorRef) and values.shape else None
 
 
 def _layers(a: TensorRef, b: TensorRef) -> list[Step]:

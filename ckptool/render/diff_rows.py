@@ -201,8 +201,11 @@ def _renaming(number: int, row: Renamed) -> Hashable:
 def _alike(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str, Hashable]:
     """What a row says beside its name and numbers: only entries alike in it are folded."""
     kept = [aspect for aspect in row.what if tags or aspect not in TAGS]
-    what = ", ".join(kept) + (f" at {clean(row.place)}" if row.place else "")
+    place = (row.place or "").removeprefix("quantizer/")
+    what = ", ".join(kept) + (f" at {clean(place)}" if place else "")
     a, b = (" ".join(_said(side, kept, row, whole)) for side in (row.a, row.b))
+    if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
+        a, b = (f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True))
     found = row.difference
     odd = found and tuple(map(bool, (found.nan_a, found.nan_b, found.inf_a, found.inf_b)))
     return what, a, b, odd
@@ -213,7 +216,7 @@ def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iter
     for aspect in aspects:
         if aspect == "shape" and side.shape is not None:
             yield shape_text(side.shape)
-        elif aspect == "value":
+        elif aspect in ("value", "quantizer"):
             if side.sort != "tensor":
                 yield _literal(side, whole)
         elif aspect == "type":

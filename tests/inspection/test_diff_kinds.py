@@ -75,11 +75,22 @@ class TestKinds:
         assert compare({"l.a": a}, {"l.a": a.clone()}).identical
         elements = torch.quantize_per_tensor(weight + 1, 0.5, 3, dtype)
         (row,) = compare({"l.a": a}, {"l.a": elements}).changed
-        assert (row.what, row.place) == (("value",), None)
+        assert (row.what, row.place, row.difference.max_abs) == (("value",), "codes", 2.0)
         scale = torch._make_per_tensor_quantized_tensor(a.int_repr(), 0.25, 3)
-        (row,) = compare({"l.a": a}, {"l.a": scale}).changed
-        assert (row.what, row.difference) == (("value",), None)
-        assert row.place.startswith("quantizer")
+        for options in ({}, {"structure": True}, {"quick": True}):
+            (row,) = compare({"l.a": a}, {"l.a": scale}, **options).changed
+            assert (row.what, row.status, row.difference) == (("quantizer",), "M", None)
+            assert (row.place, row.change) == ("quantizer/scale", ("0.5", "0.25"))
+        zero = torch._make_per_tensor_quantized_tensor(a.int_repr(), 0.5, 4)
+        (row,) = compare({"l.a": a}, {"l.a": zero}).changed
+        assert (row.place, row.change) == ("quantizer/zero_point", ("3", "4"))
+        assert compare({"l.a": a}, {"l.a": elements}, structure=True).identical
+
+    def test_sparse_with_more_entries(self, compare):
+        a, b = (torch.eye(size).to_sparse().coalesce() for size in (3, 3))
+        b = torch.sparse_coo_tensor(b.indices()[:, :2], b.values()[:2], (3, 3))
+        (row,) = compare({"l.a": a}, {"l.a": b}).changed
+        assert (row.what, row.place, row.change) == (("value",), None, ("3 entries", "2 entries"))
 
     def test_quantised_per_channel(self, compare):
         weight = torch.ones(2, 2)
@@ -91,7 +102,9 @@ class TestKinds:
             return torch._make_per_channel_quantized_tensor(integers, scales, zeros, 0)
 
         assert compare({"l.a": made(0.5)}, {"l.a": made(0.5)}).identical
-        assert whats(compare({"l.a": made(0.5)}, {"l.a": made(0.25)})) == {"l.a": ("value",)}
+        (row,) = compare({"l.a": made(0.5)}, {"l.a": made(0.25)}).changed
+        assert (row.what, row.place) == (("quantizer",), "quantizer/scale")
+        assert row.difference.max_abs == 0.25
 
     def test_nested(self, compare):
         def made(value):
@@ -127,7 +140,8 @@ class TestKinds:
         for options in ({"atol": 100.0, "rtol": 0.0}, {"rtol": 100.0}):
             found = compare({"l.a": a}, {"l.a": b}, **options)
             assert (found.identical, found.close) == (False, 0)
-            assert (*found.changed, *found.values)[0].what == ("value",)
+            (row,) = (*found.changed, *found.values)
+            assert row.what == ("quantizer" if layout == "channels" else "value",)
 
     def test_values_of_a_tensor_of_parts_are_close(self, compare):
         dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])

@@ -345,6 +345,13 @@ def test_another_type_is_told_with_its_value():
     assert "1 of 10 common entries differs" in text(made([row]))
 
 
+def test_what_stands_inside_is_told_of_both():
+    row = changed("q", ("quantizer",), place="quantizer/scale", change=("0.1", "0.2"))
+    assert "q     quantizer at scale  0.1   0.2\n" in text(made([row]))
+    entries = changed("s", change=("3 entries", "2 entries"))
+    assert "s     value  3 entries  2 entries\n" in text(made([entries]))
+
+
 def test_stat_counts_by_module():
     assert list(stat_lines(everything(), PLAIN)) == [
         "module           differing",
