@@ -132,9 +132,9 @@ def _difference(sums: Sums, elements: int, *, asked: bool) -> Difference:
         mismatched=sums.mismatched,
         close=sums.close if asked else None,
         max_abs=sums.largest if finite else None,
-        mean_abs=sums.total / finite if finite else None,
+        mean_abs=sums.total / finite * sums.unit if finite else None,
         max_rel=sums.ratio if finite else None,
-        rmse=sums.norm / math.sqrt(finite) if finite else None,
+        rmse=sums.norm / math.sqrt(finite) * sums.unit if finite else None,
         cosine=_cosine(sums),
         nan_a=sums.nan_a,
         nan_b=sums.nan_b,
@@ -148,7 +148,7 @@ def _cosine(sums: Sums) -> float | None:
     a, b, gap = sums.norm_a, sums.norm_b, sums.norm
     if not (a and b):
         return None
-    if 1e-140 < a < 1e140 and 1e-140 < b < 1e140:
+    if sums.unit == 1 and 1e-140 < a < 1e140 and 1e-140 < b < 1e140:
         cosine = sums.product / a / b
     elif a / b > 1e6 or b / a > 1e6:
         return None  # the third is that of the longer one

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.tensors.averaging import Elements
 from ckptool.tensors.element_buffer import ElementBuffer
-from ckptool.tensors.figures import CHUNK, fill, functions
+from ckptool.tensors.figures import CHUNK, fill, functions, magnitudes
 from ckptool.tensors.runtime import require_torch, torch_dtype
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _STAND_INS = {
 """Types to calculate in, where torch cannot in those of the elements."""
 COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_HALVES, *_WHOLE, *_SMALL))
 """The types whose elements are numbers, a number an element."""
+_NEAR_THE_LIMIT, _UNIT = 1e290, 2.0**128
+"""Numbers beyond the first are added up in the second."""
 _FAR = 1e30
 """Factors beyond this are too much for float32."""
 
@@ -59,10 +61,12 @@ class Sums:
     nan_b: int = 0
     inf_a: int = 0
     inf_b: int = 0
+    unit: float = 1.0
+    """What `total` and the norms are counted in: more than 1 where float64 does not have them."""
     total: float = 0.0
     """Of |a - b|."""
     product: float = 0.0
-    """Of a times b."""
+    """Of a times b; not known where `unit` is not 1."""
     norm: float = 0.0
     """Of a - b."""
     norm_a: float = 0.0
@@ -81,11 +85,14 @@ class Sums:
         self.nan_b += other.nan_b
         self.inf_a += other.inf_a
         self.inf_b += other.inf_b
-        self.total += other.total
+        unit = max(self.unit, other.unit)
+        mine, others = self.unit / unit, other.unit / unit
+        self.unit = unit
+        self.total = self.total * mine + other.total * others
         self.product += other.product
-        self.norm = math.hypot(self.norm, other.norm)
-        self.norm_a = math.hypot(self.norm_a, other.norm_a)
-        self.norm_b = math.hypot(self.norm_b, other.norm_b)
+        self.norm = math.hypot(self.norm * mine, other.norm * others)
+        self.norm_a = math.hypot(self.norm_a * mine, other.norm_a * others)
+        self.norm_b = math.hypot(self.norm_b * mine, other.norm_b * others)
         self.largest = max(self.largest, other.largest)
         self.ratio = max(self.ratio, other.ratio)
         self.close = self.close and other.close
@@ -176,9 +183,17 @@ class Kernel:
         found = self._found(lane, x, y, special=True)
         a, b = lane.a[: x.numel()], lane.b[: x.numel()]
         fill(a, b, x, y, self._pairs, True, False)
-        found[7:10] = [0.0] * 3
+        far = max(float(a.abs().amax()), float(b.abs().amax())) > _NEAR_THE_LIMIT
+        unit = _UNIT if far else 1.0
+        for side in (a, b):
+            side.div_(unit)
+        gap = a - b
+        found[6:10] = [0.0] * 4
         self._take(found, x, y)
-        self.sums.add(Sums(norm=_norm(a - b), norm_a=_norm(a), norm_b=_norm(b)))
+        total = float(magnitudes(gap, self._pairs).sum())
+        self.sums.add(
+            Sums(unit=unit, total=total, norm=_norm(gap), norm_a=_norm(a), norm_b=_norm(b))
+        )
 
     def _add_integers(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """A chunk of integers that float64 does not have: their differences are exact."""

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHUNK", "Functions", "block", "figures", "fill", "functions"]
+__all__ = ["CHUNK", "Functions", "block", "figures", "fill", "functions", "magnitudes"]
 
 CHUNK = (1 << 15) - 64
 """Elements handled at a time: they stay in the processor's cache, and below what torch divides
 among threads of its own."""
 
 
-def _magnitudes(numbers: torch.Tensor, pairs: bool) -> torch.Tensor:
+def magnitudes(numbers: torch.Tensor, pairs: bool) -> torch.Tensor:
     """Of real numbers, or of complex ones as pairs of them."""
     if pairs:
         parts = numbers.view(-1, 2)
@@ -50,12 +50,12 @@ def figures(
     largest gap, the largest excess of one over `rtol` (if not negative) times |b|; whether one may
     be more than `ratio` times |b|.
     """
-    gap = _magnitudes(gap, pairs) if pairs else gap.abs_()
+    gap = magnitudes(gap, pairs) if pairs else gap.abs_()
     total, largest = float(gap.sum()), float(gap.amax())
     differ = float(gap.sign().sum())
     excess, beyond = -float("inf"), False
     if rtol >= 0.0:
-        excess = float(gap.sub(_magnitudes(b, pairs), alpha=rtol).amax())
+        excess = float(gap.sub(magnitudes(b, pairs), alpha=rtol).amax())
     squares = float(gap.square_().sum())
     ones, others = float(a.square_().sum()), float(b.square_().sum())
     if ratio < float("inf"):
@@ -67,7 +67,7 @@ def figures(
 
 def _largest_ratio(a: torch.Tensor, b: torch.Tensor, pairs: bool) -> float:
     """The largest |a - b| / |b|, 0.0 where both are 0."""
-    ratios = _magnitudes(a - b, pairs).div_(_magnitudes(b, pairs))
+    ratios = magnitudes(a - b, pairs).div_(magnitudes(b, pairs))
     return float(ratios.nan_to_num_(0.0, float("inf")).amax())
 
 

@@ -221,6 +221,19 @@ def test_nothing_finite_has_no_figures():
     assert found.share == 2 / 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("more", [0, 40_000])
+def test_numbers_near_the_limit_have_figures(dtype, more):
+    x = torch.tensor([1.0, 3.0, 5.0, 8.0] * (20 + more), dtype=dtype)
+    plain, found = compare(x, x * 1.5), compare(x * 1e307, x * 1.5 * 1e307)
+    for name in ("max_abs", "mean_abs", "rmse"):
+        scaled = getattr(found, name) / 1e307
+        assert scaled == pytest.approx(getattr(plain, name), rel=1e-12), name
+    assert found.cosine == pytest.approx(1.0)
+    mixed = compare(torch.cat([x * 1e307, x]), torch.cat([x * 1.5e307, x]))
+    assert mixed.mean_abs / 1e307 == pytest.approx(plain.mean_abs / 2, rel=1e-12)
+
+
 def test_a_complex_number_that_is_both_is_nan():
     x = torch.tensor([complex(INF, NAN), complex(NAN, INF), complex(INF, 1), complex(1, 1)])
     found = compare(x, torch.ones_like(x))
