@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.dtypes import PACKED
 from ckptool.errors import LimitExceeded
 from ckptool.inspection.diff_regions import comparable, is_set
-from ckptool.inspection.values import summarise
+from ckptool.inspection.values import set_items, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import (
     DeviceValue,
@@ -298,7 +298,7 @@ class _Comparison:
         return found
 
     def _sets(self, a: Opaque, b: Opaque) -> list[Step]:
-        mine, others = list(_items(a)), list(_items(b))
+        mine, others = list(set_items(a)), list(set_items(b))
         self._require(len(mine) == len(others))
         if all(map(_is_member, (*mine, *others))):
             self._require(Counter(map(_member, mine)) == Counter(map(_member, others)))
@@ -379,15 +379,6 @@ def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
             portions, last = [*portions, *value] if portions else list(value), kind
     if portions:
         yield last, portions
-
-
-def _items(node: Opaque) -> Iterator[Any]:
-    """The items of a set, however its protocol spells it."""
-    if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
-        yield from node.args[0]
-    for kind, value in node.steps:
-        if kind != "build":
-            yield from value
 
 
 def _is_member(item: Any) -> bool:

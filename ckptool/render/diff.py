@@ -19,7 +19,7 @@ from ckptool.render.diff_rows import (
 from ckptool.render.quoting import quoted
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, plural, shorten
+from ckptool.render.text import clean, count, plural, shorten, wrapped
 
 __all__ = ["diff_lines", "note_lines", "status_lines", "summary_lines"]
 
@@ -81,16 +81,16 @@ def status_lines(diff: Diff) -> Iterator[str]:
 def note_lines(diff: Diff, look: Look) -> Iterator[str]:
     """What is worth knowing beside the differences."""
     for note in diff.notes:
-        yield from _wrapped(f"note: {clean(note)}", look)
+        yield from wrapped(f"note: {clean(note)}", look.width)
     hidden = diff.changed_in_all - len(diff.changed)
     if hidden:
-        yield from _wrapped(f"and {plural(hidden, 'more tensor')} (--max-diffs)", look)
+        yield from wrapped(f"and {plural(hidden, 'more tensor')} (--max-diffs)", look.width)
 
 
 def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
     """`12 of 161 entries differ, 3 only in A; 149 equal (20 by CRC-32 alone)`."""
     text = _identical(diff) if diff.identical else _different(diff)
-    yield from (look.bold(line) for line in _wrapped(text, look))
+    yield from (look.bold(line) for line in wrapped(text, look.width))
 
 
 def _identical(diff: Diff) -> str:
@@ -266,8 +266,9 @@ def _drawn(columns: Sequence[Column], look: Look, spare: Sequence[str] = ()) -> 
 
 def _tag_lines(diff: Diff, look: Look) -> Iterator[str]:
     """Devices and requires_grad that are not the same in both, a line each."""
+    ending = ", ignored without --strict" if diff.tagged else ""
     for text in _tags(diff):
-        yield from _wrapped(f"{text}{', ignored without --strict' if diff.tagged else ''}", look)
+        yield from wrapped(f"{text}{ending}", look.width)
 
 
 def _tags(diff: Diff) -> Iterator[str]:
@@ -285,12 +286,3 @@ def _tags(diff: Diff) -> Iterator[str]:
             parts.append(f"and {count(len(moves) - _MOST_MOVES)} more")
         if parts:
             yield f"{tag}: {', '.join(parts)}"
-
-
-def _wrapped(text: str, look: Look) -> list[str]:
-    """A sentence in lines as wide as the terminal."""
-    if not look.width or len(text) <= look.width:
-        return [text]
-    import textwrap
-
-    return textwrap.wrap(text, look.width, subsequent_indent="  ", break_on_hyphens=False)
