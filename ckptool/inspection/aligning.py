@@ -15,7 +15,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.common_names import Names, NameUse, Renamed, SideNames
 from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
 from ckptool.inspection.diff_scope import Scope, in_scope, scopes
-from ckptool.inspection.equality import difference
+from ckptool.inspection.equality import first_difference
 from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module
 from ckptool.paths import listed, name_of, printable
@@ -199,10 +199,11 @@ class _Alignment:
         mine, others = (_versions(part.node) for part in (one, other))
         if mine is None or others is None or mine.keys() != others.keys():
             return
-        where = difference(mine, others)
-        if where is not None:
-            place = f"{name}: " if name else ""
-            self.notes.append(f"{place}the versions in _metadata differ ({printable(where)})")
+        unlike = first_difference(mine, others)
+        if unlike is not None:
+            where = printable(unlike.place)
+            before = f"{name}: " if name else ""
+            self.notes.append(f"{before}the versions in _metadata differ ({where})")
 
 
 def _parts(root: Any) -> list[Section]:

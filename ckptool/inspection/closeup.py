@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ _Entries = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(ABC):
     """What every answer of `show` has."""
 
     file: str
@@ -39,8 +40,9 @@ class Shown:
             **self._content(),
         }
 
+    @abstractmethod
     def _content(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What this kind of answer has beside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ __all__ = [
     "ITSELF",
     "Same",
     "Unlike",
-    "difference",
     "first_difference",
     "is_made_of_parts",
     "raw_elements",
@@ -101,21 +100,6 @@ def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
     if tensor.has_content and dtype == tensor.dtype:
         return tensor
     return replace(tensor, dtype=dtype, kind="strided", parts=None, wrapping=(), hooks=None)
-
-
-def difference(
-    a: Any,
-    b: Any,
-    same: Same | None = None,
-    *,
-    held: bool = True,
-    devices: bool = True,
-    listed: Container[int] = frozenset(),
-    limits: Limits = DEFAULT_LIMITS,
-) -> str | None:
-    """The place of `first_difference`; None: nowhere."""
-    found = first_difference(a, b, same, held=held, devices=devices, listed=listed, limits=limits)
-    return None if found is None else found.place
 
 
 def first_difference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.diff_result import Changed, Renamed, Side
@@ -34,24 +34,6 @@ FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What a row says of the values: NaN and infinities of all, else the worst of each."""
-
-    elements: int
-    mismatched: int
-    """Of the tensor of which the largest share differs; so are its `elements`."""
-    max_abs: float | None
-    mean_abs: float | None
-    max_rel: float | None
-    rmse: float | None
-    cosine: float | None
-    nan_a: int
-    nan_b: int
-    inf_a: int
-    inf_b: int
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """`count` entries that differ alike; of each figure the worst of theirs."""
 
@@ -61,7 +43,7 @@ class Row:
     what: str = ""
     a: str = ""
     b: str = ""
-    figures: Figures | None = None
+    figures: Difference | None = None
 
 
 def changed_rows(
@@ -111,8 +93,12 @@ def renamed_rows(found: Sequence[Renamed], *, fold: bool) -> list[Row]:
     return rows
 
 
-def _worst(found: Sequence[Difference]) -> Figures | None:
-    """The figures of tensors, each that of the tensor that differs most in it; None for none."""
+def _worst(found: Sequence[Difference]) -> Difference | None:
+    """The figures of tensors, each that of the tensor that differs most in it; None for none.
+
+    NaN and infinities are those of all, and the elements those of the tensor of which the largest
+    share differs.
+    """
     if not found:
         return None
 
@@ -120,10 +106,9 @@ def _worst(found: Sequence[Difference]) -> Figures | None:
         known = [figure for one in found if (figure := getattr(one, name)) is not None]
         return max(known, key=_or_beyond, default=None)
 
-    most = max(found, key=lambda one: one.mismatched / max(one.elements, 1))
-    return Figures(
-        elements=most.elements,
-        mismatched=most.mismatched,
+    most = max(found, key=lambda one: one.share)
+    return replace(
+        most,
         max_abs=largest("max_abs"),
         mean_abs=largest("mean_abs"),
         max_rel=largest("max_rel"),
@@ -136,7 +121,7 @@ def _worst(found: Sequence[Difference]) -> Figures | None:
     )
 
 
-def figures(found: Figures | None, *, whole: bool) -> list[str]:
+def figures(found: Difference | None, *, whole: bool) -> list[str]:
     """The cells below `FIGURES`; `whole` numbers have six digits, others three."""
     if found is None:
         return [""] * len(FIGURES)
@@ -177,7 +162,7 @@ def _label(name: str) -> str:
     return clean(name) or "(the whole file)"
 
 
-def _size(found: Figures | None) -> tuple[int, float, float]:
+def _size(found: Difference | None) -> tuple[int, float, float]:
     """Something to sort by: no figures are beyond all, then other numbers of NaN and infinities."""
     if found is None:
         return 2, math.inf, math.inf

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import LimitExceeded
-from ckptool.inspection.equality import difference, raw_elements, type_name
+from ckptool.inspection.equality import first_difference, raw_elements, type_name
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import floats, tensor
@@ -30,6 +30,12 @@ plain = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+def difference(a, b, *rest, **options):
+    """The place of the first difference; None: there is none."""
+    found = first_difference(a, b, *rest, **options)
+    return None if found is None else found.place
 
 
 def shape(value):

@@ -1,7 +1,6 @@
 """What diff looks like."""
 
 import csv
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +9,7 @@ from ckptool.render.diff import diff_lines, status_lines
 from ckptool.render.diff_rows import share
 from ckptool.render.diff_stat import stat_lines
 from ckptool.render.terminal import PLAIN, Look
+from ckptool.tensors.comparing import Difference
 
 EVIL = "a\x1b]0;owned\x07|\u202e"
 NOTHING = dict.fromkeys("ADMRT", 0)
@@ -38,7 +38,7 @@ def figures(max_rel=0.5, **others):
         "inf_a": 0,
         "inf_b": 0,
     }
-    return SimpleNamespace(**{**known, **others})
+    return Difference(**{**known, **others})
 
 
 def changed(name, what=("value",), a=None, b=None, difference=None, **more):
