@@ -20,6 +20,7 @@
     │   ├── NoSpace             (OSError)
     │   ├── WriteDenied         (PermissionError)
     │   └── NotRepresentable    (ValueError)  the target format cannot hold it
+    ├── MatchError              (RuntimeError)  a state dict does not fit a model
     ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
@@ -36,6 +37,7 @@ import os
 import re
 import sys
 import warnings
+from typing import Any
 
 __all__ = [
     "AmbiguousName",
@@ -47,6 +49,7 @@ __all__ = [
     "FileDenied",
     "FileMissing",
     "LimitExceeded",
+    "MatchError",
     "NameCollision",
     "NoSpace",
     "NotACheckpoint",
@@ -177,6 +180,29 @@ class WriteDenied(WriteError, PermissionError):
 
 class NotRepresentable(WriteError, ValueError):
     """The target format cannot hold it."""
+
+
+class MatchError(CheckpointError, RuntimeError):
+    """A state dict does not fit a model, which was not touched; `report` says all about it.
+
+    A `RuntimeError` like the one that `Module.load_state_dict` raises.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+        report: Any = None,
+    ) -> None:
+        """Keep the `matching.MatchReport` as well."""
+        super().__init__(message, file=file, hint=hint)
+        self.report = report
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """As its root's, with the report."""
+        return (*super().__reduce__(), {"report": self.report})
 
 
 class FileBusy(CheckpointError, BlockingIOError):

@@ -9,9 +9,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.listing import TensorRow
-from ckptool.inspection.patterns import families
 from ckptool.inspection.values import shape_text
 from ckptool.paths import counted
+from ckptool.patterns import families
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.diff_result import Changed, Renamed, Side
 from ckptool.inspection.diffing import TAGS
-from ckptool.inspection.patterns import Family, families, numbered
 from ckptool.inspection.values import shape_text
+from ckptool.patterns import Family, families, numbered
 from ckptool.render.text import clean, number, shorten
 
 if TYPE_CHECKING:
