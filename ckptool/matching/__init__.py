@@ -1,0 +1,31 @@
+"""Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch."""
+
+from ckptool.matching.allowance import Allowance, Allowed, Problem
+from ckptool.matching.matched import Match, matched
+from ckptool.matching.report import (
+    Ambiguity,
+    Cast,
+    MatchReport,
+    Mismatch,
+    OptimizerReport,
+    Renaming,
+)
+from ckptool.matching.slots import Shape, Slot, Slots, slots_of
+
+__all__ = [
+    "Allowance",
+    "Allowed",
+    "Ambiguity",
+    "Cast",
+    "Match",
+    "MatchReport",
+    "Mismatch",
+    "OptimizerReport",
+    "Problem",
+    "Renaming",
+    "Shape",
+    "Slot",
+    "Slots",
+    "matched",
+    "slots_of",
+]
