@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import LimitExceeded
@@ -25,7 +26,7 @@ from ckptool.tensors import Materialiser, is_one_part, set_attributes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["made_tree"]
+__all__ = ["TreeMaker", "made_tree"]
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 
@@ -39,20 +40,27 @@ def made_tree(root: Any, **options: Any) -> Any:
         TorchMissing, DeviceError, CorruptFile, UnsupportedFormat, UsageError: as `Materialiser`.
         LimitExceeded: it is nested deeper than Python can follow.
     """
-    maker = _TreeMaker(root, options)
+    maker = TreeMaker(root, **options)
     try:
-        return maker.node(root)
-    except RecursionError as error:
-        raise LimitExceeded("containers are nested deeper than Python's stack") from error
+        return maker.made(root)
     finally:
         maker.forget()  # it refers to itself, and would keep the tensors until a collection
 
 
-class _TreeMaker:
-    """One pass over a tree."""
+class TreeMaker:
+    """One pass over a tree, or over parts of it: each node is made once."""
 
-    def __init__(self, root: Any, options: dict[str, Any]) -> None:
-        """Plan the tensors below `root`."""
+    def __init__(
+        self, root: Any, *, originals: Mapping[int, Any] = MappingProxyType({}), **options: Any
+    ) -> None:
+        """Plan the tensors below `root`; `options` as `Materialiser`'s.
+
+        `originals` has what nodes of these `id`s stand for, which is taken as it is.
+
+        Raises:
+            TorchMissing, DeviceError, UsageError: as `Materialiser`.
+        """
+        self._originals = originals
         self._tensors = Materialiser(root, convert=self.node, **options)
         self._done: dict[int, tuple[Any, Any]] = {}
         self._path: list[Any] = []
@@ -70,10 +78,25 @@ class _TreeMaker:
             ByteString: str,
         }
 
+    def made(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
+        """What stands for `node` in Python; `path` is where it stands, for messages.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `Materialiser.tensor`.
+            LimitExceeded: it is nested deeper than Python can follow.
+        """
+        self._path = list(path)
+        try:
+            return self.node(node)
+        except RecursionError as error:
+            raise LimitExceeded("containers are nested deeper than Python's stack") from error
+
     def node(self, node: Any) -> Any:
-        """What stands for `node` in Python."""
+        """The same for a node on the way down."""
         if type(node) in _AS_THEY_ARE:
             return node
+        if id(node) in self._originals:
+            return self._originals[id(node)]
         known = self._done.get(id(node))
         if known is not None:
             return known[1]
