@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ckptool.errors import NameCollision
@@ -15,13 +16,16 @@ from ckptool.statedict import Section
 from ckptool.wrappers import strip_names
 
 __all__ = [
+    "OPTIONS",
     "Shape",
     "groups_of",
     "kept_by",
+    "model_of",
     "names_in",
     "options_of",
     "parameters",
     "reference_of",
+    "shape_of",
     "shapes_in",
     "trained",
 ]
@@ -30,11 +34,15 @@ Shape = tuple[int | None, ...]
 
 _LIKE_PARAMETER = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta",
-    "exp_inf", "grad_avg", "sum", "prev",
+    "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
 )  # fmt: skip
 """Keys of an optimizer's state whose tensors have the shape of the parameter."""
 
-_OPTIONS = (
+_FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
+"""Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
+that count. Torch keeps a 1 for the dimension that is gone, transformers nothing."""
+
+OPTIONS = (
     "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
     "step_sizes", "max_iter",
 )  # fmt: skip
@@ -79,13 +87,23 @@ def _texts(group: dict[Any, Any]) -> list[str]:
 
 def shapes_in(section: Section) -> dict[Any, Shape]:
     """The shape that each parameter had, by its number or name, as far as the state tells."""
-    shapes: dict[Any, Shape] = {}
-    for key, state in section.node["state"].items():
-        for name in _LIKE_PARAMETER if isinstance(state, dict) else ():
-            if isinstance(state.get(name), TensorRef):
-                shapes[key] = state[name].shape
-                break
-    return shapes
+    found = {key: shape_of(state) for key, state in section.node["state"].items()}
+    return {key: shape for key, shape in found.items() if shape is not None}
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of the parameter that this was kept of; None where that is not certain."""
+    if not isinstance(state, dict):
+        return None
+    for name in _LIKE_PARAMETER:
+        if isinstance(state.get(name), TensorRef):
+            shape: Shape = state[name].shape
+            return shape
+    for rows, columns, stop in _FACTORS:
+        row, column = state.get(rows), state.get(columns)
+        if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
+            return (*row.shape[:stop], column.shape[-1])
+    return None
 
 
 def kept_by(section: Section) -> set[str]:
@@ -99,25 +117,33 @@ def kept_by(section: Section) -> set[str]:
 
 def options_of(section: Section) -> set[str]:
     """Those options of its groups that tell kinds of optimizers apart."""
-    return {name for name in _OPTIONS if any(name in g for g in section.node["param_groups"])}
+    return {name for name in OPTIONS if any(name in g for g in section.node["param_groups"])}
 
 
 def trained(patient: Patient, section: Section) -> Section | None:
     """The model that an optimizer is of; None where that is not certain.
 
-    One of each, or one of each of a name (`G` and `optG`). With a model chosen, that one or none.
+    With a model chosen, that one or none.
+    """
+    found = model_of(section, patient.models, patient.optimizers)
+    if found is None or patient.model is None or patient.model.holder is found.holder:
+        return found
+    return None
+
+
+def model_of(
+    section: Section, models: Sequence[Section], optimizers: Sequence[Section]
+) -> Section | None:
+    """Which of the models an optimizer is of; None where that is not certain.
+
+    One of each, or one of each of a name (`G` and `optG`).
     """
     whose = _whose(section)
-    named = [one for one in patient.models if whose and _whose(one) == whose]
-    alike = [one for one in patient.optimizers if _whose(one) == whose]
+    named = [one for one in models if whose and _whose(one) == whose]
+    alike = [one for one in optimizers if _whose(one) == whose]
     if len(named) == len(alike) == 1:
-        found = named[0]
-    elif whose or len(patient.models) != 1 or len(patient.optimizers) != 1:
-        return None
-    else:
-        found = patient.models[0]
-    asked = patient.model
-    return found if asked is None or asked.holder is found.holder else None
+        return named[0]
+    return models[0] if not whose and len(models) == len(optimizers) == 1 else None
 
 
 def reference_of(patient: Patient, section: Section) -> Section | None:
