@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         FileDenied,
         FileMissing,
         LimitExceeded,
+        MatchError,
         NameCollision,
         NoSpace,
         NotACheckpoint,
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
     from ckptool.formats.problems import Problem
     from ckptool.inspection import Complaint, Diagnosis, Diff, Stats, Verdict
     from ckptool.limits import Limits
-    from ckptool.loading import load, load_state_dict
+    from ckptool.loading import load, load_state_dict, match
+    from ckptool.matching import MatchReport
     from ckptool.model import Opaque, Storage, TensorRef
     from ckptool.render.page import PageReceipt
     from ckptool.writing import Receipt
@@ -79,8 +81,8 @@ _HOMES = {
     "conversion": ("Conversion",),
     "errors": (
         "AmbiguousName", "CheckpointError", "CheckpointWarning", "CorruptFile", "DeviceError",
-        "FileBusy", "FileDenied", "FileMissing", "LimitExceeded", "NameCollision", "NoSpace",
-        "NotACheckpoint", "NotFound", "NotRepresentable", "OutOfRange", "TargetExists",
+        "FileBusy", "FileDenied", "FileMissing", "LimitExceeded", "MatchError", "NameCollision",
+        "NoSpace", "NotACheckpoint", "NotFound", "NotRepresentable", "OutOfRange", "TargetExists",
         "TorchMissing", "TruncatedFile", "UnreadableFile", "UnsupportedFormat", "UsageError",
         "WriteDenied", "WriteError",
     ),
@@ -88,7 +90,8 @@ _HOMES = {
     "formats.problems": ("Problem",),
     "inspection": ("Complaint", "Diagnosis", "Diff", "Stats", "Verdict"),
     "limits": ("Limits",),
-    "loading": ("load", "load_state_dict"),
+    "loading": ("load", "load_state_dict", "match"),
+    "matching": ("MatchReport",),
     "model": ("Opaque", "Storage", "TensorRef"),
     "render.page": ("PageReceipt",),
     "writing": ("Receipt",),
@@ -112,6 +115,8 @@ __all__ = [
     "FileMissing",
     "LimitExceeded",
     "Limits",
+    "MatchError",
+    "MatchReport",
     "NameCollision",
     "NoSpace",
     "NotACheckpoint",
@@ -145,6 +150,7 @@ __all__ = [
     "list_tensors",
     "load",
     "load_state_dict",
+    "match",
     "open",
     "recover",
     "remap",

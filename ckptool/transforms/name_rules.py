@@ -12,7 +12,7 @@ from typing import Any
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.paths import printable
 
-__all__ = ["Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"]
+__all__ = ["Rule", "prefix_rule", "read_map_file", "regex_rule", "rules_of", "table_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,19 @@ def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
     """Whole names by a table, old to new, all at once; `text` is what messages call it."""
     table = dict(mapping)
     return Rule(text, table.get, tuple(table), exact=True)
+
+
+def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
+    """The rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
+
+    Raises:
+        UsageError: a text that is no rule, or one in place of a list of them.
+    """
+    for given in (rules, prefixes):
+        if isinstance(given, str):
+            raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
+    checked = [regex_rule(rule) if isinstance(rule, str) else rule for rule in rules]
+    return [*checked, *map(prefix_rule, prefixes)]
 
 
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
 from ckptool.paths import counted, listed, printable
 from ckptool.statedict import model_state_dict, sections, wrapped_names
-from ckptool.transforms.name_rules import Rule, prefix_rule, regex_rule
+from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.naming import NamePlan, distinct, stays
 from ckptool.transforms.nearest import similar
 
@@ -44,7 +44,7 @@ def rename(
         NotFound: nothing of that `key`.
         UsageError: a text that is no rule, or nothing would be left of a name.
     """
-    made = _Renaming(_checked(rules, prefixes), checkpoint.path)
+    made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
     plan = NamePlan(checkpoint.path, _HINT)
     every = distinct(sections(checkpoint.root))
     for part in every if key is None else [model_state_dict(checkpoint, key)]:
@@ -58,14 +58,6 @@ def rename(
     plan.changes[:0] = made.changes()
     plan.changes.extend(made.warnings())
     return plan.applied(checkpoint)
-
-
-def _checked(rules: Iterable[Rule | str], prefixes: Iterable[str]) -> list[Rule]:
-    for given in (rules, prefixes):
-        if isinstance(given, str):
-            raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
-    checked = [regex_rule(rule) if isinstance(rule, str) else rule for rule in rules]
-    return [*checked, *map(prefix_rule, prefixes)]
 
 
 @dataclass(frozen=True, slots=True)
