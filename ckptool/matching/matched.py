@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.matching.report import MatchReport
+from ckptool.errors import UsageError
+from ckptool.matching.counters import BATCHES, beside, uncounted
+from ckptool.matching.holding import holds
+from ckptool.matching.inference import Inferred, InferredRule, inferred
+from ckptool.matching.renamings import Steps, renamings, rewritten
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.slots import Slot
+from ckptool.matching.spelling import Respelled, spelled
+from ckptool.matching.unwrapping import is_average_counter
+from ckptool.matching.ways import Side, Way, chosen_way, fits
+from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule
+from ckptool.wrappers import check_collisions
 
 __all__ = ["Match", "matched"]
+
+_MOST_ROUNDS = 4
+"""How often rules are looked for: each round may leave names that fit together only now."""
+_NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
+_NO_AVERAGE = "the file is of no average"
+_HINT = "make the rules narrower, or rename one of the two to something else first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +59,271 @@ def matched(
 
     Raises:
         NameCollision: the user's rules make two names one.
+        UsageError: the user's rules leave nothing of a name.
     """
-    raise NotImplementedError
+    rules = list(rules)
+    ruled, idle = _ruled(have, rules, file)
+    way = chosen_way({new: have[own] for own, new in ruled.items()}, want)
+    matching = _Matching(have, want, way, {new: own for own, new in ruled.items()})
+    matching.meet()
+    matching.infer()
+    tied = matching.tie()
+    kept, left_out = matching.excused(metadata)
+    steps = matching.steps(ruled)
+    found = renamings(steps, rules, matching.rules)
+    report = MatchReport(
+        file=file,
+        model=model,
+        missing_keys=[
+            n for n in want if n not in matching.pairs and n not in matching.wrong and n not in kept
+        ],
+        unexpected_keys=matching.unexpected(left_out),
+        mismatched=matching.mismatches(),
+        renamed=found,
+        cast=matching.casts(),
+        tied=tied,
+        ambiguous=matching.ambiguities(),
+        left_out=tuple(left_out.items()),
+        kept=tuple(kept.items()),
+        notes=idle,
+        **matching.counts(kept),
+    )
+    pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
+    direct = {own: name for name, own in {**matching.wrong, **matching.direct}.items()}
+    return Match(pairs, rewritten(have, direct, found, rules), report)
+
+
+def _ruled(
+    names: Iterable[str], rules: list[Rule], file: str
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What the user's rules make of the names, and which of them match nothing, in words."""
+    if not rules:
+        return {name: name for name in names}, ()
+    idle = dict.fromkeys(range(len(rules)))
+    ruled = {}
+    for name in names:
+        ruled[name] = name
+        for number, rule in enumerate(rules):
+            new = rule.apply(ruled[name])
+            if new is not None:
+                ruled[name] = new
+                idle.pop(number, None)
+        if not ruled[name]:
+            raise UsageError(
+                f"nothing would be left of the name {printable(name)!r}",
+                file=file or None,
+                hint="every tensor needs a name: let the rules keep a part of it",
+            )
+    check_collisions(ruled, ruled, file=file or None, hint=_HINT)
+    return ruled, tuple(f"the rule {printable(rules[n].text)!r} matches no name" for n in idle)
+
+
+@dataclass(eq=False)
+class _Matching:
+    """What of a model is met by what of a file, as it grows."""
+
+    have: Mapping[str, Slot]
+    want: Mapping[str, Slot]
+    way: Way
+    own: dict[str, str]
+    """Names that the user's rules gave, each with the name in the file."""
+    pairs: dict[str, str] = field(default_factory=dict)
+    """Name of the model to name in the file."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """The same of what does not fit by its shape."""
+    rules: list[InferredRule] = field(default_factory=list)
+    direct: dict[str, str] = field(default_factory=dict)
+    """The pairs without those that only a tie made."""
+
+    def __post_init__(self) -> None:
+        """Bring both sides to one spelling."""
+        way = self.way
+        self.old_mine = spelled(way.have.bare, way.want.bare)
+        self.old_wanted = spelled(way.want.bare, way.have.bare)
+        self.mine = _today(way.have, self.old_mine)
+        self.wanted = _today(way.want, self.old_wanted)
+        self._found: list[Ambiguity] = []
+
+    def meet(self) -> None:
+        """Pair names that are equal."""
+        unsure = self.way.unsure
+        for name, full in self.wanted.items():
+            if name in self.mine and name not in unsure:
+                self._pair(full, self.own[self.mine[name]])
+
+    def _pair(self, name: str, own: str) -> None:
+        side = self.pairs if fits(self.want[name], self.have[own]) else self.wrong
+        side[name] = own
+
+    def infer(self) -> None:
+        """Pair names by the rules that those left over suggest."""
+        mine = {name: self.way.have.slots[full] for name, full in self.mine.items()}
+        wanted = {name: self.want[full] for name, full in self.wanted.items()}
+        short = {full: name for name, full in self.wanted.items()}
+        back = {self.own[full]: name for name, full in self.mine.items()}
+        for _ in range(_MOST_ROUNDS):
+            met = {short[w]: back[own] for w, own in {**self.pairs, **self.wrong}.items()}
+            if len(met) in (len(mine), len(wanted)):
+                return
+            found = inferred(mine, wanted, met)
+            self._found = list(found.ambiguous)
+            if not self._accept(found):
+                return
+
+    def _accept(self, found: Inferred) -> bool:
+        """Take over new pairs; whether there were any."""
+        before = len(self.pairs) + len(self.wrong)
+        taken = {*self.pairs.values(), *self.wrong.values()}
+        near = InferredRule("near", "", "", found.near)
+        for rule in (*found.rules, near):
+            new = {}
+            for name, mine in rule.pairs.items():
+                full, own = self.wanted[name], self.own[self.mine[mine]]
+                if full in self.pairs or full in self.wrong or own in taken:
+                    continue
+                self._pair(full, own)
+                taken.add(own)
+                new[full] = own
+            if new and rule is not near:
+                self.rules.append(InferredRule(rule.kind, rule.text, rule.rule, new))
+        return len(self.pairs) + len(self.wrong) > before
+
+    def tie(self) -> tuple[tuple[str, ...], ...]:
+        """Give all names of one tensor what one of them has; those tensors that are loaded."""
+        self.direct = dict(self.pairs)
+        groups: dict[Any, list[str]] = {}
+        for name, slot in self.want.items():
+            if slot.tie is not None:
+                groups.setdefault(slot.tie, []).append(name)
+        tied = []
+        for names in groups.values():
+            source = next((self.pairs[name] for name in names if name in self.pairs), None)
+            if source is None or len(names) == 1:
+                continue
+            for name in names:
+                if name not in self.wrong:
+                    self.pairs.setdefault(name, source)
+            tied.append(tuple(names))
+        return tuple(tied)
+
+    def excused(self, metadata: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, str]]:
+        """Counters that only one side has, each with why that is no fault: the model's, the file's.
+
+        Torch's normalisations ask for none in an old state, and frozen ones take none.
+        """
+        missing = [n for n in self.want if n not in self.pairs and n not in self.wrong]
+        free = uncounted(missing, self.pairs, metadata)
+        kept = {
+            name: _NOT_COUNTED if name in free else _NO_AVERAGE
+            for name in missing
+            if (name in free and beside(name) in self.want) or is_average_counter(name)
+        }
+        taken = {*self.pairs.values(), *self.wrong.values()}
+        near = {self.pairs[name]: name for name in self.pairs if name.endswith("running_mean")}
+        left_out = {}
+        for own in self.have:
+            if own in taken:
+                continue
+            if is_average_counter(own):
+                left_out[own] = "an AveragedModel counted its models there, and this is none"
+            elif own.rpartition(".")[2] == BATCHES and beside(own) in near:
+                left_out[own] = "the model's normalisation counts no batches"
+        return kept, left_out
+
+    def unexpected(self, left_out: Mapping[str, str]) -> list[str]:
+        """Names of the file that are nowhere else."""
+        taken = {*self.pairs.values(), *self.wrong.values(), *left_out}
+        return [own for own in self.have if own not in taken]
+
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """What is of another shape, in the order of the model."""
+        return tuple(
+            Mismatch(name, own, self.have[own].shape or (), self.want[name].shape or ())
+            for name in self.want
+            if (own := self.wrong.get(name)) is not None
+        )
+
+    def casts(self) -> tuple[Cast, ...]:
+        """Changes of the element type, lossy by what the types hold."""
+        both = (
+            (name, own, self.have[own].dtype, self.want[name].dtype)
+            for name in self.want
+            if (own := self.pairs.get(name)) is not None
+        )
+        return tuple(
+            Cast(name, own, before, after, not holds(after, before))
+            for name, own, before, after in both
+            if before != after and before is not None and after is not None
+        )
+
+    def ambiguities(self) -> tuple[Ambiguity, ...]:
+        """What is still open, under the names of the file and of the model."""
+        taken = {*self.pairs.values(), *self.wrong.values()}
+        every = [*self._found]
+        if self.way.unsure and not every:
+            every.append(self._contested())
+        open_ones = []
+        for one in every:
+            names = tuple(self._full(name) for name in one.names)
+            candidates = tuple(self._full(name, of_model=True) for name in one.candidates)
+            sides = {*names, *candidates}
+            if not sides <= taken | self.pairs.keys():
+                open_ones.append(Ambiguity(names, candidates, one.rules))
+        return tuple(open_ones)
+
+    def _full(self, name: str, *, of_model: bool = False) -> str:
+        mine = self.own[self.mine[name]] if name in self.mine else name
+        wanted = self.wanted.get(name, name)
+        if of_model:
+            return wanted if name in self.wanted else mine
+        return mine if name in self.mine else wanted
+
+    def _contested(self) -> Ambiguity:
+        names = tuple(sorted(self.way.unsure))
+        rules = tuple(f"^{front}=>" for front in self.way.rivals)
+        fronts = [f"{front}{name}" for front in self.way.rivals for name in names]
+        return Ambiguity(tuple(n for n in fronts if n in self.mine), names, rules)
+
+    def counts(self, kept: Mapping[str, str]) -> dict[str, int]:
+        """How much of the model is loaded: of its parameters, where it is known which these are."""
+        every = {name: slot for name, slot in self.want.items() if name not in kept}
+        tensors = {name: slot for name, slot in every.items() if slot.kind != "extra"}
+        known = {name: slot for name, slot in tensors.items() if slot.kind == "parameter"}
+        if not known or any(slot.kind == "tensor" for slot in tensors.values()):
+            known = tensors
+        once: dict[Any, str] = {}
+        for name, slot in known.items():
+            tie = ("", name) if slot.tie is None else slot.tie
+            once[tie] = name if tie not in once or name in self.pairs else once[tie]
+        return {
+            "loaded": sum(known[n].elements for n in once.values() if n in self.pairs),
+            "parameters": sum(known[n].elements for n in once.values()),
+            "fitting": sum(name in self.pairs for name in every),
+            "names": len(every),
+        }
+
+    def steps(self, ruled: Mapping[str, str]) -> list[Steps]:
+        """How each name of the file becomes the model's."""
+        mine = {full: name for name, full in self.way.have.names.items()}
+        wanted = {full: name for name, full in self.way.want.names.items()}
+        return [
+            Steps.of(
+                own,
+                ruled[own],
+                name,
+                self.way,
+                self.old_mine.get(mine[ruled[own]]),
+                self.old_wanted.get(wanted[name]),
+            )
+            for name in self.want
+            if (own := self.direct.get(name) or self.wrong.get(name)) is not None and own != name
+        ]
+
+
+def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:
+    """Bare names as they are spelled today, each with the whole name."""
+    if not old:
+        return side.names
+    return {
+        (old[name].of(name) if name in old else name): full for name, full in side.names.items()
+    }

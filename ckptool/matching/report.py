@@ -158,6 +158,10 @@ class MatchReport:
     """Elements of the model's parameters that are loaded, ties once."""
     parameters: int = 0
     """Elements of the model's parameters, ties once; of all tensors where they cannot be told."""
+    fitting: int = 0
+    """Names of the model that are loaded."""
+    names: int = 0
+    """Names that the model has, those that are `kept` left out."""
     optimizer: OptimizerReport | None = None
     notes: tuple[str, ...] = ()
 
@@ -192,6 +196,8 @@ class MatchReport:
             "coverage": self.coverage,
             "loaded": self.loaded,
             "parameters": self.parameters,
+            "fitting": self.fitting,
+            "names": self.names,
             "missing_keys": list(self.missing_keys),
             "unexpected_keys": list(self.unexpected_keys),
             "mismatched": [mismatch.to_dict() for mismatch in self.mismatched],

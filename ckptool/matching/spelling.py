@@ -1,0 +1,97 @@
+"""Renames of torch's own history, by which two spellings of one name are brought to one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Respelled", "respellings", "spelled", "weight_norms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Respelled:
+    """The end of a name as it is today."""
+
+    old: str
+    new: str
+
+    def of(self, name: str) -> str:
+        """A name that ends with `old`, with `new` instead."""
+        return name[: len(name) - len(self.old)] + self.new
+
+
+Respellings = Mapping[str, Respelled]
+
+_PARTS = {
+    "weight_norm": {"_g": "original0", "_v": "original1"},
+    "spectral_norm": {"_orig": "original", "_u": "0._u", "_v": "0._v"},
+}
+"""What `torch.nn.utils.weight_norm` and `spectral_norm` add to the name of a weight, and what the
+parametrizations of the same name have instead."""
+_AFFINE = {"gamma": "weight", "beta": "bias"}
+"""The scale and shift of a normalisation as TensorFlow, and transformers before 2019, call them."""
+
+
+def respellings(names: Collection[str]) -> dict[str, Respelled]:
+    """Names in an old spelling, each with the new one; only where all that belongs to it is there.
+
+    A spelling that would make two names one is none.
+    """
+    known = names if isinstance(names, (dict, set, frozenset)) else set(names)
+    found: dict[str, Respelled] = {}
+    for name in known:
+        for group in _groups(name):
+            if all(old in known for old in group) and not any(
+                respelled.of(old) in known for old, respelled in group.items()
+            ):
+                found.update(group)
+    for name in known:
+        respelled = _affine(name, known)
+        if respelled is not None:
+            found[name] = respelled
+    return found
+
+
+def _groups(name: str) -> Iterator[dict[str, Respelled]]:
+    """The names that belong to one weight, where `name` is the first of them in an old spelling."""
+    for parts in _PARTS.values():
+        first = next(iter(parts))
+        if not name.endswith(first) or name.endswith(f".{first}"):
+            continue
+        stem = name.removesuffix(first)
+        weight = stem.rpartition(".")[2]
+        if weight:
+            yield {
+                stem + old: Respelled(weight + old, f"parametrizations.{weight}.{new}")
+                for old, new in parts.items()
+            }
+
+
+def _affine(name: str, known: Collection[str]) -> Respelled | None:
+    """Where the module has neither `weight` nor `bias` of its own."""
+    if not name.endswith(tuple(_AFFINE)):
+        return None
+    module, dot, last = name.rpartition(".")
+    if last not in _AFFINE or any(f"{module}{dot}{new}" in known for new in _AFFINE.values()):
+        return None
+    return Respelled(last, _AFFINE[last])
+
+
+def spelled(names: Collection[str], others: Collection[str]) -> dict[str, Respelled]:
+    """The respellings of one side's names that matching is to go by.
+
+    Not where the other side has the old spelling too: there a name is meant as it is.
+    """
+    return {name: how for name, how in respellings(names).items() if name not in others}
+
+
+def weight_norms(names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Names of `nn.utils.weight_norm`, each with that of the parametrization of the same weight.
+
+    torch/nn/utils/parametrizations.py, `_weight_norm_compat_hook`: only where both are there.
+    """
+    for name in names:
+        stem, both = name[:-2], (f"{name[:-2]}_g", f"{name[:-2]}_v")
+        if name in both and all(one in names for one in both):
+            module, dot, weight = stem.rpartition(".")
+            yield name, f"{module}{dot}parametrizations.{weight}.original{both.index(name)}"

@@ -1,0 +1,75 @@
+"""Whether a part of one side is the other side, though some names are equal as well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptool.matching.slots import Slot
+
+__all__ = ["Moved", "moved"]
+
+_DEEPEST = 16
+"""Components of a name that may be a front."""
+_MOST_TRIED = 8
+"""Fronts that are looked at in full."""
+
+Fits = Callable[[Slot, Slot], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A front of one side, below which names are those of the other side."""
+
+    front: str
+    score: int
+    """How many names meet when the front is off, those beside it included."""
+    contested: frozenset[str]
+    """Names that are on both sides, and below the front too."""
+    rivals: tuple[str, ...] = ()
+    """Other fronts below which everything is on the other side as well."""
+
+
+def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -> Moved | None:
+    """The front of `longer` that explains more than equal names do, and moves all they explain.
+
+    Where an equal name is not below the front it stays what it is, and the front is none.
+    """
+    equal = {name for name, slot in shorter.items() if name in longer and fits(longer[name], slot)}
+    left = {name: slot for name, slot in shorter.items() if name not in equal}
+    hits = Counter(
+        front for front, rest, slot in _ends(longer) if rest in left and fits(slot, left[rest])
+    )
+    found = []
+    for front, _ in hits.most_common(_MOST_TRIED):
+        below = {n[len(front) :]: slot for n, slot in longer.items() if n.startswith(front)}
+        met = {n for n, slot in below.items() if n in shorter and fits(slot, shorter[n])}
+        beside = {name for name in equal - met if not name.startswith(front)}
+        found.append((len(met) + len(beside), front, met, len(met) == len(below)))
+    found.sort(key=lambda one: -one[0])
+    for score, front, met, _ in found:
+        contested = met & equal
+        if not contested or not all(name.startswith(front) for name in contested):
+            continue
+        rivals = tuple(
+            other
+            for _, other, others, whole in found
+            if (whole or len(others) >= len(met))
+            and others & met
+            and not other.startswith(front)
+            and not front.startswith(other)
+        )
+        return Moved(front, score, frozenset(contested), rivals)
+    return None
+
+
+def _ends(slots: Mapping[str, Slot]) -> Iterator[tuple[str, str, Slot]]:
+    """Every name taken apart behind each of its first components."""
+    for name, slot in slots.items():
+        at = -1
+        for _ in range(_DEEPEST):
+            at = name.find(".", at + 1)
+            if at < 0:
+                break
+            yield name[: at + 1], name[at + 1 :], slot

@@ -1,0 +1,178 @@
+"""The way from the names of a file to those of a model: what comes off either side as a whole.
+
+Both sides are brought to bare names, and of the ways to do that the one is taken under which most
+names of the model are met by tensors of their shape. Nothing is matched before: a name that is
+equal on both sides may be another tensor's (`model.w` of a model whose root has a `w` too, saved
+with `model.` before all names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptool.matching.slots import Slot
+from ckptool.matching.spelling import respellings
+from ckptool.matching.subtrees import moved
+from ckptool.matching.unwrapping import Bare, bare_forms, is_average_counter
+
+__all__ = ["Side", "Way", "chosen_way", "fits"]
+
+_DEEPEST = 16
+"""Components of a common front that are looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Names, and what comes off them: a form without wrappers, then a front of components."""
+
+    slots: Mapping[str, Slot]
+    form: Bare
+    front: str = ""
+    """With its dot; off the names that begin with it."""
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The names without wrappers and front, each with the whole name."""
+        form, front, cut = self.form, self.front, len(self.front)
+        bare = {form.get(name, name): name for name in self.slots} if form else None
+        if not front:
+            return bare or dict(zip(self.slots, self.slots, strict=True))
+        return {
+            (short[cut:] if short.startswith(front) else short): name
+            for short, name in (bare or dict(zip(self.slots, self.slots, strict=True))).items()
+        }
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no two names became one."""
+        return len(self.names) == len(self.slots)
+
+    @cached_property
+    def bare(self) -> dict[str, Slot]:
+        """What stands under the bare names."""
+        return {short: self.slots[name] for short, name in self.names.items()}
+
+    @cached_property
+    def today(self) -> dict[str, str]:
+        """Bare names in an old spelling, each as it is spelled today."""
+        return {name: how.of(name) for name, how in respellings(self.bare).items()}
+
+    @cached_property
+    def loose(self) -> dict[str, Slot]:
+        """What stands under the bare names, also as they are spelled today."""
+        both = dict(self.bare)
+        for name, new in self.today.items():
+            both.setdefault(new, self.bare[name])
+        return both
+
+    def common_front(self) -> list[str]:
+        """The components with which all names begin, an average's counter aside."""
+        names = (short for short in self.names if not is_average_counter(short))
+        first = next(names, "")
+        shared = first.split(".", _DEEPEST)[:-1]
+        text = "".join(f"{part}." for part in shared)
+        for name in names:
+            while not name.startswith(text):
+                text = text[: text.rfind(".", 0, -1) + 1]
+        return text.split(".")[:-1]
+
+    def without(self, front: Iterable[str]) -> Side:
+        """The same with other components off in front."""
+        return Side(self.slots, self.form, "".join(f"{part}." for part in front))
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How the bare names of both sides are made."""
+
+    have: Side
+    want: Side
+    unsure: frozenset[str] = frozenset()
+    """Bare names on both sides that may not be the same tensor: two fronts are as likely."""
+    rivals: tuple[str, ...] = ()
+    """Those fronts."""
+
+    @cached_property
+    def score(self) -> int:
+        """How many names of the model are met."""
+        have, today = self.have.loose, self.want.today
+        return sum(
+            fits(slot, found)
+            for name, slot in self.want.bare.items()
+            if (found := have.get(name) or have.get(today.get(name, name))) is not None
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every name of the model is met."""
+        return self.score == len(self.want.slots)
+
+
+def fits(wanted: Slot, found: Slot) -> bool:
+    """Whether what is found can be loaded into what is wanted."""
+    if found.kind == "extra" and wanted.kind != "extra" and wanted.shape is not None:
+        return False
+    return wanted.takes(found)
+
+
+def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
+    """The way under which most of `want` is met; of equal ones the one that changes less.
+
+    Where none meets anything and wrappers differ they come off: other names hide behind them.
+    """
+    ways = [
+        Way(mine, wanted)
+        for mine in (Side(have, form) for form in bare_forms(have))
+        for wanted in (Side(want, form) for form in bare_forms(want))
+    ]
+    best = max(ways, key=lambda way: way.score)
+    if best.is_complete:
+        return best
+    if not best.score and _wraps(ways[-1].have) != _wraps(ways[-1].want):
+        best = ways[-1]
+    best = max([best, *_fronts(ways[-1])], key=lambda way: way.score)
+    return _moved(best) if best.score and not best.is_complete else best
+
+
+def _wraps(side: Side) -> str:
+    """What the wrappers in front of the names are, where there are no others."""
+    fronts = {name[: -len(short)] for name, short in side.form.items() if name.endswith(short)}
+    return fronts.pop() if len(fronts) == 1 else "".join(side.form)
+
+
+def _fronts(bare: Way) -> Iterator[Way]:
+    """What all names of a side begin with taken off, as much as the other side has not as well."""
+    fronts = bare.have.common_front(), bare.want.common_front()
+    if not any(fronts):
+        return
+    full = bare.have.without(fronts[0]), bare.want.without(fronts[1])
+    for kept in range(max(map(len, fronts)) + 1):
+        for at, side, front in ((0, bare.have, fronts[0]), (1, bare.want, fronts[1])):
+            rest = "".join(f"{part}." for part in front[len(front) - kept :])
+            if kept > len(front) or (
+                kept and not any(n.startswith(rest) for n in full[1 - at].bare)
+            ):
+                continue
+            part = side.without(front[: len(front) - kept])
+            way = Way(part, full[1]) if at == 0 else Way(full[0], part)
+            if way.have.is_sound and way.want.is_sound:
+                yield way
+
+
+def _moved(best: Way) -> Way:
+    """The way, or one by which some names that are equal on both sides are different tensors."""
+    have, want = best.have, best.want
+    if have.front or want.front:
+        return best
+    off = moved(have.bare, want.bare, lambda mine, wanted: fits(wanted, mine))
+    on = moved(want.bare, have.bare, fits)
+    found = max(filter(None, (off, on)), key=lambda moved: moved.score, default=None)
+    if found is None or found.score <= best.score:
+        return best
+    if found.rivals:
+        return Way(have, want, frozenset(found.contested), (found.front, *found.rivals))
+    parts = [found.front.removesuffix(".")]
+    way = Way(have.without(parts), want) if found is off else Way(have, want.without(parts))
+    return way if way.have.is_sound and way.want.is_sound else best
