@@ -1,0 +1,150 @@
+"""What a rule would explain of the names on both sides, and whether it beats another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptool.matching.slots import Slot
+from ckptool.matching.swaps import Side, Swap
+
+__all__ = ["Account", "Ledger", "OutOfBudget"]
+
+Pair = tuple[str, str]
+"""A name of the file, and one that is wanted."""
+
+
+class OutOfBudget(Exception):
+    """The names suggest more rules than real ones do; what is not looked at is not concluded."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """A rule held against all names that it applies to, those that are met already too."""
+
+    swap: Swap
+    domain: tuple[str, ...]
+    """Names of the file that it applies to; of a prefix put on, only those it is wanted for."""
+    applied: int
+    """How many names it applies to; of a prefix put on, how many are wanted with it."""
+    explained: tuple[Pair, ...]
+    """Those that become a wanted name whose shape fits."""
+    unfit: tuple[Pair, ...]
+    """Those that become a wanted name of another shape."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it leaves nothing unexplained."""
+        return len(self.explained) == self.applied
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """The names of the file that it explains."""
+        return frozenset(h for h, _ in self.explained)
+
+    @cached_property
+    def targets(self) -> frozenset[str]:
+        """The wanted names that it explains."""
+        return frozenset(w for _, w in self.explained)
+
+
+class Ledger:
+    """Both sides, what is met of them so far, and the accounts that were asked for."""
+
+    def __init__(
+        self, have: Mapping[str, Slot], want: Mapping[str, Slot], pairs: Mapping[str, str]
+    ) -> None:
+        """`pairs`: wanted name to name in the file."""
+        self.have = Side(have)
+        self.want = Side(want)
+        self.pairs = dict(pairs)
+        self.met = set(pairs.values())
+        self._targets: dict[str, list[str]] = {}
+        for wanted, own in pairs.items():
+            self._targets.setdefault(own, []).append(wanted)
+        self._accounts: dict[Swap, Account] = {}
+        self._budget = 1_000_000 + 10 * (len(have) + len(want))
+
+    def left(self) -> tuple[list[str], list[str]]:
+        """The names of the file, and those wanted, that nothing meets."""
+        return (
+            [name for name in self.have.slots if name not in self.met],
+            [name for name in self.want.slots if name not in self.pairs],
+        )
+
+    def fits(self, own: str, wanted: str) -> bool:
+        """Whether what the file has under a name can be loaded under the other."""
+        a, b = self.have.slots[own], self.want.slots[wanted]
+        return (a.kind == "extra") == (b.kind == "extra") and b.takes(a)
+
+    def proves(self, own: str, wanted: str) -> bool:
+        """Whether the two shapes are known, so that their equality says something."""
+        return self.have.slots[own].shape is not None and self.want.slots[wanted].shape is not None
+
+    def spend(self, steps: int) -> None:
+        """Count work.
+
+        Raises:
+            OutOfBudget: it is more than names of real models cost.
+        """
+        self._budget -= steps
+        if self._budget < 0:
+            raise OutOfBudget
+
+    def meet(self, found: Mapping[str, str]) -> None:
+        """Take pairs, wanted to own, as concluded."""
+        self.pairs.update(found)
+        self.met.update(found.values())
+        for wanted, own in found.items():
+            self._targets.setdefault(own, []).append(wanted)
+
+    def account(self, swap: Swap) -> Account:
+        """What a rule comes to.
+
+        Raises:
+            OutOfBudget: too many names would have to be looked at.
+        """
+        if swap not in self._accounts:
+            self._accounts[swap] = self._counted(swap)
+        return self._accounts[swap]
+
+    def _counted(self, swap: Swap) -> Account:
+        names = self.have.under(swap.old) if swap.old else self.want.under(swap.new)
+        self.spend(len(names) + 1)
+        if swap.old:
+            pairs = [(name, swap.image(name)) for name in names]
+        else:
+            pairs = [(swap.source(name), name) for name in names]
+        explained: list[Pair] = []
+        unfit: list[Pair] = []
+        for pair in pairs:
+            if pair[0] in self.have.slots and pair[1] in self.want.slots:
+                (explained if self.fits(*pair) else unfit).append(pair)
+        return Account(
+            swap,
+            tuple(names) if swap.old else tuple(h for h, _ in explained),
+            len(names),
+            tuple(explained),
+            tuple(unfit),
+        )
+
+    def hits(self, account: Account) -> list[Pair]:
+        """What a rule explains of the names that are left."""
+        return [(h, w) for h, w in account.explained if h not in self.met and w not in self.pairs]
+
+    def beats(self, account: Account, rival: Account) -> bool:
+        """Whether a rule is better than another that gives one of the names another meaning.
+
+        It explains strictly more, and the other leaves something of its own unexplained; or the
+        other takes away from names that are met more than it gives.
+        """
+        if len(account.explained) > len(rival.explained) and not rival.full:
+            return True
+        lost = sum(
+            wanted not in rival.targets
+            for own in rival.domain
+            for wanted in self._targets.get(own, ())
+        )
+        new = sum(wanted not in self.pairs for wanted in rival.targets)
+        return lost > 0 and new - lost < len(self.hits(account))

@@ -1,0 +1,118 @@
+"""Rename rules that two sets of names suggest by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ckptool.matching.accounts import Account, Ledger, OutOfBudget, Pair
+from ckptool.matching.prefixes import Contested, accepted_prefixes
+from ckptool.matching.report import Ambiguity
+from ckptool.matching.rule_text import rule_text, swap_text
+from ckptool.matching.slots import Slot
+from ckptool.matching.swaps import Swap
+
+__all__ = ["Inferred", "InferredRule", "inferred"]
+
+_MOST_CONTESTED = 256
+"""Rules that are reported as not concluded; of names all alike there would be no end."""
+_MOST_RULES = 8
+"""That are proposed to decide one ambiguity."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferredRule:
+    """A rule, with what it does: `kind` is `prefix` (purely taken off or put on) or `inferred`."""
+
+    kind: str
+    text: str
+    rule: str
+    """As `REGEX=>REPL`: applied to the names it is for, it gives their new names."""
+    pairs: dict[str, str]
+    """Wanted name to name in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """What was found for names that had no match yet."""
+
+    rules: tuple[InferredRule, ...] = ()
+    ambiguous: tuple[Ambiguity, ...] = ()
+    near: dict[str, str] = field(default_factory=dict)
+    """Wanted name to name in the file that a rule gives it, though its shape is another."""
+
+
+def inferred(
+    have: Mapping[str, Slot], want: Mapping[str, Slot], pairs: Mapping[str, str]
+) -> Inferred:
+    """Rules for the names that `pairs` (wanted to have) leaves over.
+
+    What is concluded has no rival: candidates are counted among all names, and a rule stands
+    against the others that give one of its names another meaning. The rest is `ambiguous`.
+    """
+    ledger = Ledger(have, want, pairs)
+    rules: list[InferredRule] = []
+    contested: list[Contested] = []
+    swaps: list[Swap] = []
+    with suppress(OutOfBudget):
+        done, contested = accepted_prefixes(ledger)
+        for swap, found in done:
+            swaps.append(swap)
+            rules.append(_rule("prefix", swap, found, ledger))
+    return Inferred(tuple(rules), tuple(_ambiguities(ledger, contested)), _near(ledger, swaps))
+
+
+def _rule(kind: str, swap: Swap, found: dict[str, str], ledger: Ledger) -> InferredRule:
+    names = {own: wanted for wanted, own in found.items()}
+    return InferredRule(kind, swap_text(swap), rule_text(swap, names, ledger.have), found)
+
+
+def _near(ledger: Ledger, swaps: Iterable[Swap]) -> dict[str, str]:
+    """What the rules make of names whose shapes do not fit, where nothing else meets those."""
+    near: dict[str, str] = {}
+    used: set[str] = set()
+    with suppress(OutOfBudget):
+        for swap in swaps:
+            for own, wanted in ledger.account(swap).unfit:
+                free = own not in ledger.met and wanted not in ledger.pairs
+                if free and wanted not in near and own not in used:
+                    near[wanted] = own
+                    used.add(own)
+    return near
+
+
+def _ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterable[Ambiguity]:
+    """Rules that share a name with one another are one question."""
+    questions: list[tuple[dict[Swap, list[Pair]], set[str], set[str]]] = []
+    for item in list(contested)[:_MOST_CONTESTED]:
+        hits = {
+            account.swap: found
+            for account in (item.account, *item.rivals)
+            if (found := ledger.hits(account))
+        }
+        if item.account.swap not in hits:
+            continue
+        own = {h for found in hits.values() for h, _ in found}
+        wanted = {w for found in hits.values() for _, w in found}
+        same = [q for q in questions if not (own.isdisjoint(q[1]) and wanted.isdisjoint(q[2]))]
+        for question in same:
+            questions.remove(question)
+            hits = question[0] | hits
+            own |= question[1]
+            wanted |= question[2]
+        questions.append((hits, own, wanted))
+    for hits, own, wanted in questions:
+        yield Ambiguity(
+            tuple(name for name in ledger.have.slots if name in own),
+            tuple(name for name in ledger.want.slots if name in wanted),
+            tuple(_deciding(ledger, hits)),
+        )
+
+
+def _deciding(ledger: Ledger, hits: Mapping[Swap, list[Pair]]) -> Iterable[str]:
+    by_size: list[Account] = sorted(map(ledger.account, hits), key=lambda a: -len(a.explained))
+    for account in by_size[:_MOST_RULES]:
+        text = rule_text(account.swap, dict(hits[account.swap]), ledger.have)
+        if text:
+            yield text

@@ -1,0 +1,141 @@
+"""Prefixes that the names of one side have and those of the other have not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.slots import Slot
+from ckptool.matching.swaps import MOST_PARTS, Swap, is_number, swap_between
+
+__all__ = ["Contested", "accepted_prefixes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contested:
+    """A rule that is not concluded: others mean the same names as well, or too little proves it."""
+
+    account: Account
+    rivals: tuple[Account, ...] = ()
+
+
+def accepted_prefixes(ledger: Ledger) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
+    """Take what is beyond doubt into the ledger; say what it was, and what is contested.
+
+    Raises:
+        OutOfBudget: the names suggest more prefixes than real ones do.
+    """
+    ends = _Ends(ledger)
+    done: list[tuple[Swap, dict[str, str]]] = []
+    contested: list[Contested] = []
+    for swap in ends.candidates():
+        account = ledger.account(swap)
+        hits = ledger.hits(account)
+        if not hits:
+            continue
+        rivals = ends.rivals(account, hits)
+        if rivals or not _is_proven(ledger, account, hits):
+            contested.append(Contested(account, rivals))
+            continue
+        pairs = {w: h for h, w in hits}
+        ledger.meet(pairs)
+        done.append((swap, pairs))
+    return done, contested
+
+
+class _Ends:
+    """Which names end with a whole name of the other side that nothing meets."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        own, wanted = ledger.left()
+        self._ledger = ledger
+        self._left = [*dict.fromkeys((*own, *wanted))] if own and wanted else []
+        tails = frozenset(self._left)
+        self._own = _ending(ledger, ledger.have.slots, tails)
+        self._wanted = _ending(ledger, ledger.want.slots, tails)
+
+    def candidates(self) -> list[Swap]:
+        """Every prefix that some name asks for, what most names ask for first."""
+        votes: dict[Swap, int] = {}
+        for prefix, is_own in self._prefixes():
+            head = tuple(prefix.split("."))
+            swap = Swap(head, ()) if is_own else Swap((), head)
+            votes[swap] = votes.get(swap, 0) + 1
+        return sorted(votes, key=lambda swap: -votes[swap])
+
+    def _prefixes(self) -> Iterator[tuple[str, bool]]:
+        ledger = self._ledger
+        for tail in self._left:
+            if tail in ledger.want.slots and tail not in ledger.pairs:
+                for own in self._own.get(tail, ()):
+                    if own not in ledger.met and ledger.fits(own, tail):
+                        yield own[: -len(tail) - 1], True
+            if tail in ledger.have.slots and tail not in ledger.met:
+                for wanted in self._wanted.get(tail, ()):
+                    if wanted not in ledger.pairs and ledger.fits(tail, wanted):
+                        yield wanted[: -len(tail) - 1], False
+
+    def rivals(self, account: Account, hits: list[Pair]) -> tuple[Account, ...]:
+        """The rules that give one of the names another meaning, and are not beaten."""
+        ledger = self._ledger
+        found: dict[Swap, None] = {}
+        for own, wanted in hits:
+            tail = wanted if account.swap.old else own
+            others = [(other, wanted) for other in self._own.get(tail, ())]
+            others += [(own, other) for other in self._wanted.get(tail, ())]
+            if tail in ledger.have.slots:
+                others.append((tail, wanted))
+            if tail in ledger.want.slots:
+                others.append((own, tail))
+            if len(others) > 1:
+                ledger.spend(len(others))
+                found.update(
+                    (swap_between(*pair)[0], None)
+                    for pair in others
+                    if self._is_other(account, pair, (own, wanted))
+                )
+        rivals = map(ledger.account, found)
+        return tuple(rival for rival in rivals if not ledger.beats(account, rival))
+
+    def _is_other(self, account: Account, pair: Pair, mine: Pair) -> bool:
+        """Whether a pair is another meaning, and of a name that the rule itself leaves alone."""
+        if pair == mine or pair[0] == pair[1] or not self._ledger.fits(*pair):
+            return False
+        if pair[0] == mine[0]:
+            return pair[1] not in account.targets
+        return pair[0] not in account.sources
+
+
+def _ending(
+    ledger: Ledger, slots: Mapping[str, Slot], tails: frozenset[str]
+) -> dict[str, list[str]]:
+    """Of each tail the names that end with it and have more before it."""
+    found: dict[str, list[str]] = {}
+    if not tails:
+        return found
+    for name in slots:
+        at, parts = name.find("."), 0
+        while at >= 0 and parts < MOST_PARTS:
+            tail = name[at + 1 :]
+            if tail in tails:
+                ledger.spend(1)
+                found.setdefault(tail, []).append(name)
+            at, parts = name.find(".", at + 1), parts + 1
+    return found
+
+
+def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:
+    """Whether names, or shapes, say enough.
+
+    Where only leaves agree (`fc.weight` and `weight`) nothing else may be left over. Where no
+    shape is known two modules have to agree.
+    """
+    tails = [w if account.swap.old else h for h, w in hits]
+    modules = {tail.rpartition(".")[0] for tail in tails}
+    named = [m for m in modules if m and not all(map(is_number, m.split(".")))]
+    if not named:
+        own, wanted = ledger.left()
+        if not account.full or len(hits) not in (len(own), len(wanted)):
+            return False
+    return len(modules) > 1 or any(ledger.proves(*pair) for pair in hits)
