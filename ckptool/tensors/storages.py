@@ -19,7 +19,7 @@ from ckptool.tensors.runtime import called, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StorageReader"]
+__all__ = ["StorageReader", "memory_view"]
 
 _ALIGNMENT = 64
 """Spans begin at a multiple of this, so that offsets stay whole in elements of any type."""
@@ -27,7 +27,7 @@ _SHARED_READ = 8 << 20
 """Bytes from which a second thread takes half: touching new memory costs as much as copying."""
 _POSITIONED = hasattr(os, "preadv")
 _WRITABLE = 0x200  # PyBUF_WRITE
-_view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 
@@ -104,7 +104,7 @@ class StorageReader:
         if size and self._mapped and swap == 1 and isinstance(storage.data.source, FileSource):
             return self._map(storage.data.source, storage.data.offset + start, size)
         made = _allocate(size)
-        _fill(_view_memory(made.data_ptr(), size, _WRITABLE), storage.data, start)
+        _fill(memory_view(made.data_ptr(), size), storage.data, start)
         if swap > 1:
             unit = {2: torch.int16, 4: torch.int32, 8: torch.int64}[swap]
             made.byteswap(unit)  # type: ignore[no-untyped-call]
@@ -145,6 +145,12 @@ class StorageReader:
                 file=file,
                 hint="load it without dtype",
             ) from error
+
+
+def memory_view(address: int, size: int) -> memoryview:
+    """Torch's memory to read into; who uses it keeps alive what it belongs to."""
+    view: memoryview = _memory_view(address, size, _WRITABLE)
+    return view
 
 
 def _fill(view: memoryview, data: ByteRange, start: int) -> None:

@@ -1,0 +1,264 @@
+"""The bytes of a file straight into a model's own tensors, with no copy between."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from ckptool.dtypes import PACKED
+from ckptool.errors import CorruptFile
+from ckptool.files import ByteRange
+from ckptool.files.computed import may_be_shared
+from ckptool.files.crc import crc32s
+from ckptool.model import Storage, TensorRef
+from ckptool.tensors.runtime import called, torch_dtype
+from ckptool.tensors.storages import memory_view
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Fill", "apart", "can_fill", "check_bytes", "fill"]
+
+_PIECE = 16 << 20
+"""Bytes that a thread reads at a time."""
+_SHARED = 8 << 20
+"""Bytes in all from which a second thread takes its part."""
+_BLOCK = 4 << 20
+"""Bytes that are staged at a time, where elements must be cast, moved or put in another order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
+    """A tensor of a model, and what it gets: elements of a file, or another tensor's."""
+
+    name: str
+    """In the file."""
+    tensor: torch.Tensor
+    source: TensorRef | torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes of the file are those that the tensor has in memory."""
+        ref, tensor = self.source, self.tensor
+        return (
+            isinstance(ref, TensorRef)
+            and ref.is_verbatim
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and str(tensor.dtype) == f"torch.{ref.dtype}"
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+
+
+def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> bool:
+    """Whether `fill` can do what `tensor.copy_` would, of as many elements: both are plain."""
+    if source is None or not _is_plain(tensor):
+        return False
+    if not isinstance(source, TensorRef):
+        return _is_plain(source) and source.numel() == tensor.numel()
+    # Blocks of elements are little-endian, whatever this machine is.
+    return (
+        source.has_content
+        and source.numel == tensor.numel()
+        and source.dtype not in PACKED
+        and sys.byteorder == "little"
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not is_lazy(tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not tensor.is_inference()
+    )
+
+
+def apart(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The `id`s of those plain tensors that share no memory with another.
+
+    What shares some must be filled in torch's order, for the last one counts.
+    """
+    spans = sorted(_span(tensor) for tensor in {id(one): one for one in tensors}.values())
+    alone = {identity for *_, identity in spans}
+    reach: tuple[str, int, int] | None = None
+    for device, start, stop, identity in spans:
+        if reach is not None and reach[0] == device and start < reach[1]:
+            alone -= {identity, reach[2]}
+        if reach is None or reach[0] != device or stop > reach[1]:
+            reach = (device, stop, identity)
+    return alone
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    """Its device, the addresses from and to that it looks at, and which it is."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps) if tensor.numel() else -1
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size(), id(tensor)
+
+
+def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
+    """Read what these tensors are made of, each with its name, and hold it against its CRC-32.
+
+    A storage of which the file states one is read whole, of others what the tensors look at.
+
+    Raises:
+        CorruptFile: bytes are not what they were when the file was written.
+        UnreadableFile: the system cannot read them.
+    """
+    runs: list[ByteRange] = []
+    wanted: list[tuple[str, int | None]] = []
+    seen: set[int] = set()
+    for name, storage in _stored(refs):
+        if id(storage) not in seen and storage.data is not None and storage.nbytes:
+            seen.add(id(storage))
+            runs.append(storage.data)
+            wanted.append((name, storage.crc32))
+    for run, (name, expected), found in zip(runs, wanted, crc32s(runs), strict=True):
+        if not isinstance(found, int):
+            raise found
+        if expected is not None and found != expected:
+            raise CorruptFile(
+                f"{called(name)} is damaged: its bytes have CRC-32 {found:08x}, and had "
+                f"{expected:08x} when the file was written",
+                file=run.source.name,
+                hint=f"ckptool verify {run.source.name}",
+            )
+
+
+def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
+    for name, ref in refs:
+        if ref.storage is not None:
+            yield name, ref.storage
+        yield from _stored((name, inside) for inside in ref.tensors_inside())
+
+
+def fill(fills: Iterable[Fill]) -> None:
+    """Give every tensor its elements. None may share memory with another (`apart`).
+
+    Raises:
+        UnreadableFile: bytes cannot be read, though `check_bytes` could.
+    """
+    rest: list[Fill] = []
+    direct: list[tuple[memoryview, ByteRange]] = []
+    for one in fills:
+        if not one.is_direct:
+            rest.append(one)
+        elif isinstance(one.source, TensorRef) and one.source.numel:
+            data = one.source.data
+            direct.append((memory_view(one.tensor.data_ptr(), data.length), data))
+    _read([(view, data) for view, data in direct if may_be_shared(data)])
+    for view, data in direct:
+        if not may_be_shared(data):
+            data.read_into(view)
+    for one in rest:
+        _stage(one)
+
+
+def _read(runs: Sequence[tuple[memoryview, ByteRange]]) -> None:
+    """Read all runs, by two threads where there is much of it."""
+    pieces = _Pieces(runs)
+    if sum(data.length for _, data in runs) < _SHARED:
+        pieces.read()
+        return
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(pieces.read)
+        pieces.read()
+        other.result()
+
+
+class _Pieces:
+    """Parts of runs that nobody has read yet, taken by threads in turn."""
+
+    def __init__(self, runs: Iterable[tuple[memoryview, ByteRange]]) -> None:
+        self._left = (
+            (view[start : start + _PIECE], data, start)
+            for view, data in runs
+            for start in range(0, data.length, _PIECE)
+        )
+        self._lock = Lock()
+
+    def read(self) -> None:
+        """Read pieces as long as there are some; an error leaves none for the other thread."""
+        try:
+            while True:
+                with self._lock:
+                    piece = next(self._left, None)
+                if piece is None:
+                    return
+                view, data, start = piece
+                data.read_into(view, start)
+        except BaseException:
+            with self._lock:
+                self._left.close()
+            raise
+
+
+def _stage(one: Fill) -> None:
+    """Cast, move or rearrange the elements on their way, block by block."""
+    import torch
+
+    target = one.tensor.detach()
+    if not isinstance(one.source, TensorRef):
+        with torch.no_grad():
+            target.copy_(one.source.detach().reshape(target.shape))
+        return
+    count = max(1, _BLOCK // one.source.itemsize)
+    staged = torch.empty(
+        min(count, target.numel()), dtype=torch_dtype(one.source.dtype), device="cpu"
+    )
+    stream = _Stream(one.source)
+    with torch.no_grad():
+        for part in _parts(target, count):
+            block = staged[: part.numel()]
+            stream.read_into(memory_view(block.data_ptr(), block.nbytes))
+            part.copy_(block.view(part.shape))
+
+
+def _parts(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """Views of at most `count` elements, in row-major order, that make up the tensor."""
+    if tensor.numel() <= count:
+        if tensor.numel():
+            yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    if row > count:
+        for inner in tensor:
+            yield from _parts(inner, count)
+        return
+    for start in range(0, tensor.shape[0], count // row):
+        yield tensor[start : start + count // row]
+
+
+class _Stream:
+    """The elements of a tensor in row-major order, read on and on."""
+
+    def __init__(self, ref: TensorRef) -> None:
+        self._data = ref.data if ref.is_verbatim else None
+        self._blocks = iter(()) if ref.is_verbatim else ref.content()
+        self._at = 0
+        self._rest = memoryview(b"")
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with what comes next."""
+        if self._data is not None:
+            self._data.read_into(view, self._at)
+            self._at += len(view)
+            return
+        done = 0
+        while done < len(view):
+            if not self._rest:
+                self._rest = memoryview(next(self._blocks))
+            size = min(len(self._rest), len(view) - done)
+            view[done : done + size] = self._rest[:size]
+            done, self._rest = done + size, self._rest[size:]
