@@ -46,6 +46,8 @@ class Boxes:
         """Nothing is boxed yet."""
         self.originals: dict[int, Any] = {}
         """By the `id` of a stand-in, the tensor or object that it stands for."""
+        self.containers: dict[int, Any] = {}
+        """The same of the containers around them."""
         self._boxes: dict[int, Any] = {}
         self._storages: dict[int, Storage] = {}
         self._alive: list[Any] = []
@@ -61,6 +63,8 @@ class Boxes:
         if known is None:
             self._alive.append(node)
             known = self._boxes[id(node)] = self._made(node)
+            if id(known) not in self.originals:
+                self.containers[id(known)] = node
         return known
 
     def _made(self, node: Any) -> Any:

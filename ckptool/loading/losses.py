@@ -54,8 +54,6 @@ def lost(block: torch.Tensor, dtype: torch.dtype) -> Loss:
     Raises:
         RuntimeError, TypeError: torch has no such operation for the types.
     """
-    import torch
-
     count = block.numel()
     if not count:
         return Loss()

@@ -38,19 +38,20 @@ class State:
         self,
         tree: Checkpoint,
         section: Section,
-        originals: Mapping[int, Any],
+        boxes: Boxes | None,
         options: dict[str, Any],
     ) -> None:
-        """Look at the names; `originals` and `options` as `TreeMaker`'s. Nothing is read yet."""
+        """Look at the names; `options` as `TreeMaker`'s. Nothing is read yet."""
         self.tree = tree
         """All of the file. Of memory what stands for it: tensors without bytes."""
         self.section = section
         """Which part of `tree` it is."""
         self.root: OrderedMap = plain_state_dict(tree, section)
         """The entries as they are loaded: of a pickled module, detached."""
-        self.slots: Slots = _slots(section, originals)
+        self._originals = {} if boxes is None else boxes.originals
+        self._containers = {} if boxes is None else boxes.containers
+        self.slots: Slots = _slots(section, self._originals)
         """The model's own entries; not plain values that a script put beside them."""
-        self._originals = originals
         self._options = options
         self._maker: TreeMaker | None = None
 
@@ -92,19 +93,22 @@ class State:
         node = self.root[name]
         if isinstance(node, TensorRef) and is_one_part(node) and id(node) not in self._originals:
             raise only_a_part(node, name)
+        if id(node) in self._containers:
+            return self._containers[id(node)]
         if self._maker is None:
             self._maker = TreeMaker(self.root, originals=self._originals, **self._options)
         return self._maker.made(node, (name,))
 
-    def made(self, node: Any) -> Any:
+    def made(self, node: Any, **options: Any) -> Any:
         """What stands for any node of `tree`, tensors made; read anew whenever it is asked for.
 
-        Of memory it is new containers around the objects themselves.
+        Of memory it is new containers around the objects themselves. `options` in place of those
+        of `stated`.
 
         Raises:
             DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load`.
         """
-        maker = TreeMaker(node, originals=self._originals, **self._options)
+        maker = TreeMaker(node, originals=self._originals, **{**self._options, **options})
         try:
             return maker.made(node)
         finally:
@@ -143,7 +147,7 @@ def stated(
         source = source.state_dict()
     if isinstance(source, Mapping):
         boxes = Boxes()
-        state = _chosen(boxes.checkpoint(source), key, boxes.originals, options)
+        state = _chosen(boxes.checkpoint(source), key, boxes, options)
         try:
             yield state
         finally:
@@ -154,7 +158,7 @@ def stated(
             f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
         )
     with opened(source) as checkpoint:
-        state = _chosen(checkpoint, key, {}, options)
+        state = _chosen(checkpoint, key, None, options)
         if state.section.unread:
             warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
         try:
@@ -163,9 +167,7 @@ def stated(
             state.forget()
 
 
-def _chosen(
-    tree: Checkpoint, key: Any, originals: Mapping[int, Any], options: dict[str, Any]
-) -> State:
+def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: dict[str, Any]) -> State:
     try:
         section = model_state_dict(tree, key)
     except AmbiguousName:
@@ -174,7 +176,7 @@ def _chosen(
         if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
             raise
         section = Section((), "state_dict", tree.root, tree.root)
-    return State(tree, section, originals, options)
+    return State(tree, section, boxes, options)
 
 
 def _is_one(root: Any, *, in_memory: bool) -> bool:
