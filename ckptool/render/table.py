@@ -15,7 +15,8 @@ from ckptool.render.text import shorten, wrapped
 __all__ = ["apart", "table"]
 
 MOST_DRAWN = 2000
-_GAP = 2
+_GAP = "  "
+_BAR = " | "
 _NARROWEST = 12
 _READABLE = 24  # what a flexible column should have before others are left out for it
 _WIDEST = 160  # what rows are padded to: one long name must not cost every row its length
@@ -29,13 +30,15 @@ def table(
     right: frozenset[int] | set[int] = frozenset(),
     flexible: int | Sequence[int] = 0,
     spare: Sequence[int] = (),
+    ruled: bool = False,
 ) -> Iterator[str]:
     """The lines of a table; cells are clean already.
 
     `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
     the `spare` columns are left out one by one until the `flexible` ones need little shortening,
     and a last line names them; then the cells of the flexible ones are shortened. The first column
-    holds names: they are shortened so that they stay apart.
+    holds names: they are shortened so that they stay apart. With `ruled` there are bars between the
+    columns and a line below the headings.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
@@ -48,14 +51,16 @@ def table(
         max(len(header), max((len(row[column]) for row in rows), default=0))
         for column, header in enumerate(headers)
     ]
+    gap = _BAR if ruled else _GAP
     bending = (flexible,) if isinstance(flexible, int) else tuple(flexible)
-    left_out = _left_out(widths, look.width, bending, spare)
+    left_out = _left_out(widths, look.width, bending, spare, gap)
     kept = [column for column in range(len(headers)) if column not in left_out]
     missing = [headers[column] for column in left_out]
     if missing:
         rows = [[row[column] for column in kept] for row in rows]
     widths = [widths[column] for column in kept]
-    fitted = _fit(widths, look.width, [n for n, column in enumerate(kept) if column in bending])
+    flexing = [n for n, column in enumerate(kept) if column in bending]
+    fitted = _fit(widths, look.width, flexing, gap)
     if fitted != widths:
         rows = _shortened(rows, fitted)
         missing = ["names in full", *missing] if fitted[0] < widths[0] else missing
@@ -65,23 +70,28 @@ def table(
         fitted,
         look,
         frozenset(n for n, column in enumerate(kept) if column in right),
+        gap,
     )
     return chain(lines, _not_shown(missing, look)) if missing else lines
 
 
 def _left_out(
-    widths: Sequence[int], available: int | None, flexible: Sequence[int], spare: Sequence[int]
+    widths: Sequence[int],
+    available: int | None,
+    flexible: Sequence[int],
+    spare: Sequence[int],
+    gap: str,
 ) -> Sequence[int]:
     """The first of the spare columns, as many as must go."""
     least = [
         min(width, _READABLE) if column in flexible else width
         for column, width in enumerate(widths)
     ]
-    excess = sum(least) + _GAP * (len(widths) - 1) - (available or 1 << 30)
+    excess = sum(least) + len(gap) * (len(widths) - 1) - (available or 1 << 30)
     for number, column in enumerate(spare):
         if excess <= 0:
             return spare[:number]
-        excess -= least[column] + _GAP
+        excess -= least[column] + len(gap)
     return spare
 
 
@@ -105,10 +115,11 @@ def _lines(
     widths: Sequence[int],
     look: Look,
     right: frozenset[int],
+    gap: str,
 ) -> Iterator[str]:
     """The lines of a table of cells that fit."""
-    if len(rows) > MOST_DRAWN or max(widths) > _WIDEST:
-        return _streamed(headers, rows, [min(w, _WIDEST) for w in widths], right, look)
+    if gap == _BAR or len(rows) > MOST_DRAWN or max(widths) > _WIDEST:
+        return _streamed(headers, rows, [min(w, _WIDEST) for w in widths], right, look, gap)
     return _drawn(headers, rows, right, look)
 
 
@@ -123,10 +134,12 @@ def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
             yield line
 
 
-def _fit(widths: Sequence[int], available: int | None, flexible: Sequence[int]) -> list[int]:
+def _fit(
+    widths: Sequence[int], available: int | None, flexible: Sequence[int], gap: str
+) -> list[int]:
     """The widths with the flexible columns narrowed, the widest of them first."""
     fitted = list(widths)
-    excess = sum(widths) + _GAP * (len(widths) - 1) - (available or 1 << 30)
+    excess = sum(widths) + len(gap) * (len(widths) - 1) - (available or 1 << 30)
     if excess <= 0:
         return fitted
     room = sum(widths[column] for column in flexible) - excess
@@ -163,9 +176,12 @@ def _streamed(
     widths: list[int],
     right: frozenset[int],
     look: Look,
+    gap: str,
 ) -> Iterator[str]:
     columns = (f"%{width}s" if n in right else f"%-{width}s" for n, width in enumerate(widths))
-    pattern = (" " * _GAP).join(columns)
+    pattern = gap.join(columns)
     yield look.bold((pattern % tuple(headers)).rstrip())
+    if gap == _BAR:
+        yield "-+-".join("-" * width for width in widths)
     for row in rows:
         yield (pattern % tuple(row)).rstrip()

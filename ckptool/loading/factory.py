@@ -1,0 +1,169 @@
+"""What names are to fit: a reference file, a model, or the user's own code that builds one.
+
+The code is imported and called because the user named it; nothing of a file ever is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import AmbiguousName, CheckpointError, NotFound, TorchMissing, UsageError
+from ckptool.loading.likes import target_like
+from ckptool.loading.load import opened
+from ckptool.loading.models import Target
+from ckptool.matching import slots_of
+from ckptool.paths import printable
+from ckptool.statedict import model_state_dict
+
+__all__ = ["built", "is_factory", "reference"]
+
+if TYPE_CHECKING:
+    import torch
+
+    Like = str | os.PathLike[str] | Checkpoint | torch.nn.Module | Mapping[str, Any]
+    """A file or `module:factory`, an open checkpoint, a model, a state dict."""
+
+_FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_HINT = "a function without arguments that returns the model: def build(): return Net(...)"
+
+
+def is_factory(text: str) -> bool:
+    """Whether a word names `module:factory`; where there is a file of that name, it is the file."""
+    return _FACTORY.fullmatch(text) is not None and not os.path.lexists(text)
+
+
+def reference(like: Like, *, key: Any = None) -> Target:
+    """What `like` wants; of a file the header alone, without torch.
+
+    `key` is the state dict that is meant, where there are several.
+
+    Raises:
+        UnreadableFile: the file cannot be opened as a checkpoint.
+        AmbiguousName, NotFound: the file has several state dicts and no `key`, or none.
+        TorchMissing: `module:factory` needs torch.
+        UsageError: the code raised, or what it gave is no model; or `like` is none of these.
+    """
+    if isinstance(like, str) and is_factory(like):
+        target = target_like(built(like), key=key)
+        return target if target.entries else replace(target, label=like)
+    if isinstance(like, (str, os.PathLike, Checkpoint)):
+        return _of_file(like, key)
+    return target_like(like, key=key)
+
+
+def _of_file(like: str | os.PathLike[str] | Checkpoint, key: Any) -> Target:
+    with opened(like) as checkpoint:
+        try:
+            section = model_state_dict(checkpoint, key)
+        except NotFound as error:
+            several = isinstance(error, AmbiguousName) and key is None
+            hint = (error.hint or "").replace("--key", "--like-key") if several else error.hint
+            raise type(error)(
+                f"the reference: {error.message}", file=error.file, hint=hint
+            ) from error
+        held = getattr(section.node, "metadata", None)
+        metadata = held if isinstance(held, dict) else None
+        return Target(checkpoint.path, slots_of(section), metadata=metadata)
+
+
+def built(text: str) -> Any:
+    """The model, or state dict, that `module:factory` names or makes.
+
+    The working directory is on the path meanwhile, and what the code prints goes to stderr. A
+    class or function is called without arguments: on the meta device first, where nothing is
+    allocated, then as it is.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        UsageError: the code raised; or what it names is no model and makes none.
+    """
+    found = _FACTORY.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{printable(text)!r} is not of the form module:factory", hint="net:Net")
+    with _at_home(), redirect_stdout(sys.stderr):
+        named = _named(text, *found.groups())
+        if _is_model(named):
+            return named
+        if not callable(named):
+            raise UsageError(
+                f"{text} is a {_class(named)}, and neither a model nor what makes one", hint=_HINT
+            )
+        made = _on_meta(named)
+        if made is None:
+            made = _run(named, f"{text} raised", _HINT)
+    if not _is_model(made):
+        raise UsageError(f"{text} returned a {_class(made)}, and no model", hint=_HINT)
+    return made
+
+
+@contextmanager
+def _at_home() -> Iterator[None]:
+    """The working directory at the front of the path, as `python -m` has it."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _named(text: str, module: str, attribute: str) -> Any:
+    node = _run(lambda: import_module(module), f"{text}: importing {module} raised", _found(module))
+    for part in attribute.split("."):
+        try:
+            node = getattr(node, part)
+        except AttributeError as error:
+            raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
+    return node
+
+
+def _found(module: str) -> str:
+    stem = module.removesuffix(".py")
+    return f"{stem}:..., without .py" if stem != module else "modules are looked for from here on"
+
+
+def _on_meta(make: Callable[[], Any]) -> Any:
+    """What is made on the meta device; None where that does not work, for whatever reason."""
+    import torch
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are copied to nowhere
+            return make()
+    except (Exception, SystemExit):
+        return None
+
+
+def _run(make: Callable[[], Any], what: str, hint: str) -> Any:
+    """The user's code, whose faults are told in a sentence."""
+    try:
+        return make()
+    except CheckpointError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise TorchMissing(
+                f"{what} ModuleNotFoundError: torch is not installed", hint="pip install torch"
+            ) from error
+        said = " ".join(str(error).split())
+        text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
+        raise UsageError(text, hint=hint) from error
+
+
+def _is_model(node: Any) -> bool:
+    """Whether it is a state dict or an `nn.Module`; whoever has one of those has imported torch."""
+    torch = sys.modules.get("torch")
+    return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))
+
+
+def _class(node: Any) -> str:
+    return type(node).__name__

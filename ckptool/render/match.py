@@ -1,0 +1,274 @@
+"""`ckptool match` as text, and what `print` shows of a report: the form of transformers' own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptool.inspection.values import shape_text
+from ckptool.matching.report import Cast, MatchReport, Renaming
+from ckptool.patterns import families, numbered
+from ckptool.render.diff_rows import folded, share
+from ckptool.render.table import apart, table
+from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import clean, count, plural, runnable, wrapped
+
+__all__ = ["match_lines", "match_text", "note_lines"]
+
+_MOST_NAMED = 3
+"""Patterns that one cell names."""
+_IN_MEMORY = "the state dict"
+_NO_CLASS = "the model"
+_PATTERN = "REGEX=>REPL"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    key: str
+    status: str
+    details: str = ""
+
+
+def match_text(report: MatchReport) -> str:
+    """The report as `print` shows it: a table, repeated layers folded."""
+    return "\n".join(match_lines(report, PLAIN))
+
+
+def match_lines(
+    report: MatchReport,
+    look: Look,
+    *,
+    fold: bool = True,
+    accepted: bool | None = None,
+    options: bool = False,
+) -> Iterator[str]:
+    """Whether it fits and how much of it, a row for each thing worth knowing, what each means.
+
+    With `fold` repeated layers are one row. `accepted` says whether the caller takes it as it is,
+    whatever it lacks. What helps is told as arguments of the library, or as `options` of the
+    command line. Where tables are all that is asked for (`look.fmt`), the table alone, no row
+    folded.
+    """
+    taken = report.fits if accepted is None else accepted
+    if look.fmt:
+        return _table(_rows(report, fold=False), look)
+    heading = _heading(report, look, taken)
+    if _is_plain(report):
+        return apart([(*heading, *_ties(report, look)), _optimizer(report, look)])
+    rows = _rows(report, fold=fold)
+    notes = note_lines(report, look, options=options)
+    return apart([heading, _table(rows, look) if rows else (), notes, _optimizer(report, look)])
+
+
+def note_lines(report: MatchReport, look: Look, *, options: bool = False) -> Iterator[str]:
+    """What each status of the report means, and what helps."""
+    statuses = dict.fromkeys(row.status for row in _rows(report, fold=True))
+    for status in statuses:
+        text = _meaning(status, report, options)
+        if text:
+            yield from wrapped(f"{status}: {text}", look.width)
+    for note in report.notes:
+        yield from wrapped(f"note: {clean(note)}", look.width)
+
+
+def _is_plain(report: MatchReport) -> bool:
+    """Whether all of it fits as it is."""
+    beside = (report.renamed, report.cast, report.ambiguous, report.left_out, report.kept)
+    return report.fits and not any((*beside, report.notes))
+
+
+def _heading(report: MatchReport, look: Look, taken: bool) -> Iterator[str]:
+    """`model.pth does not fit ResNet: 60 of its 62 tensors are met, 98.1% of the parameters`."""
+    file, model = clean(report.file) or _IN_MEMORY, clean(report.model) or _NO_CLASS
+    verdict = "fits" if taken else "does not fit"
+    allowed = " with what is allowed" if taken and not report.fits else ""
+    whole = max(report.parameters, 1)
+    part = share(report.loaded if report.parameters else whole, whole)
+    met = f"{count(report.fitting)} of its {plural(report.names, 'tensor')} are met"
+    if report.fits:
+        met = plural(report.names, "tensor")
+    text = f"{file} {verdict} {model}{allowed}: {met}, {part} of the parameters"
+    yield from (look.bold(line) for line in wrapped(text, look.width))
+
+
+def _ties(report: MatchReport, look: Look) -> Iterator[str]:
+    if report.tied:
+        rows = _tied("", report.tied, fold=True)
+        text = ", ".join(f"{row.key} {row.details}" for row in rows[:_MOST_NAMED])
+        text += f", and {count(len(rows) - _MOST_NAMED)} more" if len(rows) > _MOST_NAMED else ""
+        yield from wrapped(f"tied: {text}", look.width)
+
+
+def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
+    cells = [[row.key, row.status, row.details] for row in rows]
+    return table(["Key", "Status", "Details"], cells, look, flexible=(0, 2), ruled=True)
+
+
+def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
+    """What does not fit, then what fits by a change, then what is by the way."""
+    unclear = {name for ambiguity in report.ambiguous for name in ambiguity.names}
+    unexpected = [name for name in report.unexpected_keys if name not in unclear]
+    return [
+        *_named("MISSING", ((name, "") for name in report.missing_keys), fold),
+        *_named("UNEXPECTED", ((name, "") for name in unexpected), fold),
+        *_named(
+            "MISMATCH",
+            (
+                (one.name, f"{shape_text(one.shape)} for {shape_text(one.wanted)}")
+                for one in report.mismatched
+            ),
+            fold,
+        ),
+        *_ambiguous(report, fold),
+        *_tied("UNTIED", report.untied, fold),
+        *_cast([cast for cast in report.cast if cast.lossy], fold),
+        *(row for renaming in report.renamed for row in _renamed(renaming, fold)),
+        *_cast([cast for cast in report.cast if not cast.lossy], fold),
+        *_tied("TIED", report.tied, fold),
+        *_named("KEPT", report.kept, fold),
+        *_named("LEFT OUT", report.left_out, fold),
+    ]
+
+
+def _named(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
+    """Names with what is said of each; those of which the same is said are folded."""
+    rows = list(found)
+    return [
+        _Row(_label(one.label), status, clean(rows[one.numbers[0]][1]))
+        for one in folded(rows, fold=fold)
+    ]
+
+
+def _ambiguous(report: MatchReport, fold: bool) -> list[_Row]:
+    held = [(one.names, one.candidates) for one in report.ambiguous if one.names]
+    rows = []
+    for members in _alike([(names[0], (*names[1:], *others)) for names, others in held], fold):
+        names = [name for n in members for name in held[n][0]]
+        others = [name for n in members for name in held[n][1]]
+        could = f"could be {_patterns(others, fold)}" if others else ""
+        rows.append(_Row(_patterns(names, fold), "AMBIGUOUS", could))
+    return rows
+
+
+def _tied(status: str, groups: Sequence[tuple[str, ...]], fold: bool) -> list[_Row]:
+    rows, mark = [], "!=" if status == "UNTIED" else "="
+    for members in _alike([(group[0], group[1:]) for group in groups], fold):
+        first = _patterns((groups[n][0] for n in members), fold)
+        others = _patterns((name for n in members for name in groups[n][1:]), fold)
+        rows.append(_Row(first, status, f"{mark} {others}"))
+    return rows
+
+
+def _cast(found: Sequence[Cast], fold: bool) -> list[_Row]:
+    """Of casts that say no more than the types a row for each pair of those."""
+    if not fold:
+        return [_Row(_label(one.name), "CAST", _change(one)) for one in found]
+    kinds: dict[str, list[Cast]] = {}
+    for one in found:
+        kinds.setdefault(_change(one), []).append(one)
+    rows = []
+    for change, casts in kinds.items():
+        names = [one.name for one in casts]
+        if casts[0].loss:
+            rows += _named("CAST", ((name, change) for name in names), fold)
+        else:
+            rows.append(_Row(_first_of(names), "CAST", change))
+    return rows
+
+
+def _change(one: Cast) -> str:
+    change = f"{clean(one.before)} -> {clean(one.after)}"
+    if not one.lossy:
+        return change
+    return f"{change} (lossy: {clean(one.loss)})" if one.loss else f"{change} (lossy)"
+
+
+def _renamed(renaming: Renaming, fold: bool) -> list[_Row]:
+    text = clean(renaming.text)
+    if fold:
+        return [_Row(_first_of([own for own, _ in renaming.names]), "RENAMED", text)]
+    return [_Row(_label(own), "RENAMED", f"{_label(new)} ({text})") for own, new in renaming.names]
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Names as one pattern where they are one, else the first of those."""
+    found = families((name, None) for name in names)
+    rest = sum(len(other.names) for other in found[1:])
+    shown = "".join(_label(one.label) for one in found[:1])
+    return f"{shown} and {count(rest)} more" if rest else shown
+
+
+def _alike(found: Sequence[tuple[str, Sequence[str]]], fold: bool) -> list[tuple[int, ...]]:
+    """Which of the names are one row: those whose numbers change in step with all the others'."""
+    names = [(name, _in_step(name, others)) for name, others in found]
+    return [one.numbers for one in folded(names, fold=fold)]
+
+
+def _in_step(name: str, others: Sequence[str]) -> Hashable:
+    own = numbered(name)[1]
+    pairs = map(numbered, others)
+    return tuple(texts if place == own else (texts, place) for texts, place in pairs)
+
+
+def _patterns(names: Iterable[str], fold: bool) -> str:
+    """Names in a cell, each once: `a.{0..3}.w, b.w, and 4 more`."""
+    found = folded([(name, None) for name in dict.fromkeys(names)], fold=fold)
+    shown = [_label(one.label) for one in found[:_MOST_NAMED]]
+    rest = sum(len(one.names) for one in found[_MOST_NAMED:])
+    return ", ".join([*shown, f"and {count(rest)} more"] if rest else shown)
+
+
+def _label(name: str) -> str:
+    return clean(name) or "''"
+
+
+def _meaning(status: str, report: MatchReport, options: bool) -> str:
+    if status == "AMBIGUOUS":
+        return f"several would do, and none is guessed; {_deciding(report, options)} decides it"
+    if status == "CAST" and not any(cast.lossy for cast in report.cast):
+        return "becomes the model's type as it is loaded"
+    template = _MEANINGS.get(status, "")
+    return template.format(*(_argument(word, options) for word in _ALLOWED.get(status, ())))
+
+
+def _deciding(report: MatchReport, options: bool) -> str:
+    rules = (rule for one in report.ambiguous for rule in one.rules)
+    rule = next(rules, _PATTERN)
+    return f"--map {runnable(shlex.quote(rule))}" if options else f"rules=[{clean(repr(rule))}]"
+
+
+def _argument(word: str, options: bool) -> str:
+    return f"--allow-{word}" if options else f"allow_{word.replace('-', '_')}=True"
+
+
+_ALLOWED = {
+    "MISSING": ("missing",),
+    "UNEXPECTED": ("unexpected",),
+    "MISMATCH": ("mismatched",),
+    "CAST": ("lossy-cast",),
+}
+_MEANINGS = {
+    "MISSING": "the model has it and the file has not; {} leaves it as the model has it",
+    "UNEXPECTED": "the file has it and the model has not; {} passes it over",
+    "MISMATCH": "of another shape in the file than in the model; {} leaves it as the model has it",
+    "UNTIED": "one tensor in the model, and not the same in the file: it is of a model without "
+    "that tie",
+    "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that",
+    "RENAMED": "fits under the model's name, by the rule that is told",
+    "TIED": "one tensor under several names, which is loaded once",
+}
+
+
+def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
+    found = report.optimizer
+    if found is None:
+        return
+    state = f"{count(found.matched)} of {plural(found.parameters, 'parameter')}"
+    yield from wrapped(f"optimizer: the state of {state}, by {clean(found.by)}", look.width)
+    for problem in found.problems:
+        yield from wrapped(f"optimizer: {clean(problem)}", look.width)
+    for row in _cast(found.cast, fold=True):
+        yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
+    for note in found.notes:
+        yield from wrapped(f"note: {clean(note)}", look.width)
