@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from fnmatch import translate
+from functools import lru_cache
+from itertools import chain, islice
+from typing import Any
 
 from ckptool.errors import MatchError
-from ckptool.matching.report import MatchReport
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.paths import counted, listed, printable
+from ckptool.patterns import families
 
 __all__ = ["Allowance", "Allowed", "Problem"]
+
+_MOST_FOLDED = 2000
+"""Names that are folded for a message; it shows a few."""
+_MOST_NAMED = 3
+"""Names that an argument lists."""
+_MOST_REMEDIES = 4
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -44,11 +57,203 @@ class Allowance:
 
     def problems(self, report: MatchReport) -> tuple[Problem, ...]:
         """Every reason to refuse, the most telling first; none: it is accepted."""
-        raise NotImplementedError
+        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
+        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
+        refused = {*missing, *unexpected}
+        unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
+        mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
+        lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
+        found = chain(
+            self._nothing(report),
+            _ambiguous(unclear),
+            _mismatched(mismatched),
+            _missing(missing),
+            _unexpected(unexpected),
+            _untied(report),
+            _lossy(lossy),
+            self._coverage(report),
+            _optimizer(report),
+        )
+        return tuple(found)
+
+    def _nothing(self, report: MatchReport) -> Iterator[Problem]:
+        if self.min_coverage != 0 and _fits_nowhere(report):
+            text = (
+                f"nothing of it is in the model: it has {_folded(report.unexpected_keys, 2)}; "
+                f"the model has {_folded(report.missing_keys, 2)}"
+            )
+            remedy = "key=NAME takes another state dict of the file, rules=['REGEX=>REPL'] renames"
+            yield Problem("coverage", text, remedy)
+
+    def _coverage(self, report: MatchReport) -> Iterator[Problem]:
+        least = self.min_coverage
+        if least is not None and report.coverage < least and not _fits_nowhere(report):
+            share = _percent(report.coverage)
+            text = f"{share} of the model's parameters are loaded; min_coverage asks for"
+            yield Problem("coverage", f"{text} {least:.4%}".replace("%", " %"), "")
 
     def refusal(self, report: MatchReport) -> MatchError | None:
         """The error to raise; None: it is accepted.
 
         Its text is the three most useful lines, its hint the argument or command that helps most.
         """
-        raise NotImplementedError
+        problems = self.problems(report)
+        if not problems:
+            return None
+        lines = [_heading(report), *(problem.text for problem in problems[:2])]
+        return MatchError(
+            "\n".join(lines), file=report.file or None, hint=_hint(problems), report=report
+        )
+
+
+def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False) -> list[str]:
+    """The names that are not allowed."""
+    takes = _taker(otherwise if allowed is None else allowed)
+    return [name for name in names if not takes(name)]
+
+
+def _counts(one: Mismatch | Cast, allowed: Allowed) -> bool:
+    """Whether a tensor is not allowed by either of its names."""
+    takes = _taker(allowed or False)
+    return not (takes(one.name) or takes(one.own))
+
+
+def _taker(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
+    if isinstance(allowed, bool):
+        return lambda name: allowed
+    globs = (allowed,) if isinstance(allowed, str) else tuple(allowed)
+    return _matching(globs)
+
+
+@lru_cache(maxsize=16)
+def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    return re.compile("|".join(map(translate, globs)) or "(?!)").match
+
+
+def _fits_nowhere(report: MatchReport) -> bool:
+    if report.names:
+        return not report.fitting
+    return report.parameters > 0 and not report.loaded
+
+
+def _ambiguous(unclear: Sequence[Ambiguity]) -> Iterator[Problem]:
+    if not unclear:
+        return
+    first, others = unclear[0], len(unclear) - 1
+    more = f", and {counted(others, 'other question')}" if others else ""
+    text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
+    rules = [rule for one in unclear for rule in one.rules[:1]]
+    remedy = f"rules=[{', '.join(map(_raw, rules[:3]))}]" if rules else "rules=['REGEX=>REPL']"
+    yield Problem("ambiguous", text, remedy)
+
+
+def _mismatched(mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
+    if mismatched:
+        shown = _labels((one.name, (one.shape, one.wanted)) for one in mismatched)
+        texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
+        text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
+        yield Problem("mismatched", text, _argument("allow_mismatched", mismatched))
+
+
+def _missing(missing: Sequence[str]) -> Iterator[Problem]:
+    if missing:
+        text = f"{_are(missing)} missing in it: {_folded(missing)}"
+        yield Problem("missing", text, _argument("allow_missing", missing))
+
+
+def _unexpected(unexpected: Sequence[str]) -> Iterator[Problem]:
+    if unexpected:
+        text = f"{_are(unexpected)} not in the model: {_folded(unexpected)}"
+        yield Problem("unexpected", text, _argument("allow_unexpected", unexpected))
+
+
+def _untied(report: MatchReport) -> Iterator[Problem]:
+    for names in report.untied:
+        text = f"{_folded(names)} are one tensor in the model, and differ in the file"
+        rule = _raw(f"^{re.escape(names[-1])}$=>unused")
+        yield Problem("untied", text, f"rules=[{rule}], allow_unexpected='unused'")
+
+
+def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
+    if lossy:
+        shown = _labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
+        texts = [
+            f"{name} {before} -> {after}{f' ({loss})' if loss else ''}"
+            for name, (before, after, loss) in shown
+        ]
+        text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
+        yield Problem("lossy-cast", text, _argument("allow_lossy_cast", lossy))
+
+
+def _optimizer(report: MatchReport) -> Iterator[Problem]:
+    for text in report.optimizer.problems if report.optimizer is not None else ():
+        yield Problem("optimizer", text)
+
+
+def _are(many: Sized) -> str:
+    return "1 tensor is" if len(many) == 1 else f"{len(many):,} tensors are"
+
+
+def _folded(names: Sequence[str], most: int = 4) -> str:
+    return listed((label for label, _ in _labels((name, None) for name in names)), most)
+
+
+def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Names of repeated layers as one, with what they have in common; many are not looked at."""
+    some = list(islice(rows, _MOST_FOLDED))
+    return [(one.label, some[one.numbers[0]][1]) for one in families(some)]
+
+
+def _argument(name: str, some: Sequence[str | Mismatch | Cast]) -> str:
+    """The argument that allows just these: by names, by what they begin with, or any."""
+    names = [one if isinstance(one, str) else one.name for one in some]
+    if len(names) <= _MOST_NAMED and not any(set("*?[") & set(one) for one in names):
+        return f"{name}={[printable(one) for one in names]!r}"
+    front = _common_front(min(names), max(names))
+    return f"{name}={front + '*'!r}" if front and not set("*?[") & set(front) else f"{name}=True"
+
+
+def _common_front(first: str, last: str) -> str:
+    """The components, each with its dot, with which both names begin."""
+    end = 0
+    while (dot := first.find(".", end) + 1) and first[:dot] == last[:dot]:
+        end = dot
+    return first[:end]
+
+
+def _raw(text: str) -> str:
+    """A text as Python has it, backslashes as they are where that can be."""
+    plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
+    return f"r'{text}'" if plain else repr(text)
+
+
+def _heading(report: MatchReport) -> str:
+    file = report.file if report.file.isprintable() else printable(report.file)
+    said = f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
+    if not report.names:
+        return said
+    if report.fitting == report.names:
+        return f"{said}: all of its {report.names:,} tensors are met"
+    part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
+    verb = "fits" if report.fitting == 1 else "fit"
+    return f"{said}: {part} {verb} ({_percent(report.coverage)} of the parameters)"
+
+
+def _percent(share: float) -> str:
+    """With one digit, and 100 only where nothing lacks."""
+    return f"{share if share == 1 else min(share, 0.999):.1%}".replace("%", " %")
+
+
+def _hint(problems: Sequence[Problem]) -> str | None:
+    """What helps: a rule that decides it, else all that would have to be allowed."""
+    kinds = {problem.kind: problem for problem in problems}
+    telling = kinds.get("ambiguous") or kinds.get("coverage")
+    if telling is not None and telling.remedy:
+        return telling.remedy
+    remedies = [problem.remedy for problem in problems if problem.remedy]
+    if len(remedies) > _MOST_REMEDIES:
+        return None
+    allowed = ", ".join(remedies)
+    if {"missing", "unexpected"} <= kinds.keys():
+        return f"rules=['REGEX=>REPL'] where only names differ; {allowed} otherwise"
+    return allowed or None

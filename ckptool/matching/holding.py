@@ -21,8 +21,8 @@ _FLOATS = {
 _WITHOUT_ZERO = "float8_e8m0fnu"
 _INTEGERS = {
     "bool": (0, 1),
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
 }
 """The smallest and the largest number."""
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}

@@ -284,7 +284,7 @@ class _Matching:
         fronts = [f"{front}{name}" for front in self.way.rivals for name in names]
         return Ambiguity(tuple(n for n in fronts if n in self.mine), names, rules)
 
-    def counts(self, kept: Mapping[str, str]) -> dict[str, int]:
+    def counts(self, kept: Mapping[str, str]) -> dict[str, Any]:
         """How much of the model is loaded: of its parameters, where it is known which these are."""
         every = {name: slot for name, slot in self.want.items() if name not in kept}
         tensors = {name: slot for name, slot in every.items() if slot.kind != "extra"}
