@@ -68,12 +68,9 @@ class Installation:
                 f"{_called(self._assigned)} on the meta device, where nothing can be copied to",
                 hint="assign=None or assign=True",
             )
-        self._fills = self._filled(frozenset(self._assigned))
-
-    @property
-    def assigned(self) -> frozenset[int]:
+        self.assigned = frozenset(id(entries[name]) for name in self._assigned)
         """The `id`s of the tensors that others take the place of."""
-        return frozenset(id(self._target.entries[name]) for name in self._assigned)
+        self._fills = self._filled(frozenset(self._assigned))
 
     def run(self, *, verify: bool | None, between: Callable[[], Undo] | None = None) -> None:
         """Do it all; whatever is raised, the model is as it was, and what `between` did undone.
@@ -132,6 +129,12 @@ class Installation:
             verify = sum(ref.nbytes for ref in refs.values()) <= _CHECKED
         if verify:
             check_bytes(refs.items())
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Refuse a file that something writes to meanwhile."""
+        for source in self._state.tree.sources:
+            source.check_unchanged()
 
     def _given(self) -> OrderedDict[str, Any]:
         """The state dict for torch. What is not its to fill is there itself: a copy onto itself."""
@@ -221,12 +224,12 @@ class Installation:
         """Fill the tensors that are left; from here on nobody interrupts."""
         try:
             fill(self._fills)
-        except OSError as error:
+            self._check_unchanged()
+        except (UnreadableFile, OSError) as error:
             if sum(one.tensor.nbytes for one in self._fills) <= _KEPT:
                 raise
             raise UnreadableFile(
-                "could not be read to its end, though it could be opened: the model is filled in "
-                f"part ({error})",
+                f"could not be read to its end, and the model is filled in part: {error}",
                 file=self._state.file or None,
                 hint="load a file that is whole before the model is used",
             ) from error

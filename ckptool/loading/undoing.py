@@ -43,10 +43,12 @@ class Snapshot:
         """Put everything back, the same objects as before. What is not copied is left alone."""
         for attributes in self._modules:
             attributes.restore()
+        for module, state in self._extra:
+            # Its attributes are what they were; what they hold may have been changed in place.
+            if not _equal(module.get_extra_state(), state):
+                module.set_extra_state(state)
         for held in self._tensors:
             held.restore()
-        for module, state in self._extra:
-            module.set_extra_state(state)
 
 
 class _Attributes:
@@ -142,6 +144,24 @@ def _extra_state(module: torch.nn.Module) -> Any:
         return copy.deepcopy(state)
     except Exception:  # whatever an object's own copying raises
         return state
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two extra states are the same, as far as that can be told."""
+    import torch
+
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # whatever an object's own comparing raises
+        return False
 
 
 @contextmanager
