@@ -1,0 +1,52 @@
+"""What to save in the place of an object that is no plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Iterable, Mapping
+from datetime import date
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+__all__ = ["remedy"]
+
+
+def remedy(node: Any, name: str) -> str:
+    """The expression that makes plain data of an object called `name`, as a piece of advice."""
+    return f"save {_expression(node, name)} in its place"
+
+
+def _expression(node: Any, name: str) -> str:
+    if isinstance(node, (type, FunctionType, BuiltinFunctionType, MethodType)):
+        return f"{name}.__qualname__"
+    if type(node) is int:  # one of more bits than torch reads
+        return f"str({name})"
+    for kind, expression in _BY_CLASS:
+        if isinstance(node, kind):
+            return expression.format(name)
+    if dataclasses.is_dataclass(node):
+        return f"dataclasses.asdict({name})"
+    for method in ("_asdict", "to_dict", "get_state", "tolist"):
+        if callable(getattr(type(node), method, None)):
+            return f"{name}.{method}()"
+    if isinstance(node, Mapping):
+        return f"dict({name})"
+    if isinstance(node, Iterable):
+        return f"list({name})"
+    return f"vars({name})" if hasattr(node, "__dict__") else f"repr({name})"
+
+
+_BY_CLASS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "{}.value"),
+    (os.PathLike, "str({})"),
+    (date, "{}.isoformat()"),
+    ((bytearray, memoryview), "bytes({})"),
+    (frozenset, "set({})"),
+    (str, "str({})"),
+    (bytes, "bytes({})"),
+    (int, "int({})"),
+    (float, "float({})"),
+    (complex, "complex({})"),
+)

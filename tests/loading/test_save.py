@@ -1,0 +1,407 @@
+"""`save`: what it writes is what a bare `torch.load` and every plain `load_state_dict` take."""
+
+import os
+from collections import Counter, OrderedDict
+
+import numpy
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import CheckpointWarning, NotRepresentable, TargetExists, UsageError
+from ckptool.loading.save import save
+from ckptool.writing import Receipt
+from tests.files.faults import crashes, needs_fork
+from tests.tensors.judge import assert_same
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+
+
+def trained(model, kind=torch.optim.Adam, steps=2, **options):
+    optimizer = kind(model.parameters(), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 1, 4, 4)).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def loaded(path, **options):
+    return torch.load(path, weights_only=True, **options)
+
+
+def compiled_inside(model):
+    model[3] = torch.compile(model[3])
+    return model
+
+
+def parallel_inside(model):
+    model[0] = torch.nn.DataParallel(model[0])
+    return model
+
+
+WRAPPINGS = {
+    "plain": lambda model: model,
+    "parallel": torch.nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled parallel": lambda model: torch.compile(torch.nn.DataParallel(model)),
+    "parallel compiled": lambda model: torch.nn.DataParallel(torch.compile(model)),
+    "compiled inside": compiled_inside,
+    "parallel inside": parallel_inside,
+    "parallel in parallel": lambda model: torch.nn.DataParallel(torch.nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_model_in_any_wrapping_is_saved_as_the_plain_one(tmp_path, wrapping, mmap):
+    plain = net()
+    save(tmp_path / "f.pth", model=WRAPPINGS[wrapping](net()))
+    state = loaded(tmp_path / "f.pth", mmap=mmap)["state_dict"]
+    assert_same(state, loaded_again(tmp_path, plain.state_dict()))
+    fresh = net(1)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh[3].weight, plain[3].weight)
+
+
+def loaded_again(tmp_path, tree):
+    torch.save(tree, tmp_path / "again.pth")
+    return loaded(tmp_path / "again.pth")
+
+
+def test_a_run_goes_on_from_what_was_saved(tmp_path):
+    model = net()
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    save(
+        tmp_path / "f.pth", model=model, optimizer=optimizer, epoch=3, step=70,
+        scheduler=scheduler, scaler=scaler, rng=torch.get_rng_state(), config={"lr": 0.1},
+    )  # fmt: skip
+    tree = loaded(tmp_path / "f.pth")
+    assert list(tree) == [
+        "state_dict", "optimizer", "epoch", "step", "scheduler", "scaler", "rng", "config",
+    ]  # fmt: skip
+    assert (tree["epoch"], tree["step"], tree["config"]) == (3, 70, {"lr": 0.1})
+    assert tree["scheduler"] == scheduler.state_dict()
+    assert tree["scaler"] == scaler.state_dict()
+    torch.set_rng_state(tree["rng"])
+    fresh = net(1)
+    fresh.load_state_dict(tree["state_dict"])
+    other = torch.optim.Adam(fresh.parameters())
+    other.load_state_dict(tree["optimizer"])
+    state = other.state_dict()
+    assert [group.pop("param_names") for group in state["param_groups"]] == [
+        [name for name, _ in model.named_parameters()]
+    ]
+    assert_same(loaded_again(tmp_path, state), loaded_again(tmp_path, optimizer.state_dict()))
+
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"capturable": False, "lr": torch.tensor(0.01)},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "Adadelta": {},
+    "Adagrad": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "Adafactor": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_takes_its_state_back(tmp_path, name):
+    kind, model = getattr(torch.optim, name), net()
+    optimizer = trained(model, kind, **OPTIMIZERS[name])
+    save(tmp_path / "f.pth", model=model, optimizer=optimizer)
+    state = loaded(tmp_path / "f.pth")["optimizer"]
+    fresh = kind(net(1).parameters(), **OPTIMIZERS[name])
+    fresh.load_state_dict(state)
+    for group in state["param_groups"]:
+        del group["param_names"]
+    assert_same(state, loaded_again(tmp_path, optimizer.state_dict()))
+
+
+def test_an_optimizer_with_one_flat_state_too(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(torch.ones(2, 3)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    save(tmp_path / "f.pth", model=model, optimizer=optimizer)
+    state = loaded(tmp_path / "f.pth")["optimizer"]
+    assert state["param_groups"][0].pop("param_names") == ["weight", "bias"]
+    assert_same(state, loaded_again(tmp_path, optimizer.state_dict()))
+
+
+SCHEDULERS = {
+    "StepLR": {"step_size": 1},
+    "MultiStepLR": {"milestones": [1, 1, 3]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 3},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "PolynomialLR": {},
+    "LambdaLR": {"lr_lambda": lambda epoch: 0.5**epoch},
+    "MultiplicativeLR": {"lr_lambda": lambda epoch: 0.5},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
+    "ReduceLROnPlateau": {},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_is_plain_data(tmp_path, name):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS[name])
+    optimizer.step()
+    scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
+    save(tmp_path / "f.pth", scheduler=scheduler)
+    assert loaded(tmp_path / "f.pth")["scheduler"] == scheduler.state_dict()
+
+
+def test_plain_values_come_back_as_they_were(tmp_path):
+    config = {
+        "none": None, "flags": [True, False], "number": 2**70, "real": -0.0, "complex": 1 - 2j,
+        "text": "ünïcode\n", "raw": b"\0\xff", "pair": (1, (2,)), "empty": [(), {}, [], set()],
+        "set": {3, 1, 2}, "mixed": {1, "a", None}, "count": Counter("abca"),
+        "order": OrderedDict(b=1, a=2), "size": torch.Size([2, 3]),
+        "device": torch.device("cuda:7"), "dtype": torch.bfloat16,
+        0: "zero", (1, 2): "a pair", 0.5: "half", None: "none",
+    }  # fmt: skip
+    save(tmp_path / "f.pth", config=config)
+    found = loaded(tmp_path / "f.pth")["config"]
+    assert found == config
+    assert {name: type(value) for name, value in found.items()} == {
+        name: type(value) for name, value in config.items()
+    }
+
+
+def test_numpy_scalars_become_numbers(tmp_path):
+    kinds = [numpy.float64(0.5), numpy.float32(0.5), numpy.int64(3), numpy.uint8(3)]
+    kinds += [numpy.bool_(True), numpy.str_("text"), numpy.complex128(1j), numpy.bytes_(b"raw")]
+    save(tmp_path / "f.pth", values=kinds, keyed={numpy.int64(5): 1})
+    tree = loaded(tmp_path / "f.pth")
+    assert tree["values"] == [0.5, 0.5, 3, 3, True, "text", 1j, b"raw"]
+    assert [type(value) for value in tree["values"]] == [
+        float, float, int, int, bool, str, complex, bytes,
+    ]  # fmt: skip
+    assert tree["keyed"] == {5: 1}
+
+
+def test_what_is_one_object_stays_one(tmp_path):
+    shared = [1]
+    shared.append(shared)
+    save(tmp_path / "f.pth", a={"list": shared}, b=shared)
+    tree = loaded(tmp_path / "f.pth")
+    assert tree["a"]["list"] is tree["b"]
+    assert tree["b"][1] is tree["b"]
+
+
+def test_equal_content_makes_equal_files(tmp_path):
+    for name in ("a.pth", "b.pth"):
+        save(tmp_path / name, model=net(), words={"one", "two", "three"})
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+
+
+def test_ties_and_views_are_kept_and_a_small_view_is_cut_out(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    large = torch.arange(1_000_000.0)
+    views = {"row": large[10:20], "inside": large[12:14], "column": large[::100_000]}
+    receipt = save(tmp_path / "f.pth", model=model, views=views)
+    assert receipt.size < 20_000
+    tree = loaded(tmp_path / "f.pth")
+    weights = [tree["state_dict"][f"{at}.weight"] for at in (0, 1)]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+    for name, view in views.items():
+        assert torch.equal(tree["views"][name], view)
+    assert tree["views"]["inside"].data_ptr() == tree["views"]["row"].data_ptr() + 8
+
+
+def test_average_and_model_are_saved_side_by_side_and_each_takes_its_own_back(tmp_path):
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.DataParallel(model))
+    average.update_parameters(model)
+    save(tmp_path / "f.pth", model=model, ema=average)
+    tree = loaded(tmp_path / "f.pth")
+    again = torch.optim.swa_utils.AveragedModel(net(1))
+    again.load_state_dict(tree["ema"])
+    assert again.n_averaged == 1
+    net(1).load_state_dict(tree["state_dict"])
+
+
+def test_an_average_as_the_model_keeps_its_counter_beside_the_models_own_names(tmp_path):
+    model = net()
+    save(tmp_path / "f.pth", model=torch.optim.swa_utils.AveragedModel(model))
+    state = loaded(tmp_path / "f.pth")["state_dict"]
+    assert sorted(state) == sorted(["n_averaged", *model.state_dict()])
+    assert list(state._metadata) == list(model.state_dict()._metadata)
+
+
+def test_modules_and_optimizers_at_any_depth_become_their_state_dicts(tmp_path):
+    one, other = net(), net(1)
+    optimizers = [trained(one), trained(other)]
+    parts = {"generators": [torch.nn.DataParallel(one)]}
+    save(tmp_path / "f.pth", parts=parts, critic=other, optimizers=optimizers)
+    tree = loaded(tmp_path / "f.pth")
+    assert_same(tree["parts"]["generators"][0], loaded_again(tmp_path, one.state_dict()))
+    names = [name for name, _ in other.named_parameters()]
+    assert tree["optimizers"][1]["param_groups"][0]["param_names"] == names
+
+
+def test_a_layer_that_is_called_module_keeps_its_name(tmp_path):
+    class Holder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    save(tmp_path / "f.pth", model=Holder())
+    assert list(loaded(tmp_path / "f.pth")["state_dict"]) == ["module.weight", "module.bias"]
+
+
+def test_a_state_dict_is_taken_for_a_model_too(tmp_path):
+    state = torch.nn.DataParallel(net()).state_dict()
+    save(tmp_path / "f.pth", model=state)
+    assert_same(
+        loaded(tmp_path / "f.pth")["state_dict"], loaded_again(tmp_path, net().state_dict())
+    )
+    assert next(iter(state)).startswith("module.")
+
+
+def test_an_optimizer_alone_keeps_the_names_that_it_was_made_with(tmp_path):
+    model = torch.nn.DataParallel(net())
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    save(tmp_path / "f.pth", optimizer=optimizer)
+    group = loaded(tmp_path / "f.pth")["optimizer"]["param_groups"][0]
+    assert group["param_names"] == [name for name, _ in net().named_parameters()]
+
+
+def test_parameters_that_are_none_of_the_models_leave_an_optimizer_without_names(tmp_path):
+    model, loss = net(), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with pytest.warns(CheckpointWarning, match="2 of 8 parameters are none of the model's"):
+        save(tmp_path / "f.pth", model=model, optimizer=optimizer)
+    tree = loaded(tmp_path / "f.pth")
+    assert "param_names" not in tree["optimizer"]["param_groups"][0]
+    optimizer.load_state_dict(tree["optimizer"])
+
+
+def test_the_live_objects_are_not_touched(tmp_path):
+    model = torch.nn.DataParallel(net())
+    optimizer = trained(model.module)
+    before = loaded_again(tmp_path, {"m": model.state_dict(), "o": optimizer.state_dict()})
+    save(tmp_path / "f.pth", model=model, optimizer=optimizer)
+    after = loaded_again(tmp_path, {"m": model.state_dict(), "o": optimizer.state_dict()})
+    assert_same(after, before)
+    assert "param_names" not in optimizer.param_groups[0]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_receipt_says_what_was_written(tmp_path):
+    receipt = save(tmp_path / "a" / "b" / "f.pth", model=net())
+    assert isinstance(receipt, Receipt)
+    assert receipt.path == str(tmp_path / "a" / "b" / "f.pth")
+    assert receipt.size == os.path.getsize(receipt.path)
+    assert (receipt.format, receipt.tensors, receipt.blockers) == ("torch-zip", 9, ())
+
+
+def test_the_library_reads_what_it_wrote(tmp_path):
+    model = net()
+    save(tmp_path / "f.pth", model=model, optimizer=trained(model), epoch=1)
+    with ckptool.open(tmp_path / "f.pth") as checkpoint:
+        assert [section.kind for section in checkpoint.sections] == [
+            "state_dict", "optimizer", "values",
+        ]  # fmt: skip
+        assert list(checkpoint.devices) == ["cpu"]
+    assert ckptool.verify(tmp_path / "f.pth").ok
+    model.load_state_dict(ckptool.load_state_dict(tmp_path / "f.pth"))
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    save(tmp_path / "real.pth", epoch=1)
+    (tmp_path / "last.pth").symlink_to("real.pth")
+    os.chmod(tmp_path / "real.pth", 0o640)
+    save(tmp_path / "last.pth", epoch=2)
+    assert (tmp_path / "last.pth").is_symlink()
+    assert loaded(tmp_path / "real.pth") == {"epoch": 2}
+    assert (tmp_path / "real.pth").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_model_that_lies_in_a_mapped_file_can_be_saved_over_that_file(tmp_path):
+    file = tmp_path / "f.pth"
+    save(file, model=net())
+    model = net(1)
+    model.load_state_dict(loaded(file, mmap=True)["state_dict"], assign=True)
+    save(file, model=model, epoch=2)
+    assert_same(loaded(file)["state_dict"], loaded_again(tmp_path, net().state_dict()))
+
+
+def test_a_file_that_is_there_can_be_kept(tmp_path):
+    save(tmp_path / "f.pth", epoch=1)
+    with pytest.raises(TargetExists, match="exists already") as caught:
+        save(tmp_path / "f.pth", epoch=2, overwrite=False)
+    assert caught.value.hint == "overwrite=True replaces it"
+    with pytest.raises(TargetExists, match="is a folder"):
+        save(tmp_path, epoch=2)
+    assert loaded(tmp_path / "f.pth") == {"epoch": 1}
+
+
+@needs_fork
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new(tmp_path):
+    file = tmp_path / "folder" / "f.pth"
+
+    def write():
+        save(file, epoch=2, weights=torch.ones(1000))
+
+    seen = set()
+    for _ in crashes(write, lambda: save(file, epoch=1)):
+        seen.add(loaded(file)["epoch"])
+        save(file, epoch=3)
+        assert os.listdir(file.parent) == ["f.pth"]
+    assert seen == {1, 2}
+
+
+def test_a_safetensors_name_makes_a_safetensors_file_of_a_model_alone(tmp_path):
+    model = net()
+    receipt = save(tmp_path / "f.safetensors", model=torch.nn.DataParallel(model))
+    assert receipt.format == "safetensors"
+    assert_same(
+        ckptool.load_state_dict(tmp_path / "f.safetensors"),
+        loaded_again(tmp_path, model.state_dict()),
+    )
+    with pytest.raises(NotRepresentable, match="epoch") as caught:
+        save(tmp_path / "g.safetensors", model=model, epoch=1)
+    assert caught.value.hint == "save the model alone, or a .pth file"
+    assert not (tmp_path / "g.safetensors").exists()
+
+
+def test_calls_that_make_no_sense_are_refused(tmp_path):
+    file, model = tmp_path / "f.pth", net()
+    with pytest.raises(UsageError, match="there is nothing to save"):
+        save(file)
+    with pytest.raises(UsageError, match="a value is called 'state_dict'"):
+        save(file, model=model, state_dict={})
+    with pytest.raises(UsageError, match="model= takes a module or its state dict, not a list"):
+        save(file, model=[model])
+    with pytest.raises(UsageError, match="optimizer= takes an optimizer, not a int"):
+        save(file, optimizer=1)
+    with pytest.raises(UsageError, match="a path is wanted, not a int"):
+        save(3, model=model)
+    assert not file.exists()

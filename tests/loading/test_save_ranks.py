@@ -1,0 +1,118 @@
+"""`save` in a distributed run: two processes, of which one writes and both know how it went."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.loading.two_ranks import net, plain
+from tests.sources import PROJECT
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available() or os.name == "nt", reason="needs gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder in which two processes went through all scenes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.loading.two_ranks", folder, str(rank)],
+            cwd=PROJECT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=300)
+        assert rank.returncode == 0, errors
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(run):
+    """What each rank was told, scene by scene."""
+    return [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_the_first_rank_writes_its_values_and_all_get_the_receipt(run, told):
+    receipt = told[0]["replicated"]
+    assert receipt == told[1]["replicated"]
+    assert receipt["size"] == (run / "replicated.pth").stat().st_size
+    assert torch.load(run / "replicated.pth", weights_only=True)["rank"] == 0
+
+
+SAVED = {
+    "replicated": "by_itself",
+    "zero": "by_itself",
+    "fully_sharded": "by_itself",
+    "fsdp_True": "by_itself_untied",
+    "fsdp_False": "by_itself_untied",
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_spread_model_is_saved_as_one_process_would(run, told, name):
+    tree = torch.load(run / f"{name}.pth", weights_only=True)
+    alone = torch.load(run / f"{SAVED[name]}.pth", weights_only=True)
+    state = tree["state_dict"]
+    assert list(state) == list(alone["state_dict"])
+    for key, tensor in alone["state_dict"].items():
+        assert torch.allclose(state[key], tensor, atol=1e-6)
+    if SAVED[name] == "by_itself":
+        assert state["0.weight"].data_ptr() == state["3.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_its_optimizer_too_in_the_form_that_a_plain_one_takes(run, told, name):
+    tree = torch.load(run / f"{name}.pth", weights_only=True)
+    alone = torch.load(run / f"{SAVED[name]}.pth", weights_only=True)
+    model = net(1) if SAVED[name] == "by_itself" else plain(1)
+    model.load_state_dict(tree["state_dict"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(tree["optimizer"])
+    found = optimizer.state_dict()
+    assert found["param_groups"][0]["param_names"] == [key for key, _ in model.named_parameters()]
+    assert list(found["state"]) == list(alone["optimizer"]["state"])
+    for number, state in alone["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.allclose(found["state"][number][key], value, atol=1e-6)
+
+
+def test_a_module_among_the_values_is_whole_as_well(run, told):
+    tree = torch.load(run / "fully_sharded.pth", weights_only=True)
+    assert list(tree["critic"]) == list(tree["state_dict"])
+    assert all(map(torch.equal, tree["critic"].values(), tree["state_dict"].values()))
+
+
+REFUSALS = {
+    "no_plain_data": ("NotRepresentable", "config.args: argparse.Namespace is no plain data"),
+    "no_room": ("TargetExists", "is a folder"),
+    "the_writer_fails": ("NotRepresentable", "ema.bad: argparse.Namespace is no plain data"),
+}
+
+
+@pytest.mark.parametrize("scene", REFUSALS)
+def test_a_refusal_is_raised_in_all_ranks(run, told, scene):
+    kind, text = REFUSALS[scene]
+    for rank in told:
+        assert rank[scene]["error"] == kind
+        assert text in rank[scene]["text"]
+
+
+def test_a_rank_that_fails_stops_the_others(run, told):
+    assert told[0]["one_fails"] == {
+        "error": "WriteError", "text": "rank 1 failed: RuntimeError: not today",
+    }  # fmt: skip
+    assert told[1]["one_fails"] == {"error": "RuntimeError", "text": "not today"}
+    assert not (run / "never.pth").exists()
+
+
+def test_the_run_goes_on_after_failures(run, told):
+    assert torch.load(run / "afterwards.pth", weights_only=True) == {"rank": 0}
