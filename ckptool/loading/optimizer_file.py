@@ -1,0 +1,226 @@
+"""The state of an optimizer as a file has it: groups, parameters, and the names kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.inspection.doctor.optimizers import Shape, groups_of, model_of, shape_of
+from ckptool.model import Path, TensorRef
+from ckptool.paths import listed, name_of, printable, resolve
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+
+__all__ = ["Kept", "Names", "Saved", "Unchosen", "is_flat", "place_of", "saved_optimizer"]
+
+Names = tuple[str, ...]
+"""A name for each parameter of a file's optimizer, in the order of its groups."""
+
+_FLAT = ("prev_flat_grad", "old_dirs")
+"""Keys of LBFGS, which keeps of its first parameter what is of all of them, in their order."""
+
+
+class Unchosen(Exception):
+    """Why no optimizer of the file is the one to load, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """One parameter of the file's optimizer, and what is kept of it."""
+
+    group: int
+    key: Any
+    """Its number or name: in the group's `params`, and in `state`."""
+    state: Any
+    """None where nothing is kept of it."""
+
+    @property
+    def shape(self) -> Shape | None:
+        """The parameter's shape, where what is kept says so for certain."""
+        return None if is_flat(self.state) else shape_of(self.state)
+
+    @property
+    def likely_shape(self) -> Shape | None:
+        """The same, or what all of its tensors have that are more than a number."""
+        certain = self.shape
+        if certain is not None or is_flat(self.state) or not isinstance(self.state, dict):
+            return certain
+        tensors = [value for value in self.state.values() if isinstance(value, TensorRef)]
+        shapes = {tensor.shape for tensor in tensors if tensor.shape}
+        return shapes.pop() if len(shapes) == 1 else None
+
+
+def is_flat(state: Any) -> bool:
+    """Whether it is of all parameters as one, in their order."""
+    return isinstance(state, dict) and any(key in state for key in _FLAT)
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What `Optimizer.state_dict()` was."""
+
+    section: Section
+
+    @cached_property
+    def options(self) -> list[dict[Any, Any]]:
+        """The groups themselves: learning rates and the like."""
+        found: list[dict[Any, Any]] = self.section.node["param_groups"]
+        return found
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Kept, ...], ...]:
+        """The parameters of each group."""
+        state = self.section.node["state"]
+        if not any(key in state for keys in groups_of(self.section) for key in keys):
+            state = {_number(key): held for key, held in state.items()}
+        return tuple(
+            tuple(Kept(number, key, _something(state.get(key))) for key in keys)
+            for number, keys in enumerate(groups_of(self.section))
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[Kept, ...]:
+        """Those of all groups."""
+        return tuple(chain.from_iterable(self.groups))
+
+    @cached_property
+    def leftover(self) -> dict[Any, Any]:
+        """State that is of none of the parameters."""
+        known = {one.key for one in self.parameters}
+        state = self.section.node["state"]
+        return {key: held for key, held in state.items() if not {key, _number(key)} & known}
+
+    @cached_property
+    def shared(self) -> dict[str, Any]:
+        """The part of it that is of the optimizer as a whole, by a word of its own."""
+        if any(isinstance(one.key, str) for one in self.parameters):
+            return {}
+        return {key: held for key, held in self.leftover.items() if isinstance(key, str)}
+
+    @property
+    def strays(self) -> list[Any]:
+        """The keys of the rest: of parameters that no group has."""
+        return [key for key in self.leftover if key not in self.shared]
+
+    def names(self) -> Names | None:
+        """The names that the groups keep: in `param_names`, or where others keep numbers."""
+        held = [group.get("param_names") for group in self.options]
+        return self._in_order(held) or _distinct([one.key for one in self.parameters])
+
+    def names_beside(self, root: Any) -> list[Names]:
+        """Lists of names that stand in the optimizer's dict or next to it, one for each parameter.
+
+        What they are names of is for the caller to find out: there are lists of classes as well.
+        """
+        found: dict[Names, None] = {}
+        for holder in (self.section.node, *_holders(root, self.section.path)):
+            for key, value in holder.items():
+                if isinstance(key, str) and "name" in key.lower():
+                    names = self._in_order(value)
+                    if names is not None:
+                        found[names] = None
+        return list(found)
+
+    def _in_order(self, held: Any) -> Names | None:
+        """Names as a list, as a list for each group, or by what the groups call the parameters."""
+        keys = [one.key for one in self.parameters]
+        if isinstance(held, dict):
+            turned = {value: key for key, value in held.items() if isinstance(value, Hashable)}
+            by_key = held if all(key in held for key in keys) else turned
+            return _distinct([by_key.get(key) for key in keys]) if len(held) == len(keys) else None
+        if not isinstance(held, (list, tuple)):
+            return None
+        if len(held) == len(self.groups) and all(isinstance(one, (list, tuple)) for one in held):
+            fits = all(len(one) == len(group) for one, group in zip(held, self.groups, strict=True))
+            return _distinct(list(chain.from_iterable(held))) if fits else None
+        return _distinct(held) if len(held) == len(keys) else None
+
+
+def _number(key: Any) -> Any:
+    """A number that was written as text, as a detour by JSON leaves it."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 10 else key
+
+
+def _distinct(names: Any) -> Names | None:
+    """The names, if they are names and each is another's."""
+    if not names or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(names) if len(set(names)) == len(names) else None
+
+
+def _something(state: Any) -> Any:
+    """What is kept of a parameter; None where that is nothing: SGD's `momentum_buffer: None`."""
+    if isinstance(state, dict) and all(value is None for value in state.values()):
+        return None
+    return state
+
+
+def _holders(root: Any, path: Path) -> Iterator[dict[Any, Any]]:
+    """The dict that the optimizer is in, also where a list is between."""
+    nodes = [root]
+    for key in path[:-1]:
+        try:
+            nodes.append(nodes[-1][key])
+        except (TypeError, KeyError, IndexError):  # inside an object
+            return
+    for node in reversed(nodes if path else []):
+        if isinstance(node, dict):
+            yield node
+            return
+
+
+def saved_optimizer(tree: Checkpoint, model: Section, key: Any = None) -> Saved:
+    """The optimizer under `key`, else the only one of the file, or the only one of `model`.
+
+    Raises:
+        Unchosen: there is none, or none that is certain.
+        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
+    """
+    if key is not None:
+        path, node = resolve(tree, key, accept=_is_one)
+        return Saved(Section(path, "optimizer", node, node))
+    every = sections(tree.root)
+    models = _once(one for one in every if one.kind in MODEL_KINDS)
+    found = _once(one for one in every if one.kind == "optimizer")
+    if not found:
+        raise Unchosen("the state of an optimizer is asked for, and there is none")
+    owners = [model_of(one, models, found) for one in found]
+    own = [
+        one
+        for one, owner in zip(found, owners, strict=True)
+        if owner is not None and owner.holder is model.holder
+    ]
+    if len(own) == 1:
+        return Saved(own[0])
+    names = [printable(one.name) for one in found]
+    if len(found) == 1:
+        owner = owners[0]
+        if owner is None or all(one.holder is not model.holder for one in models):
+            return Saved(found[0])
+        raise Unchosen(
+            f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
+            f"model chosen; optimizer_key={names[0]!r} takes it all the same"
+        )
+    raise Unchosen(
+        f"there are {len(found)} optimizers: {listed(names)}; optimizer_key={names[0]!r} chooses"
+    )
+
+
+def _is_one(node: Any) -> bool:
+    return isinstance(node, dict) and is_optimizer(node)
+
+
+def _once(found: Iterator[Section]) -> list[Section]:
+    """Each section once, under its first path."""
+    once: dict[int, Section] = {}
+    for one in found:
+        once.setdefault(id(one.holder), one)
+    return list(once.values())
+
+
+def place_of(saved: Saved, key: Any, *inside: Any) -> str:
+    """The address of what is kept of a parameter."""
+    return name_of((*saved.section.path, "state", key, *inside))

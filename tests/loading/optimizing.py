@@ -1,0 +1,94 @@
+"""An optimizer loaded from what a script saves, as `load_into` goes about it."""
+
+from contextlib import contextmanager
+
+import torch
+
+from ckptool.loading.models import target_of
+from ckptool.loading.optimizer import planned_optimizer
+from ckptool.loading.plans import planned
+from ckptool.loading.states import stated
+
+
+@contextmanager
+def plan_for(model, optimizer, source, *, state_key=None, **options):
+    """The plan, while the file is open."""
+    target = target_of(model)
+    named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
+    with stated(source, key=state_key) as state:
+        yield planned_optimizer(optimizer, named, state, planned(state, target), **options)
+
+
+def report_of(model, optimizer, source, **options):
+    with plan_for(model, optimizer, source, **options) as plan:
+        return plan.report
+
+
+def loaded(model, optimizer, source, **options):
+    """Load it; the report."""
+    with plan_for(model, optimizer, source, **options) as plan:
+        assert plan.report.problems == ()
+        plan.apply()
+        return plan.report
+
+
+def problem_of(model, optimizer, source, **options):
+    """The only problem."""
+    (problem,) = report_of(model, optimizer, source, **options).problems
+    return problem
+
+
+def three(order=("a", "b", "c")):
+    """Layers of one shape."""
+    model = torch.nn.Module()
+    for name in order:
+        model.add_module(name, torch.nn.Linear(3, 3))
+    return model
+
+
+def shapely():
+    """Parameters of which no two have one shape."""
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+
+
+def stepped(model, kind=torch.optim.Adam, parameters=None, steps=2, **options):
+    """An optimizer whose state of each parameter is another."""
+    if kind is not torch.optim.Adafactor:
+        options = {"lr": 0.1, **options}
+    optimizer = kind(model.parameters() if parameters is None else parameters, **options)
+    torch.manual_seed(3)
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for _ in range(steps):
+        for parameter in model.parameters():
+            if id(parameter) in wanted and parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step(*([lambda: torch.tensor(1.0)] if kind is torch.optim.LBFGS else []))
+    return optimizer
+
+
+def content(model, optimizer, **more):
+    """What a script saves."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
+def by_name(model, optimizer):
+    """The state of each parameter."""
+    return {name: optimizer.state.get(p) for name, p in model.named_parameters()}
+
+
+def assert_alike(one, other):
+    """Two states, whatever they are nested in."""
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor)
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_alike(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_alike(a, b)
+    else:
+        assert one == other

@@ -1,0 +1,662 @@
+"""The state of an optimizer goes to the parameters that it is of."""
+
+import copy
+
+import pytest
+import torch
+
+from ckptool.errors import CorruptFile, MatchError, NotFound, UsageError
+from tests.loading.bits import Untouched
+from tests.loading.optimizing import (
+    assert_alike,
+    by_name,
+    content,
+    loaded,
+    plan_for,
+    problem_of,
+    report_of,
+    shapely,
+    stepped,
+    three,
+)
+
+KINDS = {
+    "Adadelta": {}, "Adagrad": {}, "Adam": {}, "Adam amsgrad": {"amsgrad": True}, "AdamW": {},
+    "Adafactor": {}, "Adamax": {}, "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {},
+    "RMSprop centered": {"centered": True, "momentum": 0.9}, "Rprop": {}, "SGD": {},
+    "SGD momentum": {"momentum": 0.9}, "SGD nesterov": {"momentum": 0.9, "nesterov": True},
+}  # fmt: skip
+
+
+def kind_of(word):
+    return getattr(torch.optim, word.partition(" ")[0])
+
+
+def saved(tmp_path, tree):
+    torch.save(tree, tmp_path / "f.pth")
+    return tmp_path / "f.pth"
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["file", "memory"])
+@pytest.mark.parametrize("word", KINDS)
+def test_every_kind_is_loaded_as_torch_loads_it(tmp_path, word, in_file):
+    kind, options = kind_of(word), KINDS[word]
+    model = shapely()
+    given = copy.deepcopy(content(model, stepped(model, kind, **options)))
+    mine, theirs = kind(model.parameters(), **options), kind(model.parameters(), **options)
+    theirs.load_state_dict(given["optimizer"])
+    report = loaded(model, mine, saved(tmp_path, given) if in_file else given)
+    assert report.matched == sum(bool(state) for state in theirs.state.values())
+    assert report.parameters == 4
+    assert_alike(mine.state_dict(), theirs.state_dict())
+    for optimizer in (mine, theirs):
+        model.load_state_dict(given["model"])
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert_alike(mine.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_parameters_in_another_order_get_their_own_state(tmp_path, word):
+    kind, options = kind_of(word), KINDS[word]
+    old = three()
+    used = stepped(old, kind, parameters=list(old.named_parameters()), **options)
+    new = three(("c", "a", "b"))
+    optimizer = kind(new.parameters(), **options)
+    assert loaded(new, optimizer, saved(tmp_path, content(old, used))).by == "names"
+    assert_alike({k: by_name(new, optimizer)[k] for k in sorted(by_name(old, used))},
+                 dict(sorted(by_name(old, used).items())))  # fmt: skip
+
+
+def test_without_names_shapes_decide_where_each_is_one_parameters():
+    old, new = shapely(), shapely()
+    used = stepped(old)
+    turned = torch.optim.Adam(reversed(list(new.parameters())))
+    assert loaded(new, turned, content(old, used)).by == "shapes"
+    assert_alike(by_name(new, turned), by_name(old, used))
+
+
+def test_without_names_parameters_of_one_shape_are_not_guessed_between():
+    model = three()
+    problem = problem_of(
+        model, torch.optim.Adam(model.parameters()), content(model, stepped(model))
+    )
+    assert problem == (
+        "the file does not name the parameters of its optimizer, and 6 of its 6 states could be of "
+        "several, shape [3, 3] is that of a.weight, b.weight, c.weight; "
+        'optimizer_order="position" vouches that the optimizer was built over its parameters in '
+        "the order of the file"
+    )
+
+
+def test_parameters_without_state_need_no_match():
+    model = three()
+    for layer in (model.a, model.b):
+        layer.requires_grad_(False)
+    used = stepped(
+        model, parameters=[model.c.weight, model.c.bias, torch.nn.Parameter(torch.ones(2))]
+    )
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2)), model.c.bias, model.c.weight])
+    assert loaded(model, optimizer, content(model, used)).matched == 2
+    assert_alike(optimizer.state[model.c.bias], used.state[model.c.bias])
+
+
+def test_one_state_that_two_frozen_or_not_could_have_is_not_guessed():
+    model = three()
+    model.a.requires_grad_(False)
+    used = stepped(model, parameters=[model.a.weight, model.b.weight])
+    assert len(used.state) == 1
+    problem = problem_of(
+        model, torch.optim.Adam([model.a.weight, model.b.weight]), content(model, used)
+    )
+    assert "1 of its 1 state could be of several" in problem
+
+
+def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
+    old, new = three(), three()
+    used, optimizer = stepped(old), torch.optim.Adam(new.parameters())
+    given = content(old, used)
+    assert loaded(new, optimizer, given, order="position").by == "position"
+    assert_alike(by_name(new, optimizer), by_name(old, used))
+    turned = torch.optim.Adam(reversed(list(new.parameters())))
+    assert problem_of(new, turned, given, order="position") == (
+        "the state of c.bias is of shape [3, 3], and the parameter of [3]; so it is with "
+        "5 more parameters"
+    )
+
+
+def test_names_count_more_than_an_order_vouched_for():
+    old = three()
+    used = stepped(old, parameters=list(old.named_parameters()))
+    new = three(("b", "a", "c"))
+    optimizer = torch.optim.Adam(new.parameters())
+    assert loaded(new, optimizer, content(old, used), order="position").by == "names"
+    assert_alike(optimizer.state[new.a.weight], used.state[old.a.weight])
+
+
+def test_another_word_for_the_order_is_wrong_usage():
+    model = three()
+    with pytest.raises(UsageError, match="optimizer_order='rank' is neither"):
+        report_of(
+            model,
+            torch.optim.Adam(model.parameters()),
+            content(model, stepped(model)),
+            order="rank",
+        )
+
+
+def test_something_else_than_an_optimizer_is_wrong_usage():
+    model = three()
+    with pytest.raises(UsageError, match="optimizer= takes an optimizer, not a Linear"):
+        report_of(model, model.a, content(model, stepped(model)))
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "parallel": torch.nn.DataParallel,
+    "compiled": torch.compile,
+    "both": lambda model: torch.compile(torch.nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["names of the inner", "names of the outer"])
+@pytest.mark.parametrize("target", WRAPPERS)
+@pytest.mark.parametrize("source", WRAPPERS)
+def test_wrappers_come_and_go_on_either_side(source, target, inner):
+    bare = three()
+    old = WRAPPERS[source](bare)
+    named = (bare if inner else old).named_parameters()
+    used = stepped(bare, parameters=list(named))
+    fresh = three(("b", "c", "a"))
+    new = WRAPPERS[target](fresh)
+    optimizer = torch.optim.Adam(new.parameters())
+    loaded(new, optimizer, content(old, used))
+    for name, state in by_name(fresh, optimizer).items():
+        assert_alike(state, by_name(bare, used)[name])
+
+
+class Outer(torch.nn.Module):
+    """A real child called `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+        self.module = torch.nn.Module()
+        self.module.w = torch.nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_real_child_called_module_is_no_wrapper(inner):
+    old = Outer()
+    parallel = torch.nn.DataParallel(old)
+    used = stepped(old, parameters=list((old if inner else parallel).named_parameters()))
+    new = Outer()
+    optimizer = torch.optim.Adam([new.module.w, new.w])
+    loaded(new, optimizer, content(parallel, used))
+    assert_alike(optimizer.state[new.w], used.state[old.w])
+    assert_alike(optimizer.state[new.module.w], used.state[old.module.w])
+
+
+@pytest.mark.parametrize("child", ["w", "module.w"])
+def test_a_name_that_two_readings_send_elsewhere_is_not_guessed(child):
+    old, new = Outer(), Outer()
+    used = stepped(old, parameters=[("module.w", old.module.w)])
+    optimizer = torch.optim.Adam([new.get_parameter(child)])
+    assert problem_of(new, optimizer, content(torch.nn.DataParallel(old), used)) == (
+        "the file's optimizer is of other parameters or groups: module.w could be either of two "
+        "parameters, with or without a wrapper in its name"
+    )
+
+
+def test_names_follow_the_renaming_of_the_model():
+    old = three()
+    used = stepped(old, parameters=list(old.named_parameters()))
+    new = torch.nn.Module()
+    new.encoder = three(("c", "b", "a"))
+    optimizer = torch.optim.Adam(new.parameters())
+    loaded(new, optimizer, content(old, used))
+    assert_alike(by_name(new.encoder, optimizer)["a.bias"], by_name(old, used)["a.bias"])
+
+
+def test_tied_parameters_are_one_whatever_name_the_file_has():
+    def tied(first, second):
+        model = torch.nn.Module()
+        model.add_module(first, torch.nn.Linear(3, 3, bias=False))
+        model.add_module(second, torch.nn.Linear(3, 3, bias=False))
+        model.get_submodule(second).weight = model.get_submodule(first).weight
+        model.other = torch.nn.Linear(3, 3, bias=False)
+        return model
+
+    old, new = tied("head", "embed"), tied("embed", "head")
+    used = stepped(old, parameters=list(old.named_parameters()))
+    optimizer = torch.optim.Adam(reversed(list(new.parameters())))
+    assert loaded(new, optimizer, content(old, used)).matched == 2
+    assert_alike(optimizer.state[new.embed.weight], used.state[old.embed.weight])
+
+
+@pytest.mark.parametrize("place", ["beside", "inside", "per group", "by number"])
+def test_names_stored_beside_the_state_are_used(place):
+    old = three()
+    used = stepped(old)
+    given = content(old, used, classes_names=["cat", "dog", "fox", "cow", "elk", "emu"])
+    names = [name for name, _ in old.named_parameters()]
+    if place == "inside":
+        given["optimizer"]["param_names"] = names
+    else:
+        forms = {"beside": names, "per group": [names], "by number": dict(enumerate(names))}
+        given["optimizer_param_names"] = forms[place]
+    new = three(("b", "c", "a"))
+    optimizer = torch.optim.Adam(new.parameters())
+    assert loaded(new, optimizer, given).by == "names"
+    assert_alike(optimizer.state[new.c.weight], used.state[old.c.weight])
+
+
+def test_a_list_of_other_names_is_not_taken_for_those_of_parameters():
+    model = three()
+    given = content(model, stepped(model), class_names=["cat", "dog", "fox", "cow", "elk", "emu"])
+    report = report_of(model, torch.optim.Adam(model.parameters()), given)
+    assert report.by == "shapes"
+
+
+def test_state_kept_by_name_as_fsdp_gathers_it():
+    old = three()
+    used = stepped(old)
+    names = [name for name, _ in old.named_parameters()]
+    given = content(old, used)
+    held = given["optimizer"]
+    held["state"] = {names[number]: state for number, state in held["state"].items()}
+    held["param_groups"][0]["params"] = names
+    new = three(("b", "c", "a"))
+    optimizer = torch.optim.Adam(new.parameters())
+    assert loaded(new, optimizer, given).by == "names"
+    assert_alike(optimizer.state[new.c.weight], used.state[old.c.weight])
+
+
+def groups(model, split, **options):
+    """Parameters by name in two groups."""
+    every = list(model.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in every if split(n)], "weight_decay": 0.5, **options},
+        {"params": [(n, p) for n, p in every if not split(n)], "weight_decay": 0.0},
+    ]
+
+
+def is_bias(name):
+    return name.endswith("bias")
+
+
+def is_weight(name):
+    return name.endswith("weight")
+
+
+def test_groups_are_the_same_parts_in_whatever_order():
+    old = three()
+    used = stepped(old, parameters=groups(old, is_weight, lr=0.3))
+    new = three(("b", "c", "a"))
+    optimizer = torch.optim.Adam(groups(new, is_bias))
+    report = loaded(new, optimizer, content(old, used))
+    assert report.notes == (
+        "the groups of the optimizer stand in another order than those of the file",
+    )
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.5]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.3]
+    assert optimizer.param_groups[0]["param_names"] == ["b.bias", "c.bias", "a.bias"]
+    assert_alike(optimizer.state[new.c.bias], used.state[old.c.bias])
+
+
+def test_parameters_in_other_groups_are_refused():
+    old = three()
+    used = stepped(old, parameters=groups(old, is_weight))
+    optimizer = torch.optim.Adam(groups(old, lambda name: name.startswith("a")))
+    assert problem_of(old, optimizer, content(old, used)) == (
+        "the file's optimizer is of other parameters or groups: a.weight and b.weight are in one "
+        "group of the file, and in groups 0 and 1 of the optimizer"
+    )
+
+
+def test_counts_and_the_first_difference_are_told():
+    old = three()
+    used = stepped(old, parameters=groups(old, is_weight))
+    few = torch.optim.Adam([old.a.weight, old.b.weight])
+    assert problem_of(old, few, content(old, used)) == (
+        "the file has 6 parameters in 2 groups, the optimizer 2 in 1; first difference: c.weight "
+        "is in the file only"
+    )
+    many = torch.optim.Adam([*old.parameters(), torch.nn.Parameter(torch.ones(3))])
+    assert problem_of(old, many, content(old, used)) == (
+        "the file has 6 parameters in 2 groups, the optimizer 7 in 1; first difference: "
+        "parameter 6 of group 0 is in the optimizer only"
+    )
+
+
+def test_counts_without_names():
+    old = three()
+    optimizer = torch.optim.Adam(groups(old, is_weight))
+    used = stepped(old, parameters=[{"params": [old.a.weight]}, {"params": [old.a.bias]}])
+    for order in (None, "position"):
+        assert problem_of(old, optimizer, content(old, used), order=order) == (
+            "the file has 2 parameters in 2 groups, the optimizer 6 in 2; first difference: "
+            "group 0 has 1 there and 3 here"
+        )
+
+
+def test_state_of_another_shape_is_refused():
+    old, new = three(), three()
+    used = stepped(old, parameters=list(old.named_parameters()))
+    given = content(old, used)
+    for number in (0, 2):
+        given["optimizer"]["state"][number]["exp_avg"] = torch.ones(5, 7)
+    assert problem_of(new, torch.optim.Adam(new.parameters()), given) == (
+        "the state of a.weight is of shape [5, 7], and the parameter of [3, 3]; so it is with "
+        "1 more parameter"
+    )
+
+
+OTHERS = [
+    ("Adam", "SGD", "its options have betas and lack dampening, momentum, nesterov"),
+    ("SGD", "Adam", "its options have dampening, momentum, nesterov and lack betas"),
+    ("Adam", "NAdam", "its state lacks mu_product"),
+    ("NAdam", "Adam", "its state has mu_product"),
+    ("RMSprop", "Adagrad", "its options have alpha, momentum and lack lr_decay"),
+    ("Adam", "Adamax", "its state has exp_avg_sq and lacks exp_inf"),
+    ("Adadelta", "Adafactor", "its options have rho"),
+]
+
+
+@pytest.mark.parametrize(("old_kind", "new_kind", "told"), OTHERS)
+def test_another_kind_of_optimizer_is_refused(old_kind, new_kind, told):
+    model = shapely()
+    used = stepped(model, kind_of(old_kind))
+    problem = problem_of(model, kind_of(new_kind)(model.parameters(), lr=0.1), content(model, used))
+    assert f"of another kind than {new_kind}: " in problem
+    assert told in problem
+
+
+def test_an_optimizer_of_ones_own_tells_its_kind_by_its_options():
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, parameters, lr=0.1, sharpness=1.0):
+            super().__init__(parameters, {"lr": lr, "sharpness": sharpness})
+
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["pace"] = torch.full_like(p, 3.0)
+
+    model = shapely()
+    used = stepped(model, Lion)
+    mine = Lion(reversed(list(model.parameters())))
+    assert loaded(model, mine, content(model, used)).by == "shapes"
+    assert_alike(by_name(model, mine), by_name(model, used))
+    other = content(model, stepped(model, torch.optim.SGD, momentum=0.5))
+    assert "of another kind than Lion" in problem_of(model, mine, other)
+
+
+def test_lbfgs_keeps_one_state_of_all_in_their_order():
+    model = three()
+    named = list(model.named_parameters())
+    used = stepped(model, torch.optim.LBFGS, parameters=named)
+    fresh = torch.optim.LBFGS(model.parameters())
+    loaded(model, fresh, content(model, used))
+    assert_alike(fresh.state_dict()["state"], used.state_dict()["state"])
+    turned = torch.optim.LBFGS(reversed(list(model.parameters())))
+    assert problem_of(model, turned, content(model, used)) == (
+        "the optimizer keeps one state of all its parameters, which have another order in the file"
+    )
+
+
+def test_lbfgs_without_names_needs_a_word_on_the_order():
+    model = three()
+    given = content(model, stepped(model, torch.optim.LBFGS))
+    fresh = torch.optim.LBFGS(model.parameters())
+    assert 'optimizer_order="position"' in problem_of(model, fresh, given)
+    loaded(model, fresh, given, order="position")
+    less = torch.optim.LBFGS([*list(model.parameters())[:-1], torch.nn.Parameter(torch.ones(7))])
+    assert problem_of(model, less, given, order="position") == (
+        "the state is of 36 numbers in all, and the parameters have 40"
+    )
+
+
+def test_options_come_from_the_file_and_what_it_has_not_stays():
+    model = shapely()
+    used = stepped(model)
+    given = content(model, used)
+    (group,) = given["optimizer"]["param_groups"]
+    for newer in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+        del group[newer]
+    group |= {"lr": 0.7, "initial_lr": 0.9, "betas": (0.5, 0.6)}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, maximize=True)
+    loaded(model, optimizer, given)
+    (mine,) = optimizer.param_groups
+    assert (mine["lr"], mine["initial_lr"], mine["betas"]) == (0.7, 0.9, (0.5, 0.6))
+    assert mine["maximize"] is True
+    assert mine["capturable"] is False
+    assert all(a is b for a, b in zip(mine["params"], model.parameters(), strict=True))
+
+
+def test_files_of_old_versions_have_plain_steps():
+    model = shapely()
+    given = content(model, stepped(model))
+    for state in given["optimizer"]["state"].values():
+        state["step"] = 2
+    optimizer = torch.optim.Adam(model.parameters())
+    loaded(model, optimizer, given)
+    assert all(torch.equal(state["step"], torch.tensor(2.0)) for state in optimizer.state.values())
+
+
+def test_state_that_is_none_is_no_state():
+    model = three()
+    given = content(model, stepped(model, torch.optim.SGD))
+    given["optimizer"]["state"] = {n: {"momentum_buffer": None} for n in range(6)}
+    assert loaded(model, torch.optim.SGD(model.parameters(), lr=0.1), given).matched == 0
+
+
+def test_numbers_that_became_text_are_numbers():
+    model = shapely()
+    used = stepped(model)
+    given = content(model, used)
+    states = given["optimizer"]["state"]
+    given["optimizer"]["state"] = {str(number): state for number, state in states.items()}
+    optimizer = torch.optim.Adam(model.parameters())
+    assert loaded(model, optimizer, given).matched == 4
+    assert_alike(by_name(model, optimizer), by_name(model, used))
+
+
+def test_state_of_nobody_is_left_out_and_told_and_that_of_all_is_kept():
+    model = shapely()
+    given = content(model, stepped(model))
+    given["optimizer"]["state"] |= {17: {"exp_avg": torch.ones(3)}, "rng": torch.get_rng_state()}
+    optimizer = torch.optim.Adam(model.parameters())
+    report = loaded(model, optimizer, given)
+    assert report.notes == (
+        "the file keeps state of 1 parameter that no group of its optimizer has: left out",
+    )
+    assert 17 not in optimizer.state
+    assert optimizer.state["rng"].dtype is torch.uint8
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one():
+    model = shapely()
+    used = stepped(model, lr=torch.tensor(0.25))
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    loaded(model, optimizer, content(model, used))
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+def test_state_gets_the_type_of_its_parameter_and_losses_are_refused(tmp_path):
+    model = shapely()
+    file = saved(tmp_path, content(model, stepped(model)))
+    model.bfloat16()
+    optimizer = torch.optim.Adam(model.parameters())
+    report = report_of(model, optimizer, file)
+    assert {(one.before, one.after, one.lossy) for one in report.cast} == {
+        ("float32", "bfloat16", True)
+    }
+    assert report.cast[0].name == "0.weight/exp_avg"
+    assert report.cast[0].own == "optimizer/state/0/exp_avg"
+    (problem,) = report.problems
+    assert "float32 -> bfloat16" in problem
+    assert "allow_lossy_cast=True" in problem
+    assert report_of(model, optimizer, file, allow_lossy_cast=["0.*"]).problems
+    assert not report_of(model, optimizer, file, allow_lossy_cast=["0.*", "1.*"]).problems
+    loaded(model, optimizer, file, allow_lossy_cast=True)
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg"].dtype is torch.bfloat16
+    assert state["step"].dtype is torch.float32
+
+
+def test_a_cast_that_loses_nothing_is_listed(tmp_path):
+    model = shapely()
+    used = stepped(model.bfloat16())
+    model.float()
+    optimizer = torch.optim.Adam(model.parameters())
+    given = content(model, used)
+    for state in given["optimizer"]["state"].values():
+        state.update({k: v.bfloat16() for k, v in state.items() if k != "step"})
+    report = loaded(model, optimizer, saved(tmp_path, given))
+    assert len(report.cast) == 8
+    assert not any(one.lossy for one in report.cast)
+
+
+def test_parameters_on_the_meta_device_are_refused():
+    model = shapely()
+    given = content(model, stepped(model))
+    empty = shapely().to("meta")
+    assert "0.weight is on the meta device" in problem_of(
+        empty, torch.optim.Adam(empty.parameters()), given
+    )
+
+
+def test_nothing_is_shared_with_a_dict_in_memory():
+    model = shapely()
+    given = content(model, stepped(model))
+    optimizer = torch.optim.Adam(model.parameters())
+    loaded(model, optimizer, given)
+    given["optimizer"]["state"][0]["exp_avg"].fill_(7.0)
+    assert not (optimizer.state[model[0].weight]["exp_avg"] == 7.0).any()
+
+
+def test_two_optimizers_are_chosen_between_by_their_models_name():
+    g, d = three(), three()
+    given = {
+        "netG": g.state_dict(), "netD": d.state_dict(),
+        "optG": stepped(g, parameters=list(g.named_parameters())).state_dict(),
+        "optD": stepped(d, parameters=list(d.named_parameters()), lr=0.5).state_dict(),
+    }  # fmt: skip
+    optimizer = torch.optim.Adam(d.parameters())
+    loaded(d, optimizer, given, state_key="netD")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    loaded(d, optimizer, given, state_key="netD", key="optG")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    del given["optD"]
+    assert problem_of(d, optimizer, given, state_key="netD") == (
+        "the only optimizer, optG, is that of netG, which is not the model chosen; "
+        "optimizer_key='optG' takes it all the same"
+    )
+
+
+def test_several_optimizers_are_listed():
+    model = three()
+    given = {"model": model.state_dict(), "optimizers": [stepped(model).state_dict()] * 1}
+    given["optimizers"].append(stepped(model).state_dict())
+    optimizer = torch.optim.Adam(model.parameters())
+    assert problem_of(model, optimizer, given) == (
+        "there are 2 optimizers: optimizers/0, optimizers/1; optimizer_key='optimizers/0' chooses"
+    )
+    with pytest.raises(NotFound):
+        report_of(model, optimizer, given, key="optimizers/5")
+
+
+def test_a_file_without_an_optimizer_says_so():
+    model = three()
+    assert problem_of(model, torch.optim.Adam(model.parameters()), model.state_dict()) == (
+        "the state of an optimizer is asked for, and there is none"
+    )
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_it_can_be_undone(fresh):
+    model = shapely()
+    given = content(model, stepped(model))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3) if fresh else stepped(model, lr=0.3)
+    untouched = Untouched(model, optimizer)
+    group, states = optimizer.param_groups[0], optimizer.state
+    with plan_for(model, optimizer, given) as plan:
+        untouched.check()
+        undo = plan.apply()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        undo()
+    untouched.check()
+    assert optimizer.param_groups[0] is group
+    assert optimizer.state is states
+
+
+class Oops(Exception):
+    """Raised by a hook."""
+
+
+def test_what_raises_leaves_it_as_it_was():
+    class Rough(torch.optim.Adam):
+        def load_state_dict(self, state_dict):
+            for state in self.state.values():
+                state["exp_avg"].zero_()
+                state["odd"] = 1
+            self.param_groups[0]["params"].pop()
+            self.param_groups.append({})
+            raise KeyboardInterrupt
+
+    model = shapely()
+    given = content(model, stepped(model))
+    optimizer = stepped(model, Rough)
+    untouched = Untouched(model, optimizer)
+    with plan_for(model, optimizer, given) as plan, pytest.raises(KeyboardInterrupt):
+        plan.apply()
+    untouched.check()
+
+
+def test_hooks_of_the_optimizer_run():
+    model = shapely()
+    optimizer = torch.optim.Adam(model.parameters())
+    called = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+    loaded(model, optimizer, content(model, stepped(model)))
+    assert called == ["before", "after"]
+
+
+def test_a_plan_with_problems_is_not_applied():
+    model = three()
+    optimizer = torch.optim.Adam(model.parameters())
+    untouched = Untouched(model, optimizer)
+    with (
+        plan_for(model, optimizer, model.state_dict()) as plan,
+        pytest.raises(MatchError, match="there is none"),
+    ):
+        plan.apply()
+    untouched.check()
+
+
+def test_damaged_bytes_of_a_state_are_found(tmp_path):
+    model = shapely()
+    given = content(model, stepped(model))
+    file = saved(tmp_path, given)
+    data = bytearray(file.read_bytes())
+    data[data.index(given["optimizer"]["state"][0]["exp_avg"].numpy().tobytes()) + 5] ^= 16
+    file.write_bytes(data)
+    optimizer = torch.optim.Adam(model.parameters())
+    untouched = Untouched(model, optimizer)
+    with (
+        plan_for(model, optimizer, file) as plan,
+        pytest.raises(CorruptFile, match="optimizer/state/0/exp_avg"),
+    ):
+        plan.apply()
+    untouched.check()
+
+
+def test_an_object_of_a_class_is_never_made(tmp_path):
+    model = shapely()
+    given = content(model, stepped(model))
+    given["optimizer"]["state"][0]["odd"] = Oops()
+    problem = problem_of(model, torch.optim.Adam(model.parameters()), saved(tmp_path, given))
+    assert problem.startswith("optimizer/state/0/odd is a ")
+    assert problem.endswith(", which is never made")
