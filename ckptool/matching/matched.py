@@ -295,9 +295,10 @@ class _Matching:
         for name, slot in known.items():
             tie = ("", name) if slot.tie is None else slot.tie
             once[tie] = name if tie not in once or name in self.pairs else once[tie]
+        elements = [(known[name].elements, name in self.pairs) for name in once.values()]
         return {
-            "loaded": sum(known[n].elements for n in once.values() if n in self.pairs),
-            "parameters": sum(known[n].elements for n in once.values()),
+            "loaded": sum(count for count, is_met in elements if is_met),
+            "parameters": sum(count for count, _ in elements),
             "fitting": sum(name in self.pairs for name in every),
             "names": len(every),
         }

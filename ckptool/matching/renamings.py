@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from ckptool.matching.inference import InferredRule
 from ckptool.matching.report import Renaming
@@ -24,8 +25,7 @@ Change = tuple[str, str]
 """A name before a step and after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(NamedTuple):
     """The stations of a name from the file to the model."""
 
     own: str
@@ -42,6 +42,8 @@ class Steps:
     wanted: str
     inferred: str
     """After the rules that were inferred, before the model's front."""
+    respelled: str
+    """What was done to the spelling, in words."""
 
     @classmethod
     def of(
@@ -59,16 +61,17 @@ class Steps:
         bare, inferred = unwrapped.removeprefix(off), fronted.removeprefix(on)
         if off and on and bare != unwrapped and inferred != fronted:
             bare, inferred = f"{on}{bare}", fronted
-        spelled = bare
+        spelled, text = bare, ""
         if mine is not None and theirs is None:
-            spelled = mine.of(bare)
+            spelled, text = mine.of(bare), f"{mine.old} -> {mine.new}"
         elif theirs is not None and mine is None:
             spelled = bare.removesuffix(theirs.new) + theirs.old
+            text = f"{theirs.new} -> {theirs.old}"
         if spelled == fronted:
             unwrapped, bare, spelled, inferred, fronted = _kept_front(
                 ruled, wanted, unwrapped, bare, spelled, inferred, fronted
             )
-        return cls(own, ruled, unwrapped, bare, spelled, fronted, wanted, inferred)
+        return cls(own, ruled, unwrapped, bare, spelled, fronted, wanted, inferred, text)
 
 
 def _kept_front(ruled: str, wanted: str, *stations: str) -> tuple[str, ...]:
@@ -122,11 +125,13 @@ def _by_inference(steps: Sequence[Steps], found: Sequence[InferredRule]) -> Iter
 
 def _grouped(steps: Sequence[Steps], kind: str, before: str, after: str) -> Iterator[Renaming]:
     """One renaming for all names to which a step does the same."""
+    station = attrgetter(before, after)
     groups: dict[str, list[tuple[Steps, Change]]] = {}
     for step in steps:
-        change = getattr(step, before), getattr(step, after)
+        change = station(step)
         if change[0] != change[1]:
-            groups.setdefault(_text(*change), []).append((step, change))
+            text = step.respelled if kind == "known" else _text(*change)
+            groups.setdefault(text, []).append((step, change))
     for number, (text, members) in enumerate(groups.items()):
         changes = [change for _, change in members]
         rule = regex_of(changes) if number < _MOST_RULES else ""

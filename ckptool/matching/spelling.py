@@ -30,6 +30,8 @@ _PARTS = {
 parametrizations of the same name have instead."""
 _AFFINE = {"gamma": "weight", "beta": "bias"}
 """The scale and shift of a normalisation as TensorFlow, and transformers before 2019, call them."""
+_ENDS = ("_g", "_orig", *_AFFINE)
+"""Of names in an old spelling, or of the first that belongs to one."""
 
 
 def respellings(names: Collection[str]) -> dict[str, Respelled]:
@@ -39,13 +41,14 @@ def respellings(names: Collection[str]) -> dict[str, Respelled]:
     """
     known = names if isinstance(names, (dict, set, frozenset)) else set(names)
     found: dict[str, Respelled] = {}
-    for name in known:
+    old = [name for name in known if name.endswith(_ENDS)]
+    for name in old:
         for group in _groups(name):
             if all(old in known for old in group) and not any(
                 respelled.of(old) in known for old, respelled in group.items()
             ):
                 found.update(group)
-    for name in known:
+    for name in old:
         respelled = _affine(name, known)
         if respelled is not None:
             found[name] = respelled
@@ -69,8 +72,6 @@ def _groups(name: str) -> Iterator[dict[str, Respelled]]:
 
 def _affine(name: str, known: Collection[str]) -> Respelled | None:
     """Where the module has neither `weight` nor `bias` of its own."""
-    if not name.endswith(tuple(_AFFINE)):
-        return None
     module, dot, last = name.rpartition(".")
     if last not in _AFFINE or any(f"{module}{dot}{new}" in known for new in _AFFINE.values()):
         return None

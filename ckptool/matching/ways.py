@@ -36,13 +36,15 @@ class Side:
     def names(self) -> dict[str, str]:
         """The names without wrappers and front, each with the whole name."""
         form, front, cut = self.form, self.front, len(self.front)
-        bare = {form.get(name, name): name for name in self.slots} if form else None
-        if not front:
-            return bare or dict(zip(self.slots, self.slots, strict=True))
-        return {
-            (short[cut:] if short.startswith(front) else short): name
-            for short, name in (bare or dict(zip(self.slots, self.slots, strict=True))).items()
-        }
+        bare = dict(zip(self.slots, self.slots, strict=True))
+        if form:
+            bare = {form.get(name, name): name for name in self.slots}
+        if front:
+            bare = {
+                (short[cut:] if short.startswith(front) else short): name
+                for short, name in bare.items()
+            }
+        return bare
 
     @property
     def is_sound(self) -> bool:
@@ -57,14 +59,16 @@ class Side:
     @cached_property
     def today(self) -> dict[str, str]:
         """Bare names in an old spelling, each as it is spelled today."""
-        return {name: how.of(name) for name, how in respellings(self.bare).items()}
+        return {name: how.of(name) for name, how in respellings(self.names).items()}
 
     @cached_property
-    def loose(self) -> dict[str, Slot]:
-        """What stands under the bare names, also as they are spelled today."""
-        both = dict(self.bare)
+    def loose(self) -> dict[str, str]:
+        """The same as `names`, also as they are spelled today."""
+        if not self.today:
+            return self.names
+        both = dict(self.names)
         for name, new in self.today.items():
-            both.setdefault(new, self.bare[name])
+            both.setdefault(new, self.names[name])
         return both
 
     def common_front(self) -> list[str]:
@@ -97,11 +101,18 @@ class Way:
     @cached_property
     def score(self) -> int:
         """How many names of the model are met."""
-        have, today = self.have.loose, self.want.today
-        return sum(
-            fits(slot, found)
-            for name, slot in self.want.bare.items()
-            if (found := have.get(name) or have.get(today.get(name, name))) is not None
+        mine, own, wanted = self.have.loose, self.have.slots, self.want.slots
+        met = 0
+        if not mine.keys().isdisjoint(self.want.names):
+            met += sum(
+                fits(wanted[full], own[mine[name]])
+                for name, full in self.want.names.items()
+                if name in mine
+            )
+        return met + sum(
+            fits(wanted[self.want.names[name]], own[mine[new]])
+            for name, new in self.want.today.items()
+            if name not in mine and new in mine
         )
 
     @property
@@ -114,7 +125,7 @@ def fits(wanted: Slot, found: Slot) -> bool:
     """Whether what is found can be loaded into what is wanted."""
     if found.kind == "extra" and wanted.kind != "extra" and wanted.shape is not None:
         return False
-    return wanted.takes(found)
+    return wanted.shape == found.shape or wanted.takes(found)
 
 
 def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
@@ -152,7 +163,7 @@ def _fronts(bare: Way) -> Iterator[Way]:
         for at, side, front in ((0, bare.have, fronts[0]), (1, bare.want, fronts[1])):
             rest = "".join(f"{part}." for part in front[len(front) - kept :])
             if kept > len(front) or (
-                kept and not any(n.startswith(rest) for n in full[1 - at].bare)
+                kept and not any(n.startswith(rest) for n in full[1 - at].names)
             ):
                 continue
             part = side.without(front[: len(front) - kept])
