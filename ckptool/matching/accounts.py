@@ -60,6 +60,10 @@ class Ledger:
         self.want = Side(want)
         self.pairs = dict(pairs)
         self.met = set(pairs.values())
+        self.concluded: dict[str, str] = {}
+        """What was found here, wanted name to name in the file."""
+        self.taken: set[str] = set()
+        """The names of the file in it."""
         self._targets: dict[str, list[str]] = {}
         for wanted, own in pairs.items():
             self._targets.setdefault(own, []).append(wanted)
@@ -96,6 +100,8 @@ class Ledger:
         """Take pairs, wanted to own, as concluded."""
         self.pairs.update(found)
         self.met.update(found.values())
+        self.concluded.update(found)
+        self.taken.update(found.values())
         for wanted, own in found.items():
             self._targets.setdefault(own, []).append(wanted)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from ckptool.matching.accounts import Account, Ledger, OutOfBudget, Pair
 from ckptool.matching.prefixes import Contested, accepted_prefixes
+from ckptool.matching.replacements import accepted_replacements
 from ckptool.matching.report import Ambiguity
-from ckptool.matching.rule_text import rule_text, swap_text
+from ckptool.matching.rule_text import rule_text, segment_text, swap_text
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import Swap
 
@@ -52,20 +53,37 @@ def inferred(
     against the others that give one of its names another meaning. The rest is `ambiguous`.
     """
     ledger = Ledger(have, want, pairs)
-    rules: list[InferredRule] = []
+    done: list[tuple[Swap, dict[str, str]]] = []
     contested: list[Contested] = []
-    swaps: list[Swap] = []
-    with suppress(OutOfBudget):
-        done, contested = accepted_prefixes(ledger)
-        for swap, found in done:
-            swaps.append(swap)
-            rules.append(_rule("prefix", swap, found, ledger))
-    return Inferred(tuple(rules), tuple(_ambiguities(ledger, contested)), _near(ledger, swaps))
+    for look in (accepted_prefixes, accepted_replacements):
+        with suppress(OutOfBudget):
+            accepted, others = look(ledger)
+            done += accepted
+            contested += others
+    return Inferred(
+        tuple(_rules(ledger, done)),
+        tuple(_ambiguities(ledger, contested)),
+        _near(ledger, [swap for swap, _ in done]),
+    )
 
 
-def _rule(kind: str, swap: Swap, found: dict[str, str], ledger: Ledger) -> InferredRule:
-    names = {own: wanted for wanted, own in found.items()}
-    return InferredRule(kind, swap_text(swap), rule_text(swap, names, ledger.have), found)
+def _rules(ledger: Ledger, done: Iterable[tuple[Swap, dict[str, str]]]) -> Iterable[InferredRule]:
+    """One for each that was accepted, and one for several that replace the same components."""
+    segments: dict[object, list[tuple[Swap, dict[str, str]]]] = {}
+    for swap, found in done:
+        segments.setdefault(swap.parts[1:], []).append((swap, found))
+    for alike in segments.values():
+        swap = alike[0][0]
+        together = {wanted: own for _, found in alike for wanted, own in found.items()}
+        names = {own: wanted for wanted, own in together.items()}
+        text = segment_text(swap, names, ledger.have) if len(alike) > 1 else ""
+        if text:
+            yield InferredRule("inferred", swap_text(Swap(*swap.parts[1:])), text, together)
+            continue
+        for swap, found in alike:
+            kind = "prefix" if swap.is_prefix else "inferred"
+            names = {own: wanted for wanted, own in found.items()}
+            yield InferredRule(kind, swap_text(swap), rule_text(swap, names, ledger.have), found)
 
 
 def _near(ledger: Ledger, swaps: Iterable[Swap]) -> dict[str, str]:
@@ -95,6 +113,8 @@ def _ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterable[Amb
             continue
         own = {h for found in hits.values() for h, _ in found}
         wanted = {w for found in hits.values() for _, w in found}
+        if any(own <= q[1] and wanted <= q[2] for q in questions):
+            continue
         same = [q for q in questions if not (own.isdisjoint(q[1]) and wanted.isdisjoint(q[2]))]
         for question in same:
             questions.remove(question)

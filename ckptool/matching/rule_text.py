@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ckptool.errors import UsageError
-from ckptool.matching.swaps import MOST_PARTS, Head, Side, Swap, is_number
+from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS, Head, Side, Swap
 from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["rule_text", "segment_text", "swap_text"]
@@ -92,8 +92,10 @@ def _guards(
         yield "", ""
         return
     for cut, is_open in ((parts, True), (parts, False), (0, True), (0, False)):
-        inside = [_split(name, is_open)[cut:] for name in names]
-        outside = [_split(name, is_open)[cut:] for name in others]
+        inside, outside = (
+            {tuple(part.split(".")[cut:]) for part in (_opened(side) if is_open else side)}
+            for side in (names, others)
+        )
         wanted, spared = _cover(inside, outside), _cover(outside, inside)
         if wanted and (not spared or len(wanted) <= len(spared)):
             guard = f"(?={_either(wanted)})"
@@ -104,11 +106,18 @@ def _guards(
         yield ("", guard) if cut else (guard, "")
 
 
-def _split(name: str, is_open: bool) -> Head:
-    return tuple(None if is_open and is_number(part) else part for part in name.split("."))
+_OPEN = "\0"
+"""Stands for any number; no name that comes from a file is likely to have it, and it is tried."""
 
 
-def _cover(inside: Iterable[Head], outside: Collection[Head]) -> list[str]:
+def _opened(names: Iterable[str]) -> set[str]:
+    return {ANY_NUMBER.sub(_OPEN, name) for name in names}
+
+
+_Parts = tuple[str, ...]
+
+
+def _cover(inside: Iterable[_Parts], outside: Collection[_Parts]) -> list[str]:
     """The shortest heads that all of some names begin with, and none of the others.
 
     Empty where there are none or too many of them.
@@ -135,8 +144,8 @@ def _cover(inside: Iterable[Head], outside: Collection[Head]) -> list[str]:
     return list(found) if not rest and len(found) <= _MOST_HEADS else []
 
 
-def _head(head: Head) -> str:
-    return r"\.".join(r"\d+" if part is None else re.escape(part) for part in head)
+def _head(head: _Parts) -> str:
+    return r"\.".join(r"\d+" if part == _OPEN else re.escape(part) for part in head)
 
 
 def _either(heads: Collection[str]) -> str:

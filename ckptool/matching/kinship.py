@@ -1,0 +1,141 @@
+"""Names of the two sides that end alike, under equal shapes: one may have replaced the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from ckptool.matching.accounts import Ledger, OutOfBudget
+from ckptool.matching.slots import Shape, Slot
+from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS
+
+__all__ = ["Kin", "kin_of", "sampled"]
+
+_MOST_KINDS = 10_000
+"""Of names that differ in more than their numbers; more are not looked at."""
+_MOST_NAMES = 20_000
+"""That are asked what they are like; where there are more, some of each kind."""
+_MOST_KIN = 16
+"""Names that one name is like; where there are more it says nothing."""
+
+_Numbers = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """The names of the other side that a name has most of its end in common with."""
+
+    names: tuple[str, ...]
+    crowded: bool = False
+    """There are too many to tell."""
+
+
+def sampled(names: Iterable[str], slots: Mapping[str, Slot]) -> list[str]:
+    """Names of each kind, a few where there are many: those of a kind differ in numbers only.
+
+    Raises:
+        OutOfBudget: there are more kinds than models have.
+    """
+    kinds: dict[tuple[str, Shape], list[str]] = {}
+    for name in names:
+        shape = slots[name].shape
+        if shape is not None and name.count(".") < MOST_PARTS:
+            kinds.setdefault((ANY_NUMBER.sub("#", name), shape), []).append(name)
+    if len(kinds) > _MOST_KINDS:
+        raise OutOfBudget
+    most = _MOST_NAMES // len(kinds) if kinds else 0
+    found: list[str] = []
+    for alike in kinds.values():
+        step = -(-len(alike) // most)
+        found += alike[::step]
+    return found
+
+
+def kin_of(
+    names: Iterable[str],
+    slots: Mapping[str, Slot],
+    others: Mapping[str, Slot],
+    fits: Callable[[str, str], bool],
+    ledger: Ledger,
+) -> dict[str, Kin]:
+    """For each of the names, those of `others` that end most like it and have its shape.
+
+    Of several, those with the same numbers. A shape that is not known counts as the same.
+
+    Raises:
+        OutOfBudget: there is more to look at than real names have.
+    """
+    names = list(names)
+    index = _index({end for name in names for end in _ends(name)}, names, slots, others, ledger)
+    return {
+        name: found
+        for name in names
+        if (found := _nearest(name, slots[name].shape, index, fits)) is not None
+    }
+
+
+_Index = dict[tuple[str, Shape | None], dict[_Numbers, list[str]]]
+
+
+def _index(
+    ends: set[str],
+    names: Iterable[str],
+    slots: Mapping[str, Slot],
+    others: Mapping[str, Slot],
+    ledger: Ledger,
+) -> _Index:
+    leaves = {(name.rpartition(".")[2], _rounded(slots[name].shape)) for name in names}
+    unknown = {leaf for leaf, _ in leaves}
+    index: _Index = {}
+    entries = 0
+    for other, slot in others.items():
+        shape = _rounded(slot.shape)
+        leaf = other.rpartition(".")[2]
+        if not (leaf in unknown if shape is None else (leaf, shape) in leaves):
+            continue
+        numbers = _numbers(other)
+        for end in _ends(other):
+            if end not in ends:
+                break
+            index.setdefault((end, shape), {}).setdefault(numbers, []).append(other)
+            entries += 1
+    ledger.spend(entries)
+    return index
+
+
+def _ends(name: str) -> Iterator[str]:
+    """What a name ends with, in whole components, the shortest first."""
+    at = len(name)
+    for _ in range(MOST_PARTS):
+        at = name.rfind(".", 0, at)
+        yield name[at + 1 :]
+        if at < 0:
+            return
+
+
+def _numbers(name: str) -> _Numbers:
+    return tuple(ANY_NUMBER.findall(name))
+
+
+def _rounded(shape: Shape | None) -> Shape | None:
+    """A scalar may be [1] in old files."""
+    return (1,) if shape == () else shape
+
+
+def _nearest(
+    name: str, shape: Shape | None, index: _Index, fits: Callable[[str, str], bool]
+) -> Kin | None:
+    numbers = _numbers(name)
+    for end in reversed(list(_ends(name))):
+        found = [at for key in (_rounded(shape), None) if (at := index.get((end, key)))]
+        alike = (other for at in found for other in at.get(numbers, ()))
+        every = (other for at in found for others in at.values() for other in others)
+        for group in (alike, every):
+            seen = list(islice(group, 4 * _MOST_KIN))
+            kin = tuple(other for other in seen if other != name and fits(name, other))
+            if len(kin) > _MOST_KIN or len(seen) == 4 * _MOST_KIN:
+                return Kin((), crowded=True)
+            if kin:
+                return Kin(kin)
+    return None

@@ -1,0 +1,257 @@
+"""Heads and inner components of names that were replaced by others: `backbone.` by `encoder.`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.kinship import Kin, kin_of, sampled
+from ckptool.matching.prefixes import Contested
+from ckptool.matching.slots import Shape, Slot
+from ckptool.matching.swaps import ANY_NUMBER, Head, Swap, is_number, swap_between
+
+__all__ = ["accepted_replacements"]
+
+_Segment = tuple[Head, Head]
+"""What a rule replaces, without the components that stay before it."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A rule that some names suggest, and what speaks for and against it."""
+
+    account: Account
+    rivals: tuple[Account, ...]
+    shifted: frozenset[str]
+    """Names that may stand for others by another number: such are left on both sides."""
+    is_crowded: bool
+    """Too many names are like its own to tell whether one is meant."""
+    is_mutual: bool
+    """Some names are most like each other, from both sides."""
+    modules: tuple[str, ...]
+    """Two that agree in more than a leaf (`attn.q` of `attn.q.weight`), if there are so many."""
+
+    @property
+    def segment(self) -> _Segment:
+        return self.account.swap.parts[1:]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it explains all of its names, for sure."""
+        return self.account.full and not self.shifted and not self.is_crowded
+
+
+def accepted_replacements(
+    ledger: Ledger,
+) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
+    """Take what is beyond doubt into the ledger; say what it was, and what is contested.
+
+    Raises:
+        OutOfBudget: the names suggest more rules than real ones do.
+    """
+    trial = _Trial(ledger)
+    cases = trial.cases()
+    done: list[tuple[Swap, dict[str, str]]] = []
+    while concluded := trial.concluded(cases):
+        done += concluded
+    return done, [Contested(case.account, case.rivals) for case in cases if case.is_mutual]
+
+
+class _Trial:
+    """The names that are left, what they are like, and which rules were accepted."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        have, want = ledger.have.slots, ledger.want.slots
+        own, wanted = ledger.left()
+        self._own: dict[str, Kin] = {}
+        self._wanted: dict[str, Kin] = {}
+        if own and wanted:
+            sample = sampled(own, have)
+            self._own = kin_of(sample, have, want, ledger.fits, ledger)
+            sample = sampled(wanted, want)
+            self._wanted = kin_of(sample, want, have, lambda w, h: ledger.fits(h, w), ledger)
+        self._leads: dict[_Segment, set[Head]] = {}
+        """Before which components a segment was replaced, by rules that were accepted."""
+        self._shapes: tuple[Counter[Shape], Counter[Shape]] | None = None
+
+    def cases(self) -> list[_Case]:
+        """Every rule that names which are left suggest, what most names ask for first."""
+        votes = Counter(
+            swap
+            for own, wanted in self._suggested()
+            if own not in self._ledger.met and wanted not in self._ledger.pairs
+            for swap in (swap_between(own, wanted)[0],)
+            if not swap.is_prefix  # judged before this
+        )
+        accounts = [self._ledger.account(swap) for swap, _ in votes.most_common()]
+        accounts.sort(key=lambda account: -len(self._ledger.hits(account)))
+        return [self._case(account) for account in accounts]
+
+    def _suggested(self) -> Iterator[Pair]:
+        for own, kin in self._own.items():
+            yield from ((own, wanted) for wanted in kin.names)
+        for wanted, kin in self._wanted.items():
+            yield from ((own, wanted) for own in kin.names)
+
+    def _case(self, account: Account) -> _Case:
+        ledger = self._ledger
+        shifted = self._shifted(account)
+        others: dict[Swap, None] = {}
+        crowds, mutual, sure = 0, 0, 0
+        for own, wanted in ledger.hits(account):
+            a, b = self._own.get(own), self._wanted.get(wanted)
+            if own in shifted or (a is None and b is None):
+                continue
+            crowds += (a is not None and a.crowded) or (b is not None and b.crowded)
+            if a is not None and b is not None and wanted in a.names and own in b.names:
+                mutual += 1
+                sure += len(a.names) == len(b.names) == 1
+            pairs = [(own, other) for other in (a.names if a else ()) if other != wanted]
+            pairs += [(other, wanted) for other in (b.names if b else ()) if other != own]
+            for pair in pairs:
+                if not self._is_inner(account, pair, own):
+                    others[swap_between(*pair)[0]] = None
+        rivals = tuple(
+            rival for rival in map(ledger.account, others) if not ledger.beats(account, rival)
+        )
+        is_crowded = bool(crowds) and not (sure and account.full)
+        modules = tuple(islice(_deep_modules(ledger, account, shifted), 2))
+        return _Case(account, rivals, shifted, is_crowded, bool(mutual), modules)
+
+    @staticmethod
+    def _is_inner(account: Account, pair: Pair, own: str) -> bool:
+        """Whether the rule itself explains what the pair has in the place of its own name."""
+        return pair[1] in account.targets if pair[0] == own else pair[0] in account.sources
+
+    def _shifted(self, account: Account) -> frozenset[str]:
+        """Names that differ in their numbers alone from some that are left on both sides.
+
+        `layers.{0..10}` of the file may be `blocks.{0..10}` of `blocks.{0..11}`, but of
+        `blocks.{1..11}` may be each the next.
+        """
+        ledger, swap = self._ledger, account.swap
+        own = [h for h in account.domain if h not in account.sources and h not in ledger.met]
+        if not own:
+            return frozenset()
+        wanted = ledger.want.under(swap.new)
+        ledger.spend(len(wanted))
+        wanted = [w for w in wanted if w not in account.targets and w not in ledger.pairs]
+        roles = {self._role(name, swap.new, ledger.want.slots) for name in wanted}
+        roles &= {self._role(name, swap.old, ledger.have.slots) for name in own}
+        return frozenset(
+            name
+            for name in (account.sources if roles else ())
+            if self._role(name, swap.old, ledger.have.slots) in roles
+            and (None in swap.old or ANY_NUMBER.search(name))
+        )
+
+    @staticmethod
+    def _role(name: str, head: Head, slots: Mapping[str, Slot]) -> tuple[str, Shape | None]:
+        """What a name is below a head, by whatever number, and its shape."""
+        return ANY_NUMBER.sub("#", name.split(".", len(head))[-1]), slots[name].shape
+
+    def concluded(self, cases: Sequence[_Case]) -> list[tuple[Swap, dict[str, str]]]:
+        """Take what can be accepted now, by the strongest kind of evidence that there is."""
+        cases = [case for case in cases if self._hits(case)]
+        open_ = [case for case in cases if not (case.rivals or case.is_crowded)]
+        modules: dict[_Segment, set[str]] = {}
+        for case in open_:
+            modules.setdefault(case.segment, set()).update(case.modules)
+        strong = [
+            case
+            for case in open_
+            if case.modules and len(modules[case.segment]) > 1 and self._is_apt(case)
+        ]
+        done = []
+        for case in strong or self._unique(open_) or self._alike(cases):
+            found = {wanted: own for own, wanted in self._hits(case)}
+            if found:
+                self._ledger.meet(found)
+                self._leads.setdefault(case.segment, set()).add(case.account.swap.parts[0])
+                done.append((case.account.swap, found))
+        return done
+
+    def _hits(self, case: _Case) -> list[Pair]:
+        return [pair for pair in self._ledger.hits(case.account) if pair[0] not in case.shifted]
+
+    def _is_apt(self, case: _Case) -> bool:
+        """Whether it explains the greater part of what others leave it on one of the sides."""
+        ledger, account = self._ledger, case.account
+        hits = len(self._hits(case))
+        if hits <= len(account.unfit):
+            return False
+        wanted = ledger.want.under(account.swap.new)
+        ledger.spend(len(wanted) + len(account.domain))
+        return 2 * hits >= sum(
+            name not in ledger.taken for name in account.domain
+        ) or 2 * hits >= sum(name not in ledger.concluded for name in wanted)
+
+    def _unique(self, cases: Iterable[_Case]) -> list[_Case]:
+        """Rules of which only the leaf agrees, with a shape that nothing else has on either side.
+
+        They count where the better part of the model is met already.
+        """
+        if 2 * len(self._ledger.pairs) < len(self._ledger.want.slots):
+            return []
+        own, wanted = self._counted_shapes()
+        segments: dict[_Segment, list[Account]] = {}
+        for case in cases:
+            if case.is_whole:
+                segments.setdefault(case.segment, []).append(case.account)
+        found: set[Swap] = set()
+        for accounts in segments.values():
+            shapes = Counter(
+                shape
+                for account in accounts
+                for pair in account.explained
+                if (shape := self._telling(pair)) is not None
+            )
+            alone = {s for s, count in shapes.items() if count == own[s] == wanted[s]}
+            found.update(
+                account.swap
+                for account in accounts
+                if any(self._telling(pair) in alone for pair in account.explained)
+            )
+        return [case for case in cases if case.account.swap in found]
+
+    def _telling(self, pair: Pair) -> Shape | None:
+        """The shape of a pair, if both have it and it is more than a single number's."""
+        slot = self._ledger.have.slots[pair[0]]
+        same = slot.shape == self._ledger.want.slots[pair[1]].shape
+        return slot.shape if same and slot.elements > 1 else None
+
+    def _counted_shapes(self) -> tuple[Counter[Shape], Counter[Shape]]:
+        if self._shapes is None:
+            own, wanted = (
+                Counter(slot.shape for slot in side.slots.values() if slot.shape is not None)
+                for side in (self._ledger.have, self._ledger.want)
+            )
+            self._shapes = own, wanted
+        return self._shapes
+
+    def _alike(self, cases: Iterable[_Case]) -> list[_Case]:
+        """Rules whose shapes leave a choice, which was made alike in two other places or more."""
+        return [
+            case
+            for case in cases
+            if case.is_whole
+            and len(self._leads.get(case.segment, ())) > 1
+            and not any(rival.swap.parts[1:] in self._leads for rival in case.rivals)
+        ]
+
+
+def _deep_modules(ledger: Ledger, account: Account, shifted: Container[str]) -> Iterator[str]:
+    """The modules, each once, that agree in shape and in more than a leaf and numbers."""
+    parts = len(account.swap.old)
+    seen: set[str] = set()
+    for own, wanted in account.explained:
+        module = own.rpartition(".")[0]
+        if module in seen or own in shifted or not ledger.proves(own, wanted):
+            continue
+        seen.add(module)
+        if any(not is_number(part) for part in module.split(".")[parts:]):
+            yield module
