@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
 from ckptool.loading.installing import Installation
 from ckptool.loading.models import Target, target_of
+from ckptool.loading.optimizer import planned_optimizer
 from ckptool.loading.plans import planned
+from ckptool.loading.shards import without_hidden
 from ckptool.loading.states import Source, stated
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.paths import listed, printable
@@ -102,11 +104,25 @@ def load_into(
         match = planned(state, target, rules=rules, prefixes=prefixes)
         if assign:  # what takes the place of a tensor is of its own type
             match = replace(match, report=match.report.with_changes(cast=()))
+        installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
+        between = None
+        if optimizer is not None:
+            _check_optimizer(optimizer, installation)
+            plan = planned_optimizer(
+                optimizer,
+                _named(model, target),
+                state,
+                match,
+                key=optimizer_key,
+                order=optimizer_order,
+                allow_lossy_cast=allow_lossy_cast,
+            )
+            match = replace(match, report=match.report.with_changes(optimizer=plan.report))
+            between = plan.apply
         refusal = allowance.refusal(match.report)
         if refusal is not None:
             raise refusal
-        installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
-        installation.run(verify=verify)
+        installation.run(verify=verify, between=between)
         return _finished(model, target, match.report)
 
 
@@ -120,16 +136,31 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _check_optimizer(optimizer: Any, installation: Installation) -> None:
+    groups = getattr(optimizer, "param_groups", ())
+    if any(
+        id(parameter) in installation.assigned for group in groups for parameter in group["params"]
+    ):
+        raise UsageError(
+            "the optimizer is over parameters that others take the place of",
+            hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
+        )
+
+
+def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:
+    """The model's name of each parameter, by its `id`."""
+    named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
+    for name, parameter in model.named_parameters():  # FSDP's are no entries
+        named.setdefault(id(parameter), without_hidden(name))
+    return named
+
+
 def _finished(model: torch.nn.Module, target: Target, report: MatchReport) -> MatchReport:
     """The report, with what is still on the meta device, of which the caller is warned."""
-    left = [name for name, tensor in _named(model) if tensor.is_meta]
+    every = (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, tensor in every if tensor.is_meta]
     if not left:
         return report
     note = f"without elements, on the meta device: {listed(map(printable, left))}"
     warn(f"{target.label} is loaded, but for some tensors that are {note}")
     return report.with_changes(notes=(*report.notes, note))
-
-
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
