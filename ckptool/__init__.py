@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ckptool.formats.problems import Problem
     from ckptool.inspection import Complaint, Diagnosis, Diff, Stats, Verdict
     from ckptool.limits import Limits
-    from ckptool.loading import load, load_into, load_state_dict, match
+    from ckptool.loading import load, load_into, load_state_dict, match, save
     from ckptool.matching import MatchReport
     from ckptool.model import Opaque, Storage, TensorRef
     from ckptool.render.page import PageReceipt
@@ -90,7 +90,7 @@ _HOMES = {
     "formats.problems": ("Problem",),
     "inspection": ("Complaint", "Diagnosis", "Diff", "Stats", "Verdict"),
     "limits": ("Limits",),
-    "loading": ("load", "load_into", "load_state_dict", "match"),
+    "loading": ("load", "load_into", "load_state_dict", "match", "save"),
     "matching": ("MatchReport",),
     "model": ("Opaque", "Storage", "TensorRef"),
     "render.page": ("PageReceipt",),
@@ -157,6 +157,7 @@ __all__ = [
     "remap",
     "rename",
     "report",
+    "save",
     "stats",
     "strip_module",
     "verify",

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.dtypes import BY_NAME
-from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.memory import dtype_name, shape_of
 from ckptool.model import (
     DeviceValue,
     Global,
     Opaque,
     OrderedMap,
     Size,
-    Storage,
     StorageRef,
     TensorRef,
 )
@@ -38,8 +37,8 @@ class Held:
 class Boxes:
     """Makes the trees, and remembers what stands for what.
 
-    A tensor becomes a `TensorRef` of its shape, dtype and place in memory, over a storage without
-    bytes; tensors that share memory share that storage. A module becomes its state dict.
+    A tensor becomes a `TensorRef` of its shape and dtype, without a storage. A module becomes its
+    state dict.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,6 @@ class Boxes:
         self.containers: dict[int, Any] = {}
         """The same of the containers around them."""
         self._boxes: dict[int, Any] = {}
-        self._storages: dict[int, Storage] = {}
         self._alive: list[Any] = []
 
     def checkpoint(self, mapping: Mapping[Any, Any], path: str = "") -> Checkpoint:
@@ -71,7 +69,7 @@ class Boxes:
         import torch
 
         if isinstance(node, torch.Tensor):
-            return self._standing_for(node, self._tensor(node))
+            return self._standing_for(node, _stand_in(node))
         if isinstance(node, Mapping):
             return self._mapping(node, {} if type(node) is dict else OrderedMap())
         if isinstance(node, torch.nn.Module):
@@ -86,7 +84,7 @@ class Boxes:
             return tuple(map(self._box, node))
         if _is_array_of_numbers(node):
             array = torch.from_numpy(node)
-            return self._standing_for(array, self._tensor(array))
+            return self._standing_for(array, _stand_in(array))
         return self._standing_for(node, Held())
 
     def _mapping(self, node: Mapping[Any, Any], box: dict[Any, Any]) -> dict[Any, Any]:
@@ -96,7 +94,7 @@ class Boxes:
             node.metadata if isinstance(node, OrderedMap) else getattr(node, "_metadata", None)
         )
         if isinstance(box, OrderedMap) and isinstance(metadata, Mapping):
-            box.attributes = {"_metadata": self._box(metadata)}
+            box.attributes = {"_metadata": metadata}
         return box
 
     def _standing_for(self, original: Any, box: Any) -> Any:
@@ -104,16 +102,16 @@ class Boxes:
         self._alive.append((original, box))
         return box
 
-    def _tensor(self, tensor: torch.Tensor) -> TensorRef:
-        dtype, device = dtype_name(tensor), str(tensor.device)
-        memory = memory_of(tensor) if dtype in BY_NAME else None
-        if memory is None:
-            return TensorRef(dtype, shape_of(tensor) or (), (), 0, None, device)
-        if memory.storage not in self._storages:
-            key = str(len(self._storages))
-            self._storages[memory.storage] = Storage(key, None, memory.nbytes, device)
-        storage = self._storages[memory.storage]
-        return TensorRef(dtype, memory.shape, memory.stride, memory.offset, storage, device)
+
+def _stand_in(tensor: torch.Tensor) -> TensorRef:
+    # Shape and strides are not known of every kind; where it lies is asked of the tensor itself.
+    device = _tag(tensor.device)
+    return TensorRef(dtype_name(tensor), shape_of(tensor) or (), (), 0, None, device)
+
+
+@cache
+def _tag(device: torch.device) -> str:
+    return str(device)
 
 
 def _is_array_of_numbers(node: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
     """Its shape, None for each ragged dimension; None where it has none yet (a lazy parameter)."""
-    from torch.nn.parameter import is_lazy
+    import torch
 
-    if is_lazy(tensor):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _is_lazy(tensor):
         return None
     if not tensor.is_nested:
         return tuple(tensor.shape)
@@ -61,6 +62,17 @@ def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
         return (None,) * tensor.dim()
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    from torch.nn.parameter import is_lazy
+
+    return is_lazy(tensor)
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """Torch's name of its element type, without `torch.`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.live_slots import live_slots, live_tensors
 from ckptool.loading.shards import Shards, shards_of, ungathered
 from ckptool.matching import Slot, Slots
 from ckptool.wrappers import WRAPPERS
@@ -41,15 +40,8 @@ def target_of(model: torch.nn.Module) -> Target:
     if shards is not None:
         return _of_shards(model, shards)
     state = _state_dict(model)
-    entries = {name: value for name, value in state.items() if _is_entry(name, value)}
-    trained = frozenset(map(_identity, model.parameters()))
-    keys = {name: _identity(tensor) for name, tensor in entries.items()}
-    ties = _shared(keys.values())
-    slots = {
-        name: _slot(entries[name], keys[name], trained, ties) if name in entries else _EXTRA
-        for name in state
-    }
-    return Target(label_of(model), slots, entries, getattr(state, "_metadata", None))
+    slots = live_slots(state, parameters=model.parameters(), rest="buffer")
+    return Target(label_of(model), slots, live_tensors(state), getattr(state, "_metadata", None))
 
 
 def label_of(model: torch.nn.Module) -> str:
@@ -61,9 +53,6 @@ def label_of(model: torch.nn.Module) -> str:
         model = inside[0][1]
 
 
-_EXTRA = Slot(kind="extra")
-
-
 def _state_dict(model: torch.nn.Module) -> Mapping[str, Any]:
     """Its state dict over the live tensors; detached ones where an override knows no better."""
     try:
@@ -73,42 +62,9 @@ def _state_dict(model: torch.nn.Module) -> Mapping[str, Any]:
     return state
 
 
-def _is_entry(name: str, value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
-
-
-def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are one, or the same elements."""
-    memory = memory_of(tensor)
-    return id(tensor) if memory is None else memory
-
-
-def _shared(keys: Iterable[Hashable]) -> frozenset[Hashable]:
-    """Those that are there more than once."""
-    return frozenset(key for key, count in Counter(keys).items() if count > 1)
-
-
-def _slot(
-    tensor: torch.Tensor, key: Hashable, trained: frozenset[Hashable], ties: frozenset[Hashable]
-) -> Slot:
-    import torch
-
-    is_parameter = isinstance(tensor, torch.nn.Parameter) or key in trained
-    kind = "parameter" if is_parameter else "buffer"
-    return Slot(shape_of(tensor), dtype_name(tensor), kind, key if key in ties else None)
-
-
 def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:
     """What a model wants of whose parameters this rank has a part, in flat ones."""
     state = ungathered(model, shards)
-    slots: Slots = {}
-    entries: dict[str, torch.Tensor] = {}
-    for name, held in state.items():
-        if isinstance(held, Slot):
-            slots[name] = held
-        else:
-            slots[name] = _slot(held, _identity(held), frozenset(), frozenset())
-            entries[name] = held
-    return Target(label_of(model), slots, entries, state.metadata)
+    live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
+    slots = {**state, **live_slots(live, rest="buffer")}
+    return Target(label_of(model), slots, live_tensors(live), state.metadata)

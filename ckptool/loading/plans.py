@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.loading.contents import loss_of, same_elements
+from ckptool.loading.losses import Loss
 from ckptool.loading.models import Target
 from ckptool.loading.shards import without_hidden
 from ckptool.loading.states import State
@@ -45,7 +46,7 @@ def planned(
     untied = tuple(_untied(state, target, found.pairs))
     apart = frozenset(name for group in untied for name in group)
     report = found.report.with_changes(
-        cast=tuple(_judged(state, cast) for cast in found.report.cast),
+        cast=_judged(state, found.report.cast),
         tied=tuple(group for group in found.report.tied if not apart.intersection(group)),
         untied=untied,
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
@@ -53,10 +54,20 @@ def planned(
     return replace(found, report=report)
 
 
-def _judged(state: State, cast: Cast) -> Cast:
-    """A cast by what the elements are, where their types alone could lose something."""
-    loss = loss_of(state, cast.own, cast.after) if cast.lossy else None
-    return cast if loss is None else replace(cast, lossy=bool(str(loss)), loss=str(loss))
+def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
+    """Casts by what the elements are, where their types alone could lose something."""
+    losses: dict[tuple[str, str], Loss | None] = {}
+    judged = []
+    for cast in casts:
+        if cast.lossy:
+            key = cast.own, cast.after
+            if key not in losses:
+                losses[key] = loss_of(state, *key)
+            loss = losses[key]
+            if loss is not None:
+                cast = replace(cast, lossy=bool(str(loss)), loss=str(loss))
+        judged.append(cast)
+    return tuple(judged)
 
 
 def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
@@ -88,17 +99,16 @@ def metadata_for(state: State, target: Target, match: Match) -> OrderedDict[str,
         return None
     own = {**match.renamed, **{old: new for new, old in reversed(match.pairs.items())}}
     entries = {path: held for path, held in state.metadata.items() if isinstance(held, dict)}
-    moved = moved_metadata(entries, own, lambda path: path)
-    made: OrderedDict[str, Any] = OrderedDict()
+    followed = moved_metadata(entries, own, lambda path: path)
     if target.metadata is None:
-        made.update((path, state.made(held)) for path, held in moved.items())
-        return made
+        return OrderedDict(followed)
+    made: OrderedDict[str, Any] = OrderedDict()
     holders = {name.rpartition(".")[0] for name in target.slots}
     for path, default in target.metadata.items():
         clean = without_hidden(path)
-        held = moved.get(path, moved.get(clean))
+        held = followed.get(path, followed.get(clean))
         if held is not None:
-            made[path] = state.made(held)
+            made[path] = held
         elif clean not in holders:
             made[path] = default
     return made

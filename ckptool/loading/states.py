@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.loading.boxes import Boxes
+from ckptool.loading.live_slots import live_slots
 from ckptool.loading.load import opened
-from ckptool.loading.memory import shape_of
 from ckptool.loading.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.paths import listed
-from ckptool.statedict import Section, is_flat, model_state_dict
+from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
@@ -60,11 +60,14 @@ class State:
         """The path, for messages; empty for memory."""
         return self.tree.path
 
-    @property
+    @cached_property
     def metadata(self) -> Mapping[str, Any] | None:
         """Its `_metadata`: module path to version; None where it has none."""
         held = self.root.metadata
-        return held if isinstance(held, dict) else None
+        if not isinstance(held, Mapping):
+            return None
+        made: Mapping[str, Any] = held if self.tree.format == "memory" else self.made(held)
+        return made
 
     @property
     def refs(self) -> dict[str, TensorRef | None]:
@@ -79,7 +82,7 @@ class State:
     def ref(self, name: str) -> TensorRef | None:
         """One of `refs`."""
         node = self.root[name]
-        return node if isinstance(node, TensorRef) and id(node) not in self._originals else None
+        return node if _is_stored(node, self._originals) else None
 
     def value(self, name: str) -> Any:
         """What stands under one of `slots`: a tensor, or an extra state.
@@ -91,7 +94,7 @@ class State:
             DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load_state_dict`.
         """
         node = self.root[name]
-        if isinstance(node, TensorRef) and is_one_part(node) and id(node) not in self._originals:
+        if _is_stored(node, self._originals) and is_one_part(node):
             raise only_a_part(node, name)
         if id(node) in self._containers:
             return self._containers[id(node)]
@@ -187,10 +190,17 @@ def _is_one(root: Any, *, in_memory: bool) -> bool:
 
 
 def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
-    """As `slots_of`; a lazy parameter in memory has no shape yet."""
-    slots = slots_of(section)
-    for name, slot in slots.items():
-        original = originals.get(id(section.node[name]))
-        if slot.shape == () and original is not None and shape_of(original) is None:
-            slots[name] = replace(slot, shape=None)
+    """As `slots_of`; what is in memory tells for itself what it is."""
+    if not originals:
+        return slots_of(section)
+    nodes = {name: section.node[name] for name in wrapped_names(section.node)}
+    slots = live_slots({name: originals.get(id(node)) for name, node in nodes.items()})
+    stored = [name for name, node in nodes.items() if _is_stored(node, originals)]
+    if stored:  # of an open checkpoint, in a dict with tensors in memory
+        of_file = slots_of(section)
+        slots.update((name, of_file[name]) for name in stored)
     return slots
+
+
+def _is_stored(node: Any, originals: Mapping[int, Any]) -> bool:
+    return isinstance(node, TensorRef) and id(node) not in originals

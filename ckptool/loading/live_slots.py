@@ -1,0 +1,75 @@
+"""State dicts of live tensors as matching sees them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.matching import Slot, Slots
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["live_slots", "live_tensors"]
+
+_EXTRA = Slot(kind="extra")
+
+
+def live_slots(
+    values: Mapping[str, Any], *, parameters: Iterable[torch.Tensor] = (), rest: str = "tensor"
+) -> Slots:
+    """A slot for each entry; what is no tensor, or is an `_extra_state`, is `extra`.
+
+    A `Parameter`, or what lies where one of `parameters` does, is one; `rest` is the kind of the
+    other tensors.
+    """
+    import torch
+
+    tensors = live_tensors(values)
+    ties = _ties(tensors)
+    trained = {id(one) if one.is_meta else _place(one) for one in parameters}
+    parameter = torch.nn.Parameter
+    slots: Slots = {}
+    for name in values:
+        tensor = tensors.get(name)
+        if tensor is None:
+            slots[name] = _EXTRA
+            continue
+        trains = isinstance(tensor, parameter) or (bool(trained) and _place(tensor) in trained)
+        kind = "parameter" if trains else rest
+        slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, ties.get(name))
+    return slots
+
+
+def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of the entries that are tensors, and no extra states."""
+    import torch
+
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
+    }
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Where its first element lies: equal for tensors that are one, and for few others."""
+    try:
+        return tensor.data_ptr(), tensor.shape
+    except (RuntimeError, ValueError):  # it has no storage, or none yet
+        return id(tensor)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+    """Names of one tensor, by identity or as the same elements, each with what they share."""
+    places = {name: _place(tensor) for name, tensor in tensors.items()}
+    met = Counter(places.values())
+    keys: dict[str, Hashable] = {}
+    for name, tensor in tensors.items():
+        if met[places[name]] > 1:
+            memory = memory_of(tensor)
+            keys[name] = id(tensor) if memory is None else memory
+    several = Counter(keys.values())
+    return {name: key for name, key in keys.items() if several[key] > 1}
