@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptool.inspection.doctor.level import AVERAGED
 from ckptool.inspection.doctor.patient import Patient, metadata_of, tensors_of
+from ckptool.matching.counters import uncounted
+from ckptool.matching.spelling import weight_norms
 from ckptool.model import TensorRef
 from ckptool.wrappers import WRAPPERS
 
@@ -17,9 +19,6 @@ _MOST_TRIED = 20
 """Names of which every beginning is tried as a prefix, and prefixes that are changed."""
 _DEEPEST = 16
 """Parts of a name that are looked at."""
-_COUNTER = "num_batches_tracked"
-_COUNTED_SINCE = 2
-"""The version of BatchNorm from which its counter may not be missing."""
 
 Prefix = tuple[str, str]
 """What names begin with, and what is to stand there instead."""
@@ -88,48 +87,15 @@ def _renamed(found: Comparison, names: dict[str, str]) -> Comparison:
 
 def _with_weight_norm(found: Comparison) -> Comparison:
     """The same with both forms of weight norm for one; torch takes the old one for the new."""
-    older = {old: new for old, new in _weight_norms(found.unexpected) if new in found.missing}
+    older = {old: new for old, new in weight_norms(found.unexpected) if new in found.missing}
     found = _renamed(found, older)
-    newer = {new: old for old, new in _weight_norms(found.missing) if new in found.unexpected}
+    newer = {new: old for old, new in weight_norms(found.missing) if new in found.unexpected}
     return replace(_renamed(found, newer), normed=(*found.normed, *newer))
 
 
-def _weight_norms(names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Names of `nn.utils.weight_norm`, each with that of the parametrization of the same weight.
-
-    torch/nn/utils/parametrizations.py, `_weight_norm_compat_hook`: only where both are there.
-    """
-    for name in names:
-        stem, both = name[:-2], (f"{name[:-2]}_g", f"{name[:-2]}_v")
-        if name in both and all(one in names for one in both):
-            module, dot, weight = stem.rpartition(".")
-            yield name, f"{module}{dot}parametrizations.{weight}.original{both.index(name)}"
-
-
 def _uncounted(found: Comparison, versions: dict[str, object]) -> set[str]:
-    """Missing counters for which BatchNorm does not ask in a state of these versions.
-
-    torch/nn/modules/batchnorm.py, `_NormBase._load_from_state_dict`.
-    """
-    counters = {n for n in found.missing if n.rpartition(".")[2] == _COUNTER}
-    if not counters or not versions:
-        return counters
-    own = {pair.name: pair.own for pair in found.pairs}
-    return {
-        name for name in counters if _version(_own_module(name, own), versions) < _COUNTED_SINCE
-    }
-
-
-def _own_module(counter: str, own: dict[str, str]) -> str:
-    """The path in the file of the module of a counter, by what else it has."""
-    beside = counter.removesuffix(_COUNTER) + "running_mean"
-    return own.get(beside, beside).rpartition(".")[0]
-
-
-def _version(path: str, versions: dict[str, object]) -> int:
-    held = versions.get(path)
-    version = held.get("version") if isinstance(held, dict) else None
-    return version if isinstance(version, int) else 0
+    """Missing counters for which BatchNorm does not ask in a state of these versions."""
+    return uncounted(found.missing, {pair.name: pair.own for pair in found.pairs}, versions)
 
 
 def _prefix(found: Comparison, accepted: set[str]) -> Prefix | None:

@@ -18,6 +18,7 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient
+from ckptool.matching.slots import Slot
 from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, model_state_dict
@@ -198,8 +199,8 @@ def _shapes(comparison: Comparison) -> Iterator[Found]:
 
 
 def _takes(wanted: TensorRef, mine: TensorRef) -> bool:
-    """Whether torch copies the one into the other; torch 0.3 had no scalars but [1]."""
-    return mine.shape == wanted.shape or (not wanted.shape and mine.shape == (1,))
+    """Whether torch copies the one into the other."""
+    return Slot(wanted.shape).takes(Slot(mine.shape))
 
 
 def _size(tensor: TensorRef) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptool.errors import NameCollision
+from ckptool.matching.unwrapping import wrapped_submodules
 from ckptool.wrappers import WRAPPERS, counts, strip_names, wrappers_of
 
-__all__ = ["Wrapping", "front", "wrapped_submodules", "wrapping"]
+__all__ = ["Wrapping", "front", "wrapping"]
 
 _LONGEST = 1000
 """Characters of a name of which every part is looked at."""
@@ -111,21 +112,3 @@ def front(names: Iterable[str]) -> tuple[str, ...]:
         found.append(word)
         left = [name[len(word) + 1 :] for name in left]
     return tuple(found)
-
-
-def wrapped_submodules(names: Iterable[str]) -> list[str]:
-    """Paths of submodules below which every name goes on with `module`, outermost ones first.
-
-    So saved models whose features alone were parallel. Names that no model has are passed over.
-    """
-    below: dict[str, set[str]] = {}
-    for name in names:
-        path = ""
-        for part in name.split(".") if len(name) <= _LONGEST else ():
-            below.setdefault(path, set()).add(part)
-            path = f"{path}.{part}" if path else part
-    return [
-        path
-        for path, parts in below.items()
-        if path and parts == {"module"} and f"{path}.module" in below
-    ]
