@@ -95,6 +95,14 @@ def _loss(state: State, ref: TensorRef, after: str) -> Loss:
     return whole
 
 
+class _Numbers(list[int]):
+    """Numbers in a row; torch asks the list of a group for each of its parameters' tensors."""
+
+    def __contains__(self, number: object) -> bool:
+        """Whether it is one of them, without a search."""
+        return isinstance(number, int) and bool(self) and self[0] <= number <= self[-1]
+
+
 @dataclass(frozen=True)
 class Maker:
     """Makes the state dict that the optimizer itself takes, position by position."""
@@ -165,7 +173,7 @@ class Maker:
             names = self.names[first:after]
             if "param_names" in self.saved.options[number] and None not in names:
                 group.setdefault("param_names", list(names))
-            yield {**group, "params": list(range(first, after))}
+            yield {**group, "params": _Numbers(range(first, after))}
             first = after
 
     def _option(self, node: Any, own: Any) -> Any:
