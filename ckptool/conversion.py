@@ -11,6 +11,7 @@ from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
+from ckptool.matching import Allowance, Allowed
 from ckptool.writing import FLAT, Receipt, save, target_format
 
 __all__ = ["Conversion", "convert", "without_objects"]
@@ -24,7 +25,8 @@ _LISTS = frozenset({"include", "exclude", "rename", "keep", "visible_devices"})
 class Conversion:
     """What to change on the way, in this order, whatever the order of the options.
 
-    Selection, wrappers, names, plain data, ties, dtypes, storages, devices.
+    Selection, wrappers, names, plain data, ties, dtypes, storages, devices. With `like` the names
+    are the reference's, wrappers and all.
     """
 
     key: str | None = None
@@ -38,7 +40,19 @@ class Conversion:
     wrappers: str | None = None
     """`strip` (the default towards safetensors) or `keep`."""
     rename: tuple[str, ...] = ()
-    """`REGEX=>REPL`, in order."""
+    """`REGEX=>REPL`, in order; before `like`."""
+    like: Any = None
+    """What the names are to fit: a reference file or an open one, a model, a state dict."""
+    like_key: str | None = None
+    """The state dict of `like`, where it has several."""
+    allow_missing: Allowed = None
+    """What of `like` may be missing: all, or globs."""
+    allow_unexpected: Allowed = None
+    """What may be there that `like` has not: it keeps its name."""
+    allow_mismatched: Allowed = False
+    """What may be of another shape than in `like`."""
+    min_coverage: float | None = None
+    """The least share of the parameters of `like` that is to be there."""
     plain: bool = False
     """Turn objects into plain data; what cannot be is an error."""
     drop_objects: bool = False
@@ -75,11 +89,24 @@ class Conversion:
         if self.visible_devices is not None and (self.to is not None or self.device_map):
             raise UsageError("choose device rules or visible devices, not both")
         device_rules(self.to, self.device_map)
+        self._check_like()
         needless = self.keep or self.cast_optimizer or self.allow_overflow
         if self.cast is None and needless:
             raise UsageError(
                 "keep, cast_optimizer and allow_overflow are about a cast, and there is none",
                 hint="--cast bfloat16",
+            )
+
+    def _check_like(self) -> None:
+        if self.like is not None and self.wrappers is not None:
+            raise UsageError("with like the wrappers are the reference's: leave out wrappers")
+        allowing = (self.allow_missing, self.allow_unexpected, self.allow_mismatched)
+        needless = any(allowing) or self.like_key is not None or self.min_coverage is not None
+        if self.like is None and needless:
+            raise UsageError(
+                "like_key, min_coverage and what is allowed are about a reference, and there is "
+                "none",
+                hint="--like reference.pth",
             )
 
     def applied(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
@@ -107,12 +134,26 @@ class Conversion:
         return transforms.without_unseen(before, checkpoint)
 
     def _renamed(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
-        if self.wrappers == "strip" or (self.wrappers is None and target.startswith(SAFETENSORS)):
+        bare = self.like is None and self.wrappers is None and target.startswith(SAFETENSORS)
+        if self.wrappers == "strip" or bare:
             checkpoint = transforms.strip_module(checkpoint)
         if self.rename:
             rules = [transforms.regex_rule(rule) for rule in self.rename]
             checkpoint = transforms.rename(checkpoint, rules)
-        return checkpoint
+        return checkpoint if self.like is None else self._fitted(checkpoint)
+
+    def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
+        from ckptool.loading.references import reference
+        from ckptool.matching.fitting import fitted
+
+        wanted = reference(self.like, key=self.like_key)
+        allowance = Allowance(
+            missing=self.allow_missing,
+            unexpected=self.allow_unexpected,
+            mismatched=self.allow_mismatched,
+            min_coverage=self.min_coverage,
+        )
+        return fitted(checkpoint, wanted.slots, model=wanted.label, allowance=allowance)
 
     def _retyped(self, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint = without_objects(checkpoint, plain=self.plain, drop=self.drop_objects)
@@ -190,6 +231,7 @@ def convert(
         UnreadableFile: the source cannot be read.
         UsageError: options that are none, or do not go together.
         AmbiguousName: several state dicts, and none chosen by `key`.
+        MatchError: `like`, and a state dict does not fit it.
         NameCollision: two tensors would get one name.
         NotRepresentable: the target's format cannot hold a tensor (or, `strict`, anything else);
             a cast overflows; objects remain that are not plain.

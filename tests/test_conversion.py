@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.conversion import Conversion
-from ckptool.errors import NotRepresentable, UsageError
+from ckptool.errors import MatchError, NotRepresentable, UsageError
 
 
 @pytest.fixture
@@ -118,6 +118,10 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
         ({"rename": ["a"]}, "REGEX=>REPL"),
         ({"cast": "float12"}, "float12"),
         ({"max_shard_size": "5 apples"}, "5 apples"),
+        ({"like": "ref.pth", "wrappers": "keep"}, "leave out wrappers"),
+        ({"like_key": "ema"}, "there is none"),
+        ({"allow_missing": ["a"]}, "there is none"),
+        ({"min_coverage": 0.5}, "there is none"),
         ({"colour": "red"}, "no option 'colour'"),
     ],
 )
@@ -132,6 +136,21 @@ def test_a_conversion_is_applied_to_an_open_checkpoint(source):
         changed = Conversion(wrappers="strip", key="state_dict").applied(checkpoint, "torch-zip")
         assert "body.weight" in changed.root
         assert Conversion().applied(checkpoint, "torch-zip") is checkpoint
+
+
+def test_names_are_made_those_of_a_reference(source, tmp_path):
+    like = {"body.weight": (4, 8), "body.bias": (4,), "steps": ()}
+    with pytest.raises(MatchError, match=r"head\.weight") as caught:
+        ckptool.convert(source, tmp_path / "out.safetensors", like=like)
+    assert caught.value.report.unexpected_keys == ["module.head.weight", "module.tied.weight"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+    receipt = ckptool.convert(
+        source, tmp_path / "out.safetensors", like=like, allow_unexpected=["module.*"]
+    )
+    assert any("module.head.weight" in change.text for change in receipt.changes)
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() >= {*like, "module.head.weight"}
+    ckptool.convert(source, tmp_path / "again.pth", like=tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize(

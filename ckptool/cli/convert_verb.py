@@ -8,11 +8,14 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
+from ckptool.loading.factory import referred
+from ckptool.matching import Allowance
 from ckptool.writing import target_format
 
 __all__ = ["command"]
@@ -26,6 +29,8 @@ __all__ = ["command"]
     "ckptool convert model.pth small.safetensors --cast bfloat16 --keep '*.norm.*=float32'",
     "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
     "ckptool convert model.safetensors.index.json merged.safetensors",
+    "ckptool convert model.pth fitted.pth --like reference.pth",
+    cls=Allowing,
 )
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
@@ -39,6 +44,15 @@ __all__ = ["command"]
 @click.option(
     "--rename", multiple=True, metavar="'REGEX=>REPL'", help="Rename tensors; repeatable, in order."
 )
+@click.option(
+    "--like",
+    metavar="REFERENCE",
+    help="Names as this checkpoint has them, or the model of MODULE:FACTORY (ckptool match).",
+)
+@click.option(
+    "--like-key", metavar="NAME", help="The state dict of REFERENCE, where there are several."
+)
+@allowance_options(casts=False)
 @plain_options
 @click.option(
     "--ties",
@@ -74,6 +88,8 @@ def command(
     keep: tuple[str, ...],
     max_shard_size: str | None,
     strict: bool,
+    like: str | None,
+    allowance: Allowance,
     target: Target,
     **changes: Any,
 ) -> None:
@@ -88,13 +104,19 @@ def command(
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
         keep=tuple(parsed_keep(keep)),
+        like=None if like is None else referred(like),
+        allow_missing=allowance.missing,
+        allow_unexpected=allowance.unexpected,
+        allow_mismatched=allowance.mismatched,
+        min_coverage=allowance.min_coverage,
         **changes,
     )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
         name = target_format(checkpoint, destination, target.format, sharded=sharded)
-        return conversion.applied(checkpoint, name)
+        with in_options():
+            return conversion.applied(checkpoint, name)
 
     write_changed(
         source,

@@ -1,6 +1,7 @@
-"""What names are to fit: a reference file, a model, or the user's own code that builds one.
+"""The user's own code that builds a model, for `--like module:factory`.
 
-The code is imported and called because the user named it; nothing of a file ever is.
+It is imported and called because the user named it on the command line; nothing of a file ever is,
+and no function of the library takes such a word.
 """
 
 from __future__ import annotations
@@ -11,26 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, CheckpointError, NotFound, TorchMissing, UsageError
-from ckptool.loading.likes import target_like
-from ckptool.loading.load import opened
-from ckptool.loading.models import Target
-from ckptool.matching import slots_of
+from ckptool.errors import CheckpointError, TorchMissing, UsageError
 from ckptool.paths import printable
-from ckptool.statedict import model_state_dict
 
-__all__ = ["built", "is_factory", "reference"]
-
-if TYPE_CHECKING:
-    import torch
-
-    Like = str | os.PathLike[str] | Checkpoint | torch.nn.Module | Mapping[str, Any]
-    """A file or `module:factory`, an open checkpoint, a model, a state dict."""
+__all__ = ["built", "is_factory", "referred"]
 
 _FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 _HINT = "a function without arguments that returns the model: def build(): return Net(...)"
@@ -41,38 +29,13 @@ def is_factory(text: str) -> bool:
     return _FACTORY.fullmatch(text) is not None and not os.path.lexists(text)
 
 
-def reference(like: Like, *, key: Any = None) -> Target:
-    """What `like` wants; of a file the header alone, without torch.
-
-    `key` is the state dict that is meant, where there are several.
+def referred(text: str) -> Any:
+    """What a word of the command line stands for: what `module:factory` builds, else a path.
 
     Raises:
-        UnreadableFile: the file cannot be opened as a checkpoint.
-        AmbiguousName, NotFound: the file has several state dicts and no `key`, or none.
-        TorchMissing: `module:factory` needs torch.
-        UsageError: the code raised, or what it gave is no model; or `like` is none of these.
+        TorchMissing, UsageError: as `built`.
     """
-    if isinstance(like, str) and is_factory(like):
-        target = target_like(built(like), key=key)
-        return target if target.entries else replace(target, label=like)
-    if isinstance(like, (str, os.PathLike, Checkpoint)):
-        return _of_file(like, key)
-    return target_like(like, key=key)
-
-
-def _of_file(like: str | os.PathLike[str] | Checkpoint, key: Any) -> Target:
-    with opened(like) as checkpoint:
-        try:
-            section = model_state_dict(checkpoint, key)
-        except NotFound as error:
-            several = isinstance(error, AmbiguousName) and key is None
-            hint = (error.hint or "").replace("--key", "--like-key") if several else error.hint
-            raise type(error)(
-                f"the reference: {error.message}", file=error.file, hint=hint
-            ) from error
-        held = getattr(section.node, "metadata", None)
-        metadata = held if isinstance(held, dict) else None
-        return Target(checkpoint.path, slots_of(section), metadata=metadata)
+    return built(text) if is_factory(text) else text
 
 
 def built(text: str) -> Any:

@@ -57,14 +57,17 @@ def match_lines(
     if _is_plain(report):
         return apart([(*heading, *_ties(report, look)), _optimizer(report, look)])
     rows = _rows(report, fold=fold)
-    notes = note_lines(report, look, options=options)
+    notes = _notes(rows, report, look, options)
     return apart([heading, _table(rows, look) if rows else (), notes, _optimizer(report, look)])
 
 
 def note_lines(report: MatchReport, look: Look, *, options: bool = False) -> Iterator[str]:
     """What each status of the report means, and what helps."""
-    statuses = dict.fromkeys(row.status for row in _rows(report, fold=True))
-    for status in statuses:
+    return _notes(_rows(report, fold=True), report, look, options)
+
+
+def _notes(rows: Iterable[_Row], report: MatchReport, look: Look, options: bool) -> Iterator[str]:
+    for status in dict.fromkeys(row.status for row in rows):
         text = _meaning(status, report, options)
         if text:
             yield from wrapped(f"{status}: {text}", look.width)
@@ -79,16 +82,18 @@ def _is_plain(report: MatchReport) -> bool:
 
 
 def _heading(report: MatchReport, look: Look, taken: bool) -> Iterator[str]:
-    """`model.pth does not fit ResNet: 60 of its 62 tensors are met, 98.1% of the parameters`."""
+    """`model.pth does not fit ResNet: 60 of its 62 tensors fit (98.1% of the parameters)`."""
     file, model = clean(report.file) or _IN_MEMORY, clean(report.model) or _NO_CLASS
     verdict = "fits" if taken else "does not fit"
     allowed = " with what is allowed" if taken and not report.fits else ""
     whole = max(report.parameters, 1)
     part = share(report.loaded if report.parameters else whole, whole)
-    met = f"{count(report.fitting)} of its {plural(report.names, 'tensor')} are met"
+    tensors, parameters = plural(report.names, "tensor"), f"{part} of the parameters"
+    verb = "fits" if report.fitting == 1 else "fit"
+    met = f"{count(report.fitting)} of its {tensors} {verb} ({parameters})"
     if report.fits:
-        met = plural(report.names, "tensor")
-    text = f"{file} {verdict} {model}{allowed}: {met}, {part} of the parameters"
+        met = f"{tensors}, {parameters}"
+    text = f"{file} {verdict} {model}{allowed}: {met}"
     yield from (look.bold(line) for line in wrapped(text, look.width))
 
 

@@ -8,7 +8,7 @@ import torch
 from ckptool.cli.group import VERBS
 from tests.cli.test_group import command_of
 
-TABLES = ("list", "info", "show", "stats", "diff", "verify")
+TABLES = ("list", "info", "show", "stats", "diff", "verify", "match")
 WITH_TABLES = [name for name in VERBS["read"] if name in TABLES]
 
 
@@ -81,7 +81,7 @@ def test_help_needs_no_tabulate(process):
 
 @pytest.mark.parametrize("name", WITH_TABLES)
 def test_every_column_has_a_heading_and_every_row_all_columns(ckptool, model, name):
-    more = {"show": ["state_dict"], "diff": [model]}.get(name, [])
+    more = {"show": ["state_dict"], "diff": [model], "match": ["--like", model]}.get(name, [])
     done = ckptool(name, model, *more, "--fmt", "csv")
     assert done.code == 0
     for part in done.out.split("\n\n"):

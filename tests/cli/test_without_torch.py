@@ -51,6 +51,7 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["diff", "MODEL", "MODEL", "--structure"],
         ["diff", "MODEL", "MODEL", "--quick"],
         ["diff", "MODEL", "MODEL"],
+        ["match", "MODEL", "--like", "MODEL"],
         ["report", "--no-values", "-o", "out.html", "MODEL"],
         ["report", "--no-values", "-o", "out.html", "MODEL", "MODEL"],
         ["strip-module", "MODEL"],
@@ -60,6 +61,7 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["extract", "--model-only", "MODEL"],
         ["convert", "MODEL", "out.safetensors"],
         ["convert", "MODEL", "out.pth", "--model-only", "--to", "cuda:0"],
+        ["convert", "MODEL", "out.pth", "--like", "MODEL"],
     ],
     ids=" ".join,
 )

@@ -1,13 +1,13 @@
-"""What names are to fit: a file, a model, or the user's own code that builds one."""
+"""The user's own code that builds a model."""
 
 import sys
 
 import pytest
 import torch
 
-import ckptool
-from ckptool.errors import AmbiguousName, FileMissing, NotFound, UsageError
-from ckptool.loading.factory import built, is_factory, reference
+from ckptool.errors import FileMissing, UsageError
+from ckptool.loading.factory import built, is_factory, referred
+from ckptool.loading.references import reference
 
 NET = """
 import torch
@@ -68,8 +68,8 @@ def home(tmp_path, monkeypatch):
 def test_a_class_is_built_on_the_meta_device(home):
     net = built(f"{home}:Net")
     assert {value.device.type for value in net.state_dict().values()} == {"meta"}
-    assert reference(f"{home}:Net").label == "Net"
-    assert reference(f"{home}:Net").slots["fc.weight"].shape == (8, 4)
+    assert reference(net).label == "Net"
+    assert reference(net).slots["fc.weight"].shape == (8, 4)
 
 
 def test_a_function_is_called_once_where_that_works(home):
@@ -83,13 +83,11 @@ def test_what_needs_numbers_is_built_as_it_is(home):
 
 @pytest.mark.parametrize(("name", "width"), [("wide", 16), ("Box.small", 2)])
 def test_a_model_that_is_there_is_taken(home, name, width):
-    assert reference(f"{home}:{name}").slots["fc.bias"].shape == (width,)
+    assert reference(referred(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
 
 
 def test_a_state_dict_that_is_there_is_taken(home):
-    found = reference(f"{home}:weights")
-    assert list(found.slots) == list(sys.modules[home].weights)
-    assert found.label == f"{home}:weights"
+    assert built(f"{home}:weights") is sys.modules[home].weights
 
 
 def test_what_the_code_prints_is_no_result(home, capsys):
@@ -141,26 +139,10 @@ def test_a_file_of_that_name_wins(home, tmp_path):
 )
 def test_other_words_are_files(word):
     assert not is_factory(word)
+    assert referred(word) == word
+
+
+def test_the_library_takes_no_such_word(home):
     with pytest.raises(FileMissing):
-        reference(word)
-
-
-def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
-    state = torch.nn.Linear(2, 2).state_dict()
-    torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
-    with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
-        reference(tmp_path / "ref.pth")
-    assert caught.value.hint == "choose one: --like-key model"
-    assert reference(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
-    with pytest.raises(NotFound):
-        reference(tmp_path / "ref.pth", key="gone")
-
-
-def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
-    net = torch.nn.Linear(2, 2)
-    torch.save(net.state_dict(), tmp_path / "ref.pth")
-    with ckptool.open(tmp_path / "ref.pth") as checkpoint:
-        assert reference(checkpoint).label == str(tmp_path / "ref.pth")
-    assert list(reference(net).slots) == list(reference(net.state_dict()).slots)
-    with pytest.raises(UsageError, match="fit a int"):
-        reference(3)
+        reference(f"{home}:Net")
+    assert home not in sys.modules

@@ -55,7 +55,7 @@ def test_a_report_has_the_form_that_transformers_made_familiar():
     )
     assert match_text(found) == str(found)
     assert lines(found)[:7] == [
-        "model.pth does not fit Net: 60 of its 62 tensors are met, 98.1% of the parameters",
+        "model.pth does not fit Net: 60 of its 62 tensors fit (98.1% of the parameters)",
         "",
         "Key                        | Status     | Details",
         "---------------------------+------------+--------------------------",
@@ -151,7 +151,8 @@ def test_of_many_candidates_some_are_named():
 def test_what_is_allowed_is_said_to_fit_with_it():
     found = report(parameters=1000, missing_keys=["head.bias"])
     assert lines(found, accepted=True)[0] == (
-        "model.pth fits Net with what is allowed: 60 of its 62 tensors are met, 98.1% of the parameters"
+        "model.pth fits Net with what is allowed: "
+        "60 of its 62 tensors fit (98.1% of the parameters)"
     )
 
 
@@ -167,7 +168,7 @@ def test_what_is_allowed_is_said_to_fit_with_it():
 )
 def test_a_coverage_is_never_rounded_to_all_or_nothing(loaded, parameters, said):
     found = report(loaded=loaded, parameters=parameters, missing_keys=["a"])
-    assert lines(found)[0].endswith(f", {said} of the parameters")
+    assert lines(found)[0].endswith(f" ({said} of the parameters)")
 
 
 def test_what_is_untied_kept_and_left_out_says_why():

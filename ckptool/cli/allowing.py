@@ -1,0 +1,136 @@
+"""`--allow-missing` and its like: options that take a glob, or none for all names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from ast import literal_eval
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+from ckptool.errors import MatchError
+from ckptool.matching import Allowance, Allowed
+
+__all__ = ["Allowing", "allowance_options", "as_options", "in_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TEXT = r"""r?(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+_VALUE = rf"(?:{_TEXT}|\[{_TEXT}(?:, {_TEXT})*\]|\w+)"
+_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key)=({_VALUE})(, (?=\w+=))?", re.DOTALL)
+"""An argument of the library, as `Problem.remedy` has them, with the comma before the next."""
+_EVERY = "*"
+_GLOB = "*?["
+_WORDS = {
+    "allow_missing": "Names of the model that may keep what it has.",
+    "allow_unexpected": "Names of the file that may be passed over.",
+    "allow_mismatched": "Names that may be of another shape, and keep what the model has.",
+    "allow_lossy_cast": "Names whose numbers may change with their type.",
+}
+"""The options, each what it allows."""
+
+
+class Allowing(click.Command):
+    """Takes the word behind an allowance for its glob only where that leaves all arguments.
+
+    `--allow-missing model.pth` allows all names, `--allow-missing 'head.*' model.pth` some.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse once more than click does, to see how many words are left over."""
+        bare = _bare(args)
+        every = [f"{word}={_EVERY}" if at in bare else word for at, word in enumerate(args)]
+        _, left_over, _ = self.make_parser(ctx).parse_args(args=list(every))
+        likely = [at for at in bare if args[at + 1 : at + 2] and not args[at + 1].startswith("-")]
+        likely.sort(key=lambda at: _likeness(args[at + 1]))
+        for at in sorted(likely[: len(left_over)], reverse=True):
+            every[at : at + 2] = [f"{args[at]}={args[at + 1]}"]
+        return super().parse_args(ctx, every)
+
+
+def _bare(args: list[str]) -> list[int]:
+    """Where allowances stand that have no `=`."""
+    options = {f"--{name.replace('_', '-')}" for name in _WORDS}
+    end = args.index("--") if "--" in args else len(args)
+    return [at for at, word in enumerate(args[:end]) if word in options]
+
+
+def _likeness(word: str) -> tuple[bool, bool]:
+    """The smaller, the more a word is a glob rather than a file."""
+    return not any(mark in word for mark in _GLOB), os.path.lexists(word)
+
+
+def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
+    """`--allow-missing` and its like, with `--min-coverage`, gathered in one `allowance`.
+
+    For a command whose class is `Allowing`; without `casts` there is no `--allow-lossy-cast`.
+    """
+    words = {name: text for name, text in _WORDS.items() if casts or name != "allow_lossy_cast"}
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def gathered(**given: Any) -> Any:
+            fields: dict[str, Allowed] = {
+                name.removeprefix("allow_"): _allowed(given.pop(name)) for name in words
+            }
+            least: float | None = given.pop("min_coverage")
+            allowance = Allowance(min_coverage=least, **fields)  # type: ignore[arg-type]
+            return function(allowance=allowance, **given)
+
+        decorated: Any = click.option(
+            "--min-coverage",
+            type=click.FloatRange(0, 1),
+            metavar="SHARE",
+            help="Refuse where less of the model's parameters is met: 0.9; 0 lets nothing do.",
+        )(gathered)
+        for name, text in reversed(words.items()):
+            option = f"--{name.replace('_', '-')}"
+            help = f"{text} Repeatable; without GLOB: all."
+            decorated = click.option(option, multiple=True, metavar="[GLOB]", help=help)(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
+
+
+@contextmanager
+def in_options() -> Iterator[None]:
+    """Have a refusal be one sentence, which says what helps as options of `convert`."""
+    try:
+        yield
+    except MatchError as error:
+        error.message = as_options(error.message).replace("\n", "; ")
+        error.hint = error.hint and as_options(error.hint, rule="--rename")
+        raise
+
+
+def as_options(text: str, *, rule: str = "--map") -> str:
+    """What the library says of its arguments, in options of the command line."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value, comma = found.groups()
+        word = rule if name == "rules" else f"--{name.replace('_', '-')}"
+        return " ".join(_words(word, value)) + (" " if comma else "")
+
+    return _ARGUMENT.sub(option, text).replace("min_coverage", "--min-coverage")
+
+
+def _words(word: str, value: str) -> Iterator[str]:
+    """An option for each of the texts that an argument has."""
+    if value == "True":
+        yield word
+    elif value.isidentifier():
+        yield f"{word} {value}"
+    else:
+        given = literal_eval(value)
+        between = "=" if word.startswith("--allow-") else " "
+        for text in [given] if isinstance(given, str) else given:
+            yield f"{word}{between}{shlex.quote(text)}"
+
+
+def _allowed(globs: tuple[str, ...]) -> Allowed:
+    return True if _EVERY in globs else globs or False

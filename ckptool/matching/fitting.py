@@ -1,0 +1,285 @@
+"""The names of a checkpoint made those of a model, as far as it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import MatchError, NameCollision, NotRepresentable
+from ckptool.matching.allowance import Allowance
+from ckptool.matching.matched import Match, matched
+from ckptool.matching.report import MatchReport
+from ckptool.matching.slots import Slots, slots_of
+from ckptool.model import Opaque, OrderedMap, TensorRef
+from ckptool.paths import counted, listed, printable
+from ckptool.statedict import (
+    MODEL_KINDS,
+    Section,
+    is_flat,
+    model_state_dict,
+    sections,
+    wrapped_names,
+)
+from ckptool.tensors.sameness import same_by_checksum, same_content
+from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.naming import NamePlan, distinct, place
+from ckptool.wrappers import Rename, strip_names
+
+__all__ = ["compared", "fitted", "match_of"]
+
+_HINT = "ckptool match says which names fit, and by which rules"
+
+
+def match_of(
+    section: Section, like: Slots, *, file: str = "", model: str = "", rules: Iterable[Rule] = ()
+) -> Match:
+    """Which of a section's names is which of a model; by the header alone."""
+    held = section.node.metadata if isinstance(section.node, OrderedMap) else None
+    metadata = held if isinstance(held, dict) else None
+    return matched(slots_of(section), like, rules=rules, metadata=metadata, file=file, model=model)
+
+
+def compared(section: Section, match: Match) -> MatchReport:
+    """The report, with the tensors of the file compared that are one in the model (`untied`).
+
+    Those of equal type and shape are read, unless checksums tell. Torch is not needed.
+
+    Raises:
+        CheckpointError: their bytes cannot be read.
+    """
+    tied: list[tuple[str, ...]] = []
+    untied: list[tuple[str, ...]] = list(match.report.untied)
+    for names in match.report.tied:
+        own = dict.fromkeys(match.pairs[name] for name in names if name in match.pairs)
+        held = [section.node[name] for name in own]
+        same = all(_is_same(held[0], other) for other in held[1:])
+        (tied if same else untied).append(names)
+    return match.report.with_changes(tied=tuple(tied), untied=tuple(untied))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two entries are equal, as far as bytes tell; what has none is not asked."""
+    if not (isinstance(one, TensorRef) and isinstance(other, TensorRef)):
+        return True
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if not (one.has_content and other.has_content):
+        return True
+    told = same_by_checksum(one, other)
+    return same_content(one, other) if told is None else told
+
+
+def fitted(
+    checkpoint: Checkpoint, like: Slots, *, model: str = "", allowance: Allowance | None = None
+) -> Checkpoint:
+    """Every state dict of the checkpoint under the names of a model.
+
+    `_metadata` follows, and so do optimizers that hold names; the order of the file and the dtypes
+    stay. A name of the model that is tied to one which the file has is put behind that. What is
+    allowed to be unexpected keeps its own name; what no model takes is left out.
+
+    Args:
+        checkpoint: Open.
+        like: What the model has.
+        model: What it is called in messages.
+        allowance: What may differ; casts are allowed whatever it says.
+
+    Raises:
+        MatchError: a state dict does not fit; it carries the report.
+        NotFound: there is no state dict.
+        NotRepresentable: a pickled module would need other names, and its class names its parts.
+        NameCollision: two entries would get one name.
+    """
+    plan = NamePlan(checkpoint.path, _HINT)
+    every = distinct(sections(checkpoint.root))
+    namings = _namings(checkpoint, every, like, model)
+    _check(namings, replace(allowance or Allowance(), lossy_cast=True))
+    for naming in namings:
+        naming.enter(plan)
+    plan.follow(every, lambda own: _as_bare(own, namings))
+    return plan.applied(checkpoint)
+
+
+@dataclass(frozen=True, eq=False)
+class _Naming:
+    """One state dict and what it is matched to."""
+
+    part: Section
+    match: Match
+    names: dict[str, str]
+    """Every name of its own to the new one."""
+    mates: dict[str, tuple[str, ...]]
+    """By new name, the names of the model that are one tensor with it and not in the file."""
+
+    @property
+    def report(self) -> MatchReport:
+        """What fits."""
+        return self.match.report
+
+    def enter(self, plan: NamePlan) -> None:
+        """Plan it under its new names."""
+        part = self.part
+        gone = frozenset(name for name, _ in self.report.left_out)
+        renamed = {name: new for name, new in self.names.items() if new != name}
+        if part.kind == "module" and (renamed or self.mates):
+            raise _stays(plan.file, part)
+        plan.rename(part, list(self.names), renamed, _rename_module(self.names))
+        if part.kind != "module" and (gone or self.mates):
+            holder = plan.instead.get(id(part.holder), part.holder)
+            plan.instead[id(part.holder)] = self._completed(plan, holder, gone)
+        plan.changes.extend(self._changes())
+
+    def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
+        """The state dict with the mates, and without what no model takes."""
+
+        def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+            for name, value in items:
+                if name not in gone:
+                    yield name, value
+                    yield from ((mate, value) for mate in self.mates.get(name, ()))
+
+        if isinstance(holder, Opaque):
+            steps = [
+                (kind, list(complete(value)) if kind == "set" else value)
+                for kind, value in holder.steps
+            ]
+            return replace(holder, steps=steps)
+        made = type(holder)()
+        for name, value in complete(holder.items()):
+            if name in made:
+                raise _taken(plan.file, name, place(self.part))
+            made[name] = value
+        if isinstance(made, OrderedMap):
+            made.attributes = dict(holder.attributes)
+        return made
+
+    def _changes(self) -> Iterator[Change]:
+        report, where = self.report, place(self.part)
+        for renaming in report.renamed:
+            many = len(renaming.names)
+            text = f"{printable(renaming.text)}: {counted(many, 'name')} in {where}"
+            yield Change("fit", text, many)
+        for new, mates in self.mates.items():
+            text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
+            yield Change("fit", text, len(mates))
+        for name, reason in report.left_out:
+            yield Change("left-out", f"{printable(name)}: {printable(reason)}", 1, wanted=True)
+        for names, what in (
+            (report.missing_keys, "that the model has are not in"),
+            (report.unexpected_keys, "that the model has not keep their names in"),
+            ([one.name for one in report.mismatched], "have another shape than the model's in"),
+        ):
+            if names:
+                text = f"{counted(len(names), 'name')} {what} {where}: {listed(names)}"
+                yield Change("warning", text, len(names))
+
+
+def _namings(
+    checkpoint: Checkpoint, every: list[Section], like: Slots, model: str
+) -> list[_Naming]:
+    parts = [part for part in every if part.kind in MODEL_KINDS]
+    if not parts and is_flat(checkpoint.root):
+        parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
+    parts = parts or [model_state_dict(checkpoint)]
+    made = []
+    for part in parts:
+        file = f"{checkpoint.path} ({place(part)})" if len(parts) > 1 else checkpoint.path
+        made.append(_naming(part, match_of(part, like, file=file, model=model)))
+    return made
+
+
+def _naming(part: Section, match: Match) -> _Naming:
+    names = {name: name for name in wrapped_names(part.node)}
+    names.update((one.own, one.name) for one in match.report.mismatched)
+    by_own: dict[str, list[str]] = {}
+    for wanted, own in match.pairs.items():
+        by_own.setdefault(own, []).append(wanted)
+    mates = {}
+    for own, tied in by_own.items():
+        likely = (own, match.renamed.get(own, own))
+        names[own] = new = next((name for name in likely if name in tied), tied[0])
+        if len(tied) > 1:
+            mates[new] = tuple(name for name in tied if name != new)
+    return _Naming(part, match, names, mates)
+
+
+def _check(namings: list[_Naming], allowance: Allowance) -> None:
+    """Refuse what does not fit; of several state dicts, say which of them does.
+
+    Raises:
+        MatchError: the first that does not.
+    """
+    refusals = [allowance.refusal(naming.report) for naming in namings]
+    refused = next((refusal for refusal in refusals if refusal is not None), None)
+    if refused is None:
+        return
+    fitting = [
+        naming.part.name
+        for naming, refusal in zip(namings, refusals, strict=True)
+        if refusal is None
+    ]
+    if not fitting:
+        raise refused
+    raise MatchError(
+        refused.message,
+        file=refused.file,
+        hint=f"--key {printable(fitting[0])} takes the state dict alone that fits",
+        report=refused.report,
+    )
+
+
+def _rename_module(names: Mapping[str, str]) -> Rename:
+    """Where modules without names go: with the nearest one above that has some."""
+    moved: dict[str, str] = {}
+    for name, new in names.items():
+        path, target = _parent(name), _parent(new)
+        while len(moved.get(path, f"{target}.")) > len(target):
+            moved[path] = target
+            apart = path.rpartition(".")[2] != target.rpartition(".")[2]
+            if apart or not path or not target:
+                break
+            path, target = _parent(path), _parent(target)
+
+    def rename(path: str) -> str:
+        above, rest = path, ""
+        while above not in moved:
+            if not above:
+                return path
+            above, _, last = above.rpartition(".")
+            rest = f".{last}{rest}"
+        return f"{moved[above]}{rest}".removeprefix(".")
+
+    return rename
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
+    """New names for an optimizer that has none of a state dict's: wrappers off, it may have."""
+    with suppress(NameCollision):
+        bare = {name: name for name in own} | strip_names(own).renamed
+        for naming in namings:
+            theirs = strip_names(naming.names).renamed
+            new = {theirs.get(name, name): new for name, new in naming.names.items()}
+            if not new.keys().isdisjoint(bare.values()):
+                return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
+    return {}
+
+
+def _stays(file: str, part: Section) -> NotRepresentable:
+    return NotRepresentable(
+        f"the pickled module {place(part)} cannot have other names: its class names its parts",
+        file=file or None,
+        hint="--model-only makes a state dict of it",
+    )
+
+
+def _taken(file: str, name: str, where: str) -> NameCollision:
+    return NameCollision(
+        f"{printable(name)!r} would stand twice in {where}", file=file or None, hint=_HINT
+    )

@@ -1,0 +1,358 @@
+"""match: whether a checkpoint fits a model, and under which names; convert --like: those names."""
+
+import csv
+import os
+import shlex
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckptool.cli.allowing import as_options
+
+NET = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+def broken():
+    raise ValueError("no data")
+
+def loud():
+    print("not a result")
+    return net()
+"""
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = net()
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def rows(done):
+    """The rows of the table, as cells."""
+    lines = done.out.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("---")) + 1
+    found = (line.split(" | ") for line in lines[start : lines.index("", start)])
+    return [[cell.strip(" |") for cell in row] for row in found]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a trained model, a reference, and code that builds the model."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.DataParallel(net())
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, "model.pth")
+    torch.save(net().state_dict(), "ref.pth")
+    torch.save(Outer().state_dict(), "outer.pth")
+    head = dict(net().state_dict())
+    head["3.weight"], head["3.bias"] = torch.zeros(9, 5), torch.zeros(9)
+    head["extra.weight"] = torch.zeros(2, 2)
+    torch.save(head, "head.pth")
+    name = f"code_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(NET)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_what_fits_as_it_is_is_one_line(ckptool, folder):
+    done = ckptool("match", "ref.pth", "--like", "ref.pth")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "ref.pth fits ref.pth: 9 tensors, 100% of the parameters\n"
+
+
+def test_what_fits_under_other_names_says_how_and_the_command_does_it(ckptool, folder):
+    done = ckptool("match", "model.pth", "--like", "outer.pth")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("model.pth fits outer.pth: 9 tensors, 100% of the parameters\n\nKey")
+    assert [row[1:] for row in rows(done)] == [
+        ["RENAMED", "module. taken off"],
+        ["RENAMED", "encoder. put on"],
+    ]
+    command = shlex.split(done.out.splitlines()[-1])
+    assert command == [
+        "ckptool", "convert", "model.pth", "model.fitted.pth", "--like", "outer.pth",
+    ]  # fmt: skip
+    assert ckptool(*command[1:]).code == 0
+    found = torch.load("model.fitted.pth", weights_only=True)
+    Outer().load_state_dict(found["state_dict"])
+    names = found["optimizer"]["param_groups"][0]["param_names"]
+    assert names == [name for name, _ in Outer().named_parameters()]
+    assert ckptool("match", "model.fitted.pth", "--like", "outer.pth").out.count("\n") == 1
+
+
+def test_what_does_not_fit_is_a_finding(ckptool, folder):
+    done = ckptool("match", "head.pth", "--like", "ref.pth")
+    assert (done.code, done.err) == (1, "")
+    assert done.out.startswith("head.pth does not fit ref.pth: 7 of its 9 tensors fit (")
+    assert rows(done) == [
+        ["extra.weight", "UNEXPECTED"],
+        ["3.weight", "MISMATCH", "[9, 5] for [3, 5]"],
+        ["3.bias", "MISMATCH", "[9] for [3]"],
+    ]
+    assert "--allow-mismatched leaves it as the model has it" in done.out
+    assert done.out.splitlines()[-1] == (
+        "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "
+        "--allow-unexpected=extra.weight"
+    )
+    assert "ckptool convert" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("allowing", "code"),
+    [
+        (["--allow-unexpected"], 1),
+        (["--allow-unexpected", "--allow-mismatched"], 0),
+        (["--allow-unexpected=extra.*", "--allow-mismatched=3.*"], 0),
+        (["--allow-unexpected", "extra.*", "--allow-mismatched", "3.*"], 0),
+        (["--allow-unexpected", "extra.*", "--allow-mismatched", "3.bias"], 1),
+        (["--allow-unexpected", "other.*", "--allow-mismatched"], 1),
+        (["--allow-unexpected", "--allow-mismatched", "--min-coverage", "0.99"], 1),
+        (["--allow-unexpected", "--allow-mismatched", "--min-coverage", "0.1"], 0),
+    ],
+)
+def test_what_is_allowed_is_no_fault(ckptool, folder, allowing, code):
+    for words in (["head.pth", *allowing], [*allowing, "head.pth"]):
+        done = ckptool("match", "--like", "ref.pth", *words)
+        assert (done.code, done.err) == (code, "")
+
+
+def test_the_word_behind_an_allowance_is_the_file_where_there_is_no_other(ckptool, folder):
+    for words in (
+        ["--like", "ref.pth", "--allow-unexpected", "--allow-mismatched", "head.pth"],
+        ["--allow-unexpected", "head.pth", "--allow-mismatched", "3.*", "--like", "ref.pth"],
+    ):
+        assert ckptool("match", *words).code == 0
+    done = ckptool("match", "--allow-unexpected", "a", "--like", "ref.pth", "b", "c")
+    assert done.code == 2
+    assert "unexpected extra argument" in done.err
+
+
+def test_missing_names_may_be_allowed(ckptool, folder):
+    assert ckptool("match", "ref.pth", "--like", "head.pth").code == 1
+    done = ckptool("match", "ref.pth", "--like", "head.pth", "--allow-mismatched",
+                   "--allow-missing", "extra.*")  # fmt: skip
+    assert done.code == 0
+    assert "with what is allowed" in done.out
+
+
+def test_types_that_lose_are_a_finding_and_others_are_not(ckptool, folder):
+    half = {name: value.half() for name, value in net().state_dict().items()}
+    torch.save(half, "half.pth")
+    assert ckptool("match", "half.pth", "--like", "ref.pth", "--key", "").code in (0, 1, 2)
+    done = ckptool("match", "ref.pth", "--like", "half.pth")
+    assert done.code == 1
+    assert "float32 -> float16 (lossy)" in done.out
+    assert ckptool("match", "ref.pth", "--like", "half.pth", "--allow-lossy-cast").code == 0
+
+
+def test_rules_of_the_user_come_first(ckptool, folder):
+    torch.save({f"a.b{n}": v for n, v in net().state_dict().items()}, "odd.pth")
+    assert ckptool("match", "odd.pth", "--like", "ref.pth", "--map", r"^a\.b=>").code == 0
+    done = ckptool("match", "model.pth", "--like", "outer.pth", "--prefix", "module=encoder")
+    assert done.code == 0
+    assert "encoder. put on" not in done.out
+
+
+def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
+    odd = {f"x.b{name}": value for name, value in net().state_dict().items()}
+    torch.save({"a": odd, "b": {"w.x": torch.ones(2)}}, "odd.pth")
+    torch.save({"c": net().state_dict(), "d": {"w.x": torch.ones(3)}}, "refs.pth")
+    done = ckptool("match", "odd.pth", "--like", "refs.pth", "--key", "a", "--like-key", "c",
+                   "--map", r"^x\.b=>", "--allow-missing=q.*")  # fmt: skip
+    command = shlex.split(done.out.splitlines()[-1])
+    assert ckptool(*command[1:]).code == 0
+    net().load_state_dict(torch.load("odd.fitted.pth", weights_only=True))
+
+
+def test_several_state_dicts_are_chosen_between_by_name(ckptool, folder):
+    torch.save({"a": net().state_dict(), "b": Outer().state_dict()}, "both.pth")
+    done = ckptool("match", "both.pth", "--like", "ref.pth")
+    assert (done.code, done.out) == (2, "")
+    assert "hint: choose one: --key a" in done.err
+    assert ckptool("match", "both.pth", "--like", "ref.pth", "--key", "a").code == 0
+    done = ckptool("match", "ref.pth", "--like", "both.pth")
+    assert (done.code, done.out) == (2, "")
+    assert "hint: choose one: --like-key a" in done.err
+    assert ckptool("match", "ref.pth", "--like", "both.pth", "--like-key", "b").code == 0
+
+
+def test_code_that_builds_the_model_is_a_reference(ckptool, folder):
+    done = ckptool("match", "model.pth", "--like", f"{folder}:net")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("model.pth fits Sequential: 9 tensors, 100% of the parameters\n")
+
+
+def test_what_the_code_prints_is_no_result(ckptool, folder):
+    done = ckptool("match", "model.pth", "--like", f"{folder}:loud", "--json")
+    assert (done.code, done.document["accepted"]) == (0, True)
+    assert "not a result" in done.err
+
+
+def test_what_goes_wrong_in_the_code_is_a_sentence(ckptool, folder, monkeypatch):
+    done = ckptool("match", "model.pth", "--like", f"{folder}:broken")
+    assert (done.code, done.out) == (2, "")
+    first, second = done.err.splitlines()
+    assert first == f"ckptool: {folder}:broken raised ValueError: no data"
+    assert second.startswith("hint: ")
+    monkeypatch.setenv("CKPTOOL_DEBUG", "1")
+    done = ckptool("match", "model.pth", "--like", f"{folder}:broken")
+    assert 'raise ValueError("no data")' in done.err
+
+
+def test_what_helps_is_told_in_options():
+    said = "rules=[r'^q\\.=>k.', 'a=>b'], allow_unexpected='unused', allow_missing=['a', \"it's\"]"
+    assert as_options(said) == (
+        "--map '^q\\.=>k.' --map 'a=>b' --allow-unexpected=unused --allow-missing=a "
+        "--allow-missing='it'\"'\"'s'"
+    )
+    assert as_options("key=NAME takes it, rules=['R', \"S\"] does", rule="--rename") == (
+        "--key NAME takes it, --rename R --rename S does"
+    )
+    assert as_options("allow_lossy_cast=True; min_coverage is") == (
+        "--allow-lossy-cast; --min-coverage is"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["gone.pth", "--like", "ref.pth"], ["ref.pth", "--like", "gone.pth"]]
+)
+def test_what_is_not_there_is_an_error(ckptool, folder, words):
+    done = ckptool("match", *words)
+    assert (done.code, done.out) == (2, "")
+    assert "there is no such file" in done.err
+    assert ckptool("match", "ref.pth").code == 2
+
+
+def test_the_document_has_the_report_and_what_became_of_it(ckptool, folder):
+    done = ckptool("match", "head.pth", "--like", "ref.pth", "--json")
+    assert (done.code, done.err) == (1, "")
+    document = done.document
+    assert document["schema"] == "ckptool.match/1"
+    assert (document["file"], document["model"]) == ("head.pth", "ref.pth")
+    assert (document["fits"], document["accepted"]) == (False, False)
+    assert {problem["kind"] for problem in document["problems"]} >= {"unexpected", "mismatched"}
+    done = ckptool("match", "head.pth", "--like", "ref.pth", "--json", "--allow-unexpected",
+                   "--allow-mismatched")  # fmt: skip
+    document = done.document
+    assert (done.code, document["fits"], document["accepted"]) == (0, False, True)
+    assert document["problems"] == []
+
+
+def test_a_table_alone_has_a_row_for_each_tensor(ckptool, folder):
+    done = ckptool("match", "model.pth", "--like", "ref.pth", "--fmt", "csv")
+    headings, *found = csv.reader(done.out.splitlines())
+    assert headings == ["Key", "Status", "Details"]
+    assert found[0] == ["module.0.weight", "RENAMED", "0.weight (module. taken off)"]
+    assert len(found) == 9
+    assert "RENAMED: " in done.err
+    assert ckptool("match", "model.pth", "--like", "ref.pth", "--fmt", "csv", "-q").err == ""
+
+
+def test_without_folding_each_tensor_has_its_row(ckptool, folder):
+    assert len(rows(ckptool("match", "model.pth", "--like", "ref.pth", "--no-fold"))) == 9
+
+
+def test_control_characters_of_a_name_are_escaped(ckptool, folder):
+    torch.save({**net().state_dict(), "a\x1b[31m\u202e": torch.ones(2)}, "evil.pth")
+    done = ckptool("match", "evil.pth", "--like", "ref.pth")
+    assert done.code == 1
+    assert done.out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["out.pth", "out.safetensors", "out.safetensors.index.json", "out.bin", "legacy.pth"],
+)
+def test_convert_writes_the_names_of_the_reference_in_every_format(ckptool, folder, target):
+    more = ["--max-shard-size", "100B"] if "index" in target or "bin" in target else []
+    more += ["--format", "torch-legacy"] if target == "legacy.pth" else []
+    done = ckptool("convert", "model.pth", f"out/{target}", "--like", "outer.pth", *more)
+    assert done.code == 0, done.err
+    found = {}
+    for path in os.listdir("out"):
+        if path.endswith(".safetensors"):
+            found.update(load_file(f"out/{path}"))
+        elif not path.endswith(".json"):
+            found.update(torch.load(f"out/{path}", weights_only=True))
+    found = found.get("state_dict", found)
+    Outer().load_state_dict(found)
+    assert all(found[name].dtype == value.dtype for name, value in Outer().state_dict().items())
+
+
+def test_wrappers_of_the_reference_are_put_on(ckptool, folder):
+    torch.save(nn.DataParallel(net()).state_dict(), "dp.pth")
+    done = ckptool("convert", "ref.pth", "out.safetensors", "--like", "dp.pth")
+    assert done.code == 0, done.err
+    nn.DataParallel(net()).load_state_dict(load_file("out.safetensors"))
+
+
+def test_convert_refuses_what_does_not_fit_and_writes_nothing(ckptool, folder):
+    before = sorted(os.listdir())
+    done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth")
+    assert (done.code, done.out) == (2, "")
+    first, second = done.err.splitlines()
+    assert first.startswith("ckptool: head.pth does not fit ref.pth: 7 of its 9 tensors fit (")
+    assert "); 2 tensors are of another shape: " in first
+    assert second == (
+        "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "
+        "--allow-unexpected=extra.weight"
+    )
+    assert sorted(os.listdir()) == before
+
+
+def test_what_convert_allows_stays_and_is_named(ckptool, folder):
+    done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",
+                   "--allow-mismatched", "3.*")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "warning: 1 name that the model has not" in done.err
+    assert "extra.weight" in done.err
+    assert torch.load("out.pth", weights_only=True).keys() == torch.load("head.pth").keys()
+    quiet = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",
+                    "--allow-mismatched", "-q", "--force")  # fmt: skip
+    assert (quiet.code, quiet.err) == (0, "")
+
+
+def test_renames_come_before(ckptool, folder):
+    torch.save({f"a.b{n}": v for n, v in net().state_dict().items()}, "odd.pth")
+    done = ckptool("convert", "odd.pth", "out.pth", "--like", "outer.pth", "--rename", r"^a\.b=>")
+    assert done.code == 0, done.err
+    Outer().load_state_dict(torch.load("out.pth", weights_only=True))
+
+
+def test_a_model_of_the_users_code_is_a_reference_for_names(ckptool, folder):
+    done = ckptool("convert", "model.pth", "out.pth", "--like", f"{folder}:net", "--model-only")
+    assert done.code == 0, done.err
+    net().load_state_dict(torch.load("out.pth", weights_only=True))
+
+
+def test_a_dry_run_writes_nothing(ckptool, folder):
+    done = ckptool("convert", "model.pth", "out.pth", "--like", "ref.pth", "--dry-run")
+    assert done.code == 0
+    assert "would write out.pth" in done.err
+    assert not os.path.exists("out.pth")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--like", "ref.pth", "--wrappers", "strip"],
+        ["--like-key", "a"],
+        ["--allow-missing"],
+        ["--min-coverage", "0.5"],
+    ],
+)
+def test_what_does_not_go_together_is_wrong_usage(ckptool, folder, words):
+    done = ckptool("convert", "model.pth", "out.pth", *words)
+    assert (done.code, done.out) == (2, "")
+    assert not os.path.exists("out.pth")

@@ -1,0 +1,191 @@
+"""A checkpoint under the names of a model: its state dicts, `_metadata`, optimizers."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
+from ckptool.matching import Allowance, slots_of
+from ckptool.matching.fitting import compared, fitted, match_of
+from ckptool.statedict import model_state_dict
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.encoder = inner
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@pytest.fixture
+def made(tmp_path):
+    """The checkpoint of something, open; and the slots of a model."""
+    opened = []
+
+    def make(root, name="model.pth"):
+        torch.save(root, tmp_path / name)
+        opened.append(ckptool.open(tmp_path / name))
+        return opened[-1]
+
+    yield make
+    for checkpoint in opened:
+        checkpoint.close()
+
+
+@pytest.fixture
+def slots(made):
+    def of(model):
+        return slots_of(model_state_dict(made(model.state_dict(), f"{id(model)}.pth")))
+
+    return of
+
+
+def saved(checkpoint, tmp_path):
+    checkpoint.save(tmp_path / "out.pth")
+    return torch.load(tmp_path / "out.pth", weights_only=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, torch.compile, Outer])
+def test_the_whole_checkpoint_follows_the_names(made, slots, tmp_path, wrap):
+    model, target = nn.DataParallel(net()), wrap(net())
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    root = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    found = saved(fitted(made(root), slots(target)), tmp_path)
+    assert list(found) == list(root)
+    target.load_state_dict(found["state_dict"])
+    assert found["state_dict"]._metadata.keys() == target.state_dict()._metadata.keys()
+    versions = {path: entry["version"] for path, entry in target.state_dict()._metadata.items()}
+    assert {p: entry["version"] for p, entry in found["state_dict"]._metadata.items()} == versions
+    names = [name for name, _ in target.named_parameters()]
+    assert found["optimizer"]["param_groups"][0]["param_names"] == names
+    for mine, theirs in zip(model.parameters(), target.parameters(), strict=True):
+        assert mine.equal(theirs)
+
+
+def test_what_fits_already_comes_back_itself(made, slots):
+    checkpoint = made(net().state_dict())
+    assert fitted(checkpoint, slots(net())) is checkpoint
+
+
+def test_the_order_of_the_file_and_its_types_stay(made, slots, tmp_path):
+    state = OrderedDict((f"module.{n}", v.half()) for n, v in reversed(net().state_dict().items()))
+    found = saved(fitted(made(state), slots(net())), tmp_path)
+    assert list(found) == list(reversed(net().state_dict()))
+    assert found["0.weight"].dtype == torch.float16
+
+
+def test_a_name_tied_to_one_that_is_there_is_put_beside_it(made, slots, tmp_path):
+    model = Tied()
+    state = model.state_dict()
+    del state["head.weight"]
+    changed = fitted(made({f"module.{name}": value for name, value in state.items()}), slots(model))
+    assert any("head.weight put beside embed.weight" in change.text for change in changed.changes)
+    found = saved(changed, tmp_path)
+    assert list(found)[:2] == ["embed.weight", "head.weight"]
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    Tied().load_state_dict(found)
+
+
+def test_the_counter_of_an_average_is_left_out_and_named(made, slots, tmp_path):
+    state = torch.optim.swa_utils.AveragedModel(net()).state_dict()
+    changed = fitted(made({"ema": state}), slots(net()))
+    assert [c.text.partition(":")[0] for c in changed.changes if c.kind == "left-out"] == [
+        "n_averaged"
+    ]
+    net().load_state_dict(saved(changed, tmp_path)["ema"])
+
+
+def test_what_is_allowed_stays_under_its_own_name(made, slots, tmp_path):
+    state = nn.DataParallel(net()).state_dict()
+    state["module.aux.weight"] = torch.ones(9, 9)
+    checkpoint = made(state)
+    with pytest.raises(MatchError):
+        fitted(checkpoint, slots(net()))
+    changed = fitted(checkpoint, slots(net()), allowance=Allowance(unexpected=True))
+    (warning,) = [change.text for change in changed.changes if change.kind == "warning"]
+    assert "module.aux.weight" in warning
+    found = saved(changed, tmp_path)
+    assert found.keys() - net().state_dict().keys() == {"module.aux.weight"}
+
+
+def test_what_is_missing_or_of_another_shape_is_told(made, slots, tmp_path):
+    state = nn.DataParallel(net()).state_dict()
+    del state["module.0.bias"]
+    state["module.3.bias"] = torch.ones(8)
+    allowance = Allowance(missing=True, mismatched=True)
+    changed = fitted(made(state), slots(net()), allowance=allowance)
+    warnings = [change.text for change in changed.changes if change.kind == "warning"]
+    assert ["0.bias" in warnings[0], "3.bias" in warnings[1], len(warnings)] == [True, True, 2]
+    assert saved(changed, tmp_path)["3.bias"].shape == (8,)
+
+
+def test_every_state_dict_is_treated(made, slots, tmp_path):
+    root = {"model": nn.DataParallel(net()).state_dict(), "ema": torch.compile(net()).state_dict()}
+    found = saved(fitted(made(root), slots(net())), tmp_path)
+    for state in found.values():
+        net().load_state_dict(state)
+
+
+def test_of_several_the_one_that_fits_is_proposed(made, slots):
+    root = {"critic": nn.Linear(9, 9).state_dict(), "model": nn.DataParallel(net()).state_dict()}
+    with pytest.raises(MatchError, match="critic") as caught:
+        fitted(made(root), slots(net()))
+    assert caught.value.hint == "--key model takes the state dict alone that fits"
+    assert caught.value.report.missing_keys
+
+
+def test_a_file_without_a_state_dict_is_an_error(made, slots):
+    with pytest.raises(NotFound):
+        fitted(made({"epoch": 3}), slots(net()))
+
+
+def test_a_pickled_module_is_told_how_it_goes(made, slots, tmp_path):
+    module = nn.DataParallel(net())
+    with pytest.raises(NotRepresentable) as caught:
+        fitted(made({"net": module}), slots(net()))
+    assert caught.value.hint.startswith("--model-only")
+    checkpoint = made({"net": net()}, "plain.pth")
+    assert fitted(checkpoint, slots(net())) is checkpoint
+
+
+def test_an_optimizer_whose_names_have_other_wrappers_follows_as_well(made, slots, tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    root = {"model": torch.compile(model).state_dict(), "optimizer": optimizer.state_dict()}
+    found = saved(fitted(made(root), slots(Outer(net()))), tmp_path)
+    names = [name for name, _ in Outer(net()).named_parameters()]
+    assert found["optimizer"]["param_groups"][0]["param_names"] == names
+
+
+def test_a_value_that_stands_in_the_way_is_no_silent_loss(made, slots):
+    state = OrderedDict(nn.DataParallel(net()).state_dict())
+    state["0.weight"] = "a note"
+    with pytest.raises(NameCollision):
+        fitted(made(state), slots(net()), allowance=Allowance(unexpected=True))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tensors_that_the_model_ties_are_compared(made, slots, equal):
+    model = Tied()
+    state = OrderedDict((name, value.clone()) for name, value in model.state_dict().items())
+    state["head.weight"][3, 1] += 0 if equal else 1
+    section = model_state_dict(made(state))
+    report = compared(section, match_of(section, slots(model)))
+    group = (("embed.weight", "head.weight"),)
+    assert (report.tied, report.untied) == ((group, ()) if equal else ((), group))
+    assert report.fits is equal
