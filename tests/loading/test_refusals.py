@@ -1,0 +1,338 @@
+"""What `load_into` refuses leaves the model, and its optimizer, bit for bit as they were."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import AmbiguousName, CheckpointError, MatchError, NameCollision, NotFound
+from tests.loading.bits import Untouched
+from tests.loading.wrappings import TOKENS, Net, copied, trained
+
+
+def stated(**changes):
+    """The state dict of a trained network, with entries that others stand for (None: taken out)."""
+    state = copied(trained("plain").state_dict())
+    for name, value in changes.items():
+        if value is None:
+            del state[name.replace("__", ".")]
+        else:
+            state[name.replace("__", ".")] = value
+    return state
+
+
+def model(device="cpu"):
+    """What is loaded into, with gradients and a frozen parameter where it has numbers."""
+    torch.manual_seed(2)
+    with torch.device(device):
+        net = Net()
+    if device == "meta":
+        return net.eval()
+    net.scale.requires_grad_(False)
+    net(TOKENS).sum().backward()
+    return net.eval()
+
+
+def optimizer_of(net):
+    """One that has taken a step."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer.step()
+    return optimizer
+
+
+NOT_FITTING = {
+    "missing": (lambda: stated(head__bias=None), {}, r"head\.bias", "allow_missing"),
+    "unexpected": (
+        lambda: stated(extra__weight=torch.ones(3)), {}, r"extra\.weight", "allow_unexpected",
+    ),
+    "of another shape": (
+        lambda: stated(head__bias=torch.ones(8)), {}, r"head\.bias", "allow_mismatched",
+    ),
+    "of another shape though strict is off": (
+        lambda: stated(head__bias=torch.ones(8)), {"strict": False}, r"\[?8", "allow_mismatched",
+    ),
+    "transposed": (
+        lambda: stated(embed__weight=torch.ones(4, 7), head__weight=torch.ones(4, 7)),
+        {}, r"(embed|head)\.weight", "allow_mismatched",
+    ),
+    "as many elements": (lambda: stated(scale=torch.ones(2, 2)), {}, "scale", "allow_mismatched"),
+    "of one more dimension": (
+        lambda: stated(mean=torch.ones(1, 4)), {}, "mean", "allow_mismatched",
+    ),
+    "a tie that is none in the file": (
+        lambda: stated(head__weight=torch.ones(7, 4)), {}, r"head\.weight", "",
+    ),
+    "numbers that lose digits": (
+        lambda: stated(scale=torch.full((4,), 0.1, dtype=torch.float64)),
+        {}, "scale", "allow_lossy_cast",
+    ),
+    "numbers too large": (
+        lambda: stated(scale=torch.full((4,), 1e300, dtype=torch.float64)),
+        {}, "scale", "allow_lossy_cast",
+    ),
+    "fractions for a counter": (
+        lambda: stated(blocks__0__norm__num_batches_tracked=torch.tensor(2.87)),
+        {}, "num_batches_tracked", "allow_lossy_cast",
+    ),
+    "a complex number": (
+        lambda: stated(scale=torch.full((4,), 1 + 2j)), {}, "scale", "allow_lossy_cast",
+    ),
+    "too little of it": (
+        lambda: stated(embed__weight=None, head__weight=None),
+        {"allow_missing": True, "min_coverage": 0.9}, "coverage|%", "",
+    ),
+    "nothing of it": (
+        lambda: {"zzz": torch.ones(3), "yyy": torch.ones(9)}, {"strict": False}, "Net", "",
+    ),
+    "an empty file": (lambda: OrderedDict(), {"strict": False}, "Net", ""),
+    "twins of new names": (
+        lambda: {
+            name.replace("blocks.0", "first").replace("blocks.1", "second"): value
+            for name, value in stated().items()
+        },
+        {}, "first|blocks", "",
+    ),
+    "allowed for other names only": (
+        lambda: stated(head__bias=None), {"allow_missing": ["embed.*"]}, r"head\.bias", "",
+    ),
+    "one of two is allowed": (
+        lambda: stated(head__bias=None, more=torch.ones(2, 2)),
+        {"allow_missing": True}, "more", "allow_unexpected",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "of DataParallel"])
+@pytest.mark.parametrize("where", ["in memory", "in a file", "into meta"])
+@pytest.mark.parametrize("case", NOT_FITTING)
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(tmp_path, case, where, wrapped):
+    make, options, said, hint = NOT_FITTING[case]
+    given = make()
+    if wrapped:
+        given = OrderedDict((f"module.{name}", value) for name, value in given.items())
+    if where != "in memory":
+        torch.save({"epoch": 3, "state_dict": given}, tmp_path / "f.pth")
+        given = tmp_path / "f.pth"
+    net = model("meta" if where == "into meta" else "cpu")
+    untouched = Untouched(net)
+    if case == "an empty file" and where != "in memory":
+        with pytest.raises(CheckpointError):
+            ckptool.load_into(net, given, **options)
+    else:
+        with pytest.raises(MatchError, match=said) as caught:
+            ckptool.load_into(net, given, **options)
+        assert len(str(caught.value).splitlines()) <= 3
+        assert hint in (caught.value.hint or "")
+        assert caught.value.report.model == "Net"
+        assert not caught.value.report.fits
+        assert isinstance(caught.value, RuntimeError)  # what code around load_state_dict catches
+    untouched.check()
+
+
+NOT_FOUND = {
+    "no such section": (lambda: {"model": stated()}, {"key": "ema"}, NotFound),
+    "several": (lambda: {"model": stated(), "ema": stated()}, {}, AmbiguousName),
+    "none": (lambda: {"epoch": 1, "names": ["a"]}, {}, CheckpointError),
+    "rules that make two names one": (
+        stated, {"rules": [r"^blocks\.0\.=>blocks.1."]}, NameCollision,
+    ),
+    "no rule": (stated, {"rules": ["blocks"]}, CheckpointError),
+    "a rule that is no pattern": (stated, {"rules": ["(=>x"]}, CheckpointError),
+    "an optimizer that is not there": (stated, {"optimizer": True}, CheckpointError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_what_cannot_be_found_touches_nothing(tmp_path, case, in_file):
+    make, options, error = NOT_FOUND[case]
+    given = make()
+    if in_file:
+        torch.save(given, tmp_path / "f.pth")
+        given = tmp_path / "f.pth"
+    net = model()
+    optimizer = optimizer_of(net)
+    untouched = Untouched(net, optimizer)
+    options = {**options, "optimizer": optimizer} if "optimizer" in options else options
+    with pytest.raises(error):
+        ckptool.load_into(net, given, **options)
+    untouched.check()
+
+
+def flipped(path):
+    """Turn over one bit of the last tensor."""
+    data = bytearray(path.read_bytes())
+    wanted = stated()["head.bias"].numpy().tobytes()
+    data[data.index(wanted) + len(wanted) - 1] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def pointer(path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 99\n")
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, pointer, lambda path: path.unlink()])
+@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+def test_a_damaged_file_touches_nothing(tmp_path, damage, meta):
+    if meta and damage is flipped:
+        pytest.skip("a mapped file is not read before it is used")
+    path = tmp_path / "f.pth"
+    torch.save(stated(), path)
+    damage(path)
+    net = model("meta" if meta else "cpu")
+    untouched = Untouched(net)
+    with pytest.raises(CheckpointError, match=r"f\.pth"):
+        ckptool.load_into(net, path)
+    untouched.check()
+
+
+PARTS = [
+    "dtensor_0_of_2.pth", "fsdp2_0_of_2.pth", "fsdp1_sharded_0_of_2.pth",
+    "sharded_tensor_0_of_2.pth",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_tensors_are_refused_with_a_sentence(fixtures, name):
+    file = fixtures / "distributed" / name
+    with ckptool.open(file) as checkpoint:
+        (section, *_) = [one for one in checkpoint.sections if one.kind == "state_dict"]
+        shapes = {str(key): ref.shape for key, ref in section.node.items() if hasattr(ref, "shape")}
+    net = nn.Module()
+    for key, shape in shapes.items():
+        *path, leaf = key.split(".")
+        module = net
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]
+        module.register_parameter(leaf, nn.Parameter(torch.randn(*shape)))
+    untouched = Untouched(net)
+    with pytest.raises(CheckpointError):
+        ckptool.load_into(net, file)
+    untouched.check()
+
+
+class Oops(Exception):
+    """Raised by what a model does while it is loaded."""
+
+
+def raising(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+class Stateful(nn.Module):
+    """A module with an extra state, which it may refuse to take back."""
+
+    error = None
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.steps = 4
+
+    def forward(self, x):
+        return x * self.weight
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+        if self.error is not None and state["steps"] == 9:
+            raise self.error
+
+
+class Own(nn.Linear):
+    """A module that loads itself."""
+
+    error = None
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.error is not None:
+            raise self.error
+
+
+class Whole(nn.Sequential):
+    """A model with a `load_state_dict` of its own."""
+
+    error = None
+
+    def load_state_dict(self, state_dict, *rest, **options):
+        super().load_state_dict(state_dict, *rest, **options)
+        if self.error is not None:
+            raise self.error
+
+
+def hooked(failing, error):
+    """A model of modules that may fail, and the one that does."""
+    torch.manual_seed(5)
+    net = Whole(nn.Linear(3, 3), Own(3, 3), Stateful(), nn.BatchNorm1d(3), nn.LazyLinear(2))
+    if failing == "before":
+        net[3].register_load_state_dict_pre_hook(raising(error))
+    elif failing == "after":
+        net[3].register_load_state_dict_post_hook(raising(error))
+    elif failing == "after it all":
+        net.register_load_state_dict_post_hook(raising(error))
+    elif failing == "a message":
+        net[3].register_load_state_dict_pre_hook(lambda *given: given[-1].append("no good"))
+    elif failing:
+        {"extra state": net[2], "own": net[1], "whole": net}[failing].error = error
+    return net
+
+
+def state_for_hooked():
+    """What fits `hooked`."""
+    net = hooked(None, None)
+    net(torch.ones(2, 3))
+    net[2].steps = 9
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.uniform_(3, 4)
+    return net.state_dict()
+
+
+FAILURES = ["before", "after", "after it all", "a message", "extra state", "own", "whole"]
+
+
+@pytest.mark.parametrize("assign", [None, False, True])
+@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
+@pytest.mark.parametrize("error", [Oops("no"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("failing", FAILURES)
+def test_a_module_that_raises_leaves_the_model_as_it_was(tmp_path, failing, error, in_file, assign):
+    given = state_for_hooked()
+    if in_file:
+        torch.save(given, tmp_path / "f.pth")
+        given = tmp_path / "f.pth"
+    net = hooked(failing, error)
+    untouched = Untouched(net)
+    with pytest.raises(RuntimeError if failing == "a message" else type(error)):
+        ckptool.load_into(net, given, assign=assign)
+    untouched.check()
+
+
+@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
+def test_the_same_model_is_loaded_whole_where_nothing_raises(tmp_path, in_file):
+    wanted = given = state_for_hooked()
+    if in_file:
+        torch.save(given, tmp_path / "f.pth")
+        given = tmp_path / "f.pth"
+    net = hooked(None, None)
+    assert ckptool.load_into(net, given).coverage == 1.0
+    assert net[2].steps == 9
+    state = net.state_dict()
+    assert all(
+        torch.equal(state[name], value)
+        for name, value in wanted.items()
+        if isinstance(value, torch.Tensor)
+    )
