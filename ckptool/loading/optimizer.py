@@ -101,11 +101,11 @@ def planned_optimizer(
     pairing = _paired(saved, state, wanted, match, order)
     report = replace(report, by=pairing.by, notes=tuple(_notes(saved, optimizer, pairing)))
     names = [place.name for place in wanted.places]
-    problems = [_unfit(parameters, names), other_kind(saved, optimizer), *pairing.problems]
-    problems.append(unmade(saved, pairing.kept))
-    found = tuple(problem for problem in problems if problem)
-    if found:
-        return OptimizerPlan(optimizer, replace(report, problems=found))
+    whole = _unfit(parameters, names) or other_kind(saved, optimizer)
+    unmakeable = unmade(saved, pairing.kept)
+    problems = (whole,) if whole else (*pairing.problems, *((unmakeable,) if unmakeable else ()))
+    if problems:
+        return OptimizerPlan(optimizer, replace(report, problems=problems))
     cast: tuple[Cast, ...] = ()
     if _casts(optimizer):
         cast = tuple(casts(state, saved, pairing.kept, parameters, names))

@@ -246,12 +246,14 @@ def _without_parameter(left: list[Kept], wanted: Wanted, numbers: range) -> Iter
 def _undecided(saved: Saved, left: list[Kept], wanted: Wanted) -> str:
     """Which states could be several parameters', and what would decide."""
     states = sum(one.state is not None for one in saved.parameters)
-    told = f"the file does not name the parameters of its optimizer, and {len(left):,} of its "
-    told += f"{counted(states, 'state')} could be of several"
+    told = (
+        f"the file does not name the parameters of its optimizer, and {len(left):,} of its "
+        f"{counted(states, 'state')} could be of several"
+    )
     shape = left[0].likely_shape
     group = wanted.numbers()[left[0].group]
     alike = [wanted.places[at].name for at in group if wanted.places[at].shape == shape]
-    if shape is not None and alike:
+    if len(alike) > 1:
         labels = [family.label for family in families((name, None) for name in alike)]
-        told += f", shape {list(shape)} is that of {listed(labels, 3)}"
+        told += f" ({listed(labels, 3)}: of one shape)"
     return f"{told}; {_VOUCH}"

@@ -84,7 +84,7 @@ def test_without_names_parameters_of_one_shape_are_not_guessed_between():
     )
     assert problem == (
         "the file does not name the parameters of its optimizer, and 6 of its 6 states could be of "
-        "several, shape [3, 3] is that of a.weight, b.weight, c.weight; "
+        "several (a.weight, b.weight, c.weight: of one shape); "
         'optimizer_order="position" vouches that the optimizer was built over its parameters in '
         "the order of the file"
     )
