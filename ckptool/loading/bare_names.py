@@ -57,8 +57,12 @@ def _is_one_of(names: frozenset[str], module: torch.nn.Module) -> bool:
     return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
-def renamed_state(state: Mapping[Any, Any], rename: Rename) -> OrderedDict[Any, Any]:
+def renamed_state(
+    state: Mapping[Any, Any], rename: Rename, rename_module: Rename | None = None
+) -> OrderedDict[Any, Any]:
     """A state dict under new names, its `_metadata` under the new paths.
+
+    `rename_module` is for paths of modules without names below them; as `rename`, if None.
 
     Raises:
         NameCollision: two names would become one.
@@ -68,5 +72,5 @@ def renamed_state(state: Mapping[Any, Any], rename: Rename) -> OrderedDict[Any, 
     renamed = OrderedDict((names.get(name, name), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if isinstance(metadata, dict):
-        vars(renamed)["_metadata"] = moved_metadata(metadata, names, rename)
+        vars(renamed)["_metadata"] = moved_metadata(metadata, names, rename_module or rename)
     return renamed

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UsageError, warn
 from ckptool.loading.bare_names import bare_names, renamed_state
 from ckptool.paths import counted
-from ckptool.transforms.memory import strip_module_dict
 from ckptool.wrappers import Rename, strip_names
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class LiveStates:
         if isinstance(model, torch.nn.Module):
             return self._of_module(model, bare_names(model))
         if isinstance(model, Mapping):
-            return strip_module_dict(model)
+            return _stripped(model)
         raise UsageError(
             f"model= takes a module or its state dict, not a {type(model).__name__}",
             hint="several models: save(path, model=one, other=another)",
@@ -240,7 +239,21 @@ def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) ->
     }
 
 
-# Names of parameters
+# Names
+
+
+def _stripped(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A state dict without wrapper names, as far as the names themselves tell them."""
+    import torch
+
+    names = [
+        name
+        for name, value in state.items()
+        if isinstance(name, str)
+        and (isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state")
+    ]
+    found = strip_names(names)
+    return renamed_state(state, lambda name: found.renamed.get(name, name), found.rename_module)
 
 
 def _parameters(optimizer: Any) -> list[Any]:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["LiveTensors"]
 
 
+_WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
+"""Devices whose storages hold no bytes (`Tensor._reduce_ex_internal`)."""
+
+
 class LiveTensors:
     """Makes a `TensorRef` of each tensor; those that share a storage share one."""
 
@@ -40,7 +44,9 @@ class LiveTensors:
 
         _refuse_class(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            plain = tensor.detach().as_subclass(torch.Tensor)
+            plain = tensor.detach()
+            if type(plain) is not torch.Tensor:
+                plain = plain.as_subclass(torch.Tensor)
         if plain.is_nested:
             return self._nested(plain)
         if plain.layout is torch.sparse_coo:
@@ -56,9 +62,13 @@ class LiveTensors:
         return self._strided(plain.resolve_conj().resolve_neg())
 
     def _strided(self, tensor: torch.Tensor, **more: Any) -> TensorRef:
+        import torch
+
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in BY_NAME:
             raise NotRepresentable(f"a tensor of {dtype} cannot be written to a file")
+        if tensor.device.type in _WITHOUT_STORAGE or not torch._C._has_storage(tensor):
+            tensor = tensor.cpu()
         storage = self._storage(tensor, dtype)
         if tensor.numel() * BY_NAME[dtype].itemsize == storage.nbytes:
             self._whole.add(storage)

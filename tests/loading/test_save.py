@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool import save
 from ckptool.errors import CheckpointWarning, NotRepresentable, TargetExists, UsageError
-from ckptool.loading.save import save
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.tensors.judge import assert_same
@@ -405,3 +405,34 @@ def test_calls_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(UsageError, match="a path is wanted, not a int"):
         save(3, model=model)
     assert not file.exists()
+
+
+@pytest.mark.parametrize("target", WRAPPINGS)
+@pytest.mark.parametrize("source", ["plain", "compiled parallel", "parallel inside"])
+def test_what_was_saved_of_one_wrapping_loads_into_any_other(tmp_path, source, target):
+    model = net()
+    optimizer = trained(model)
+    torch.manual_seed(3)
+    save(tmp_path / "f.pth", model=WRAPPINGS[source](model), optimizer=optimizer, epoch=1)
+    bare = net(1)
+    bare_optimizer = trained(bare, steps=1)
+    wrapped = WRAPPINGS[target](bare)
+    report = ckptool.load_into(wrapped, tmp_path / "f.pth", optimizer=bare_optimizer)
+    assert report.coverage == 1.0
+    assert report.fits
+    assert report.optimizer.by == "names"
+    tensors = zip(model.state_dict().values(), bare.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in tensors)
+    states = [optimizer.state_dict()["state"], bare_optimizer.state_dict()["state"]]
+    for number, state in states[0].items():
+        assert all(torch.equal(states[1][number][key], value) for key, value in state.items())
+
+
+def test_an_average_takes_its_counter_back_from_what_was_saved(tmp_path):
+    average = torch.optim.swa_utils.AveragedModel(net())
+    average.update_parameters(net(1))
+    save(tmp_path / "f.pth", model=average)
+    again = torch.optim.swa_utils.AveragedModel(torch.nn.DataParallel(net(2)))
+    assert ckptool.load_into(again, tmp_path / "f.pth").fits
+    assert again.n_averaged == 1
+    assert ckptool.load_into(net(2), tmp_path / "f.pth").coverage == 1.0

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ckptool import save
 from ckptool.errors import CheckpointError
-from ckptool.loading.save import save
 
 
 def net(seed=0):
