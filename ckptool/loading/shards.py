@@ -37,6 +37,8 @@ class Ungathered(OrderedDict[str, Any]):
 
 def without_hidden(path: str) -> str:
     """The path of a module as the names of the state dict have it."""
+    if "_module" not in path:
+        return path
     return ".".join(part for part in path.split(".") if part not in _HIDDEN)
 
 

@@ -13,6 +13,7 @@ from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.loading.boxes import Boxes
 from ckptool.loading.live_slots import live_slots
 from ckptool.loading.load import opened
+from ckptool.loading.shards import without_hidden
 from ckptool.loading.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
@@ -62,12 +63,23 @@ class State:
 
     @cached_property
     def metadata(self) -> Mapping[str, Any] | None:
-        """Its `_metadata`: module path to version; None where it has none."""
+        """Its `_metadata`: module path to version; None where it has none.
+
+        Wrappers that keep their component out of the names do not keep it out of this: a module
+        inside one is also here under the path that its names have.
+        """
         held = self.root.metadata
         if not isinstance(held, Mapping):
             return None
-        made: Mapping[str, Any] = held if self.tree.format == "memory" else self.made(held)
-        return made
+        given = held if self.tree.format == "memory" else self.made(held)
+        made = {path: entry for path, entry in given.items() if isinstance(path, str)}
+        holders = {name.rpartition(".")[0] for name in self.slots}
+        inside = {
+            clean: entry
+            for path, entry in made.items()
+            if path not in holders and (clean := without_hidden(path)) in holders and clean != path
+        }
+        return {**made, **inside}
 
     @property
     def refs(self) -> dict[str, TensorRef | None]:

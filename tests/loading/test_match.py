@@ -1,0 +1,346 @@
+"""`match`: a state dict under the names of a model, and the report of it."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ckptool
+from ckptool.errors import AmbiguousName, NameCollision, NotFound, UnsupportedFormat, UsageError
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Linear(8, 2))
+
+
+def tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "decode": nn.Linear(3, 5)})
+    model["decode"].weight = model["embed"].weight
+    return model
+
+
+def saved(path, tree):
+    torch.save(tree, path)
+    return path
+
+
+def test_a_wrapped_state_dict_is_ready_for_a_bare_model_and_the_reverse():
+    wrapped = torch.compile(nn.DataParallel(net()))
+    for source, target in ((wrapped, net()), (net(), wrapped)):
+        state_dict, report = ckptool.match(source.state_dict(), target)
+        expected = target.state_dict()
+        assert list(state_dict) == list(expected)
+        assert state_dict._metadata == expected._metadata
+        assert (report.coverage, report.fits) == (1.0, True)
+        assert target.load_state_dict(state_dict).missing_keys == []
+        assert all(map(torch.equal, target.state_dict().values(), source.state_dict().values()))
+
+
+def test_neither_argument_is_touched_and_the_tensors_are_the_same():
+    source, model = nn.DataParallel(net()).state_dict(), net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names, metadata = list(source), dict(source._metadata)
+    state_dict, _ = ckptool.match(source, model)
+    assert all(state_dict[name] is source[f"module.{name}"] for name in state_dict)
+    assert (list(source), dict(source._metadata)) == (names, metadata)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_file_or_an_open_one_is_read(tmp_path):
+    source = net()
+    file = saved(
+        tmp_path / "f.pt", {"state_dict": nn.DataParallel(source).state_dict(), "epoch": 3}
+    )
+    with ckptool.open(file) as checkpoint:
+        for given in (file, str(file), checkpoint, checkpoint["state_dict"]):
+            state_dict, report = ckptool.match(given, net())
+            assert report.fits
+            assert torch.equal(state_dict["3.weight"], source[3].weight)
+            assert state_dict._metadata == source.state_dict()._metadata
+            assert not state_dict["3.weight"].requires_grad
+    assert ckptool.match(file, net())[1].file == str(file)
+
+
+def test_only_what_fits_is_in_the_result():
+    source = net().state_dict()
+    source["head.weight"] = torch.ones(7)
+    source["3.weight"] = torch.ones(4, 4)
+    del source["0.bias"]
+    state_dict, report = ckptool.match(source, net())
+    assert [name for name in net().state_dict() if name not in state_dict] == ["0.bias", "3.weight"]
+    assert (report.missing_keys, report.unexpected_keys) == (["0.bias"], ["head.weight"])
+    (wrong,) = report.mismatched
+    assert (wrong.name, wrong.shape, wrong.wanted) == ("3.weight", (4, 4), (2, 8))
+    assert not report.fits
+
+
+def like_forms(tmp_path):
+    model = net()
+    state_dict = model.state_dict()
+    file = saved(tmp_path / "like.pt", {"model": state_dict, "epoch": 1})
+    return {
+        "module": model,
+        "meta": net().to("meta"),
+        "state dict": state_dict,
+        "checkpoint dict": {"model": state_dict, "epoch": 1},
+        "shapes": {name: tensor.shape for name, tensor in state_dict.items()},
+        "lists": {name: list(tensor.shape) for name, tensor in state_dict.items()},
+        "file": file,
+        "str": str(file),
+        "names": list(state_dict),
+        "keys": state_dict.keys(),
+        "generator": (name for name in state_dict),
+    }
+
+
+FORMS = [
+    "module", "meta", "state dict", "checkpoint dict", "shapes", "lists", "file", "str", "names",
+    "keys", "generator",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_may_be_given_in_many_ways(tmp_path, form):
+    source = nn.DataParallel(net()).state_dict()
+    state_dict, report = ckptool.match(source, like_forms(tmp_path)[form])
+    assert list(state_dict) == list(net().state_dict())
+    assert report.fits
+    assert net().load_state_dict(state_dict).unexpected_keys == []
+
+
+def test_an_open_reference_and_what_it_holds_will_do(tmp_path):
+    source = nn.DataParallel(net()).state_dict()
+    with ckptool.open(saved(tmp_path / "f.pt", {"model": net().state_dict()})) as checkpoint:
+        for like in (checkpoint, checkpoint["model"]):
+            assert ckptool.match(source, like)[1].fits
+
+
+@pytest.mark.parametrize("like", [3, None, torch.ones(2), b"name", [1, 2]])
+def test_what_is_no_model_is_refused(like):
+    with pytest.raises(UsageError):
+        ckptool.match(net().state_dict(), like)
+
+
+def test_keys_choose_on_both_sides(tmp_path):
+    both = {"model": net().state_dict(), "ema": net().state_dict()}
+    with pytest.raises(AmbiguousName):
+        ckptool.match(both, net())
+    with pytest.raises(NotFound):
+        ckptool.match({"epoch": 3}, net())
+    state_dict, _ = ckptool.match(both, both, key="ema", like_key="model")
+    assert state_dict["0.weight"] is both["ema"]["0.weight"]
+
+
+def test_lazy_parameters_take_any_shape():
+    state_dict, report = ckptool.match(nn.Linear(3, 2).state_dict(), nn.LazyLinear(2))
+    assert report.fits
+    model = nn.LazyLinear(2)
+    model.load_state_dict(state_dict)
+    assert model.weight.shape == (2, 3)
+
+
+def test_rules_and_prefixes_of_the_user_come_first():
+    source = OrderedDict((f"old.{name}", value) for name, value in net().state_dict().items())
+    for options in ({"rules": [r"^old\.=>"]}, {"prefixes": ["old.="]}):
+        state_dict, report = ckptool.match(source, net(), **options)
+        assert report.fits
+        assert [renaming.kind for renaming in report.renamed] == ["rule"]
+        assert list(state_dict) == list(net().state_dict())
+    with pytest.raises(NameCollision):
+        ckptool.match(source, net(), rules=["weight|bias=>x"])
+    with pytest.raises(UsageError):
+        ckptool.match(source, net(), rules="a=>b")
+
+
+def test_plain_values_are_left_out_and_named():
+    source = net().state_dict()
+    source["epoch"] = 3
+    state_dict, report = ckptool.match(source, net())
+    assert report.fits
+    assert [name for name, _ in report.left_out] == ["epoch"]
+    assert "epoch" not in state_dict
+
+
+# Versions.
+
+
+def test_an_old_batch_norm_goes_into_a_new_one():
+    source = net().state_dict()
+    del source["1.num_batches_tracked"]
+    source._metadata["1"]["version"] = 1
+    wrapped = OrderedDict((f"module.{name}", tensor) for name, tensor in source.items())
+    wrapped._metadata = {"": {"version": 1}} | {
+        f"module.{path}".rstrip("."): entry for path, entry in source._metadata.items()
+    }
+    state_dict, report = ckptool.match(wrapped, net())
+    assert report.fits
+    assert [name for name, _ in report.kept] == ["1.num_batches_tracked"]
+    assert state_dict._metadata["1"]["version"] == 1
+    assert net().load_state_dict(state_dict).missing_keys == []
+
+
+def test_a_file_without_metadata_gives_none():
+    plain = dict(net().state_dict())
+    state_dict, report = ckptool.match(plain, net())
+    assert not hasattr(state_dict, "_metadata")
+    del plain["1.num_batches_tracked"]
+    state_dict, report = ckptool.match(plain, net())
+    assert report.fits
+    assert net().load_state_dict(state_dict).missing_keys == []
+
+
+class Versioned(nn.Linear):
+    """Says what version it was given."""
+
+    _version = 7
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        self.given = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+WRAPPERS = {
+    "plain": lambda model: model,
+    "parallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "checkpointed": lambda model: nn.Sequential(checkpoint_wrapper(model[0])),
+    "parallel of checkpointed": lambda model: nn.DataParallel(
+        nn.Sequential(checkpoint_wrapper(model[0]))
+    ),
+}
+
+
+@pytest.mark.parametrize("target", WRAPPERS)
+@pytest.mark.parametrize("source", WRAPPERS)
+def test_versions_follow_the_modules_through_wrappers(source, target):
+    given = WRAPPERS[source](nn.Sequential(Versioned(2, 2))).state_dict()
+    for path, entry in given._metadata.items():
+        if entry["version"] == 7:
+            given._metadata[path] = {"version": 5}
+    inner = Versioned(2, 2)
+    model = WRAPPERS[target](nn.Sequential(inner))
+    state_dict, report = ckptool.match(given, model)
+    model.load_state_dict(state_dict)
+    assert report.fits
+    assert inner.given == 5
+
+
+def test_versions_follow_inferred_names():
+    given = OrderedDict(
+        (f"a.{n}", v) for n, v in nn.Sequential(Versioned(2, 2)).state_dict().items()
+    )
+    given._metadata = {"": {"version": 1}, "a": {"version": 1}, "a.0": {"version": 5}}
+    model = nn.ModuleDict({"b": nn.ModuleList([Versioned(2, 2)])})
+    state_dict, _ = ckptool.match(given, model, prefixes=["a=b"])
+    model.load_state_dict(state_dict)
+    assert model["b"][0].given == 5
+
+
+def test_entries_of_metadata_that_are_none_are_left_out():
+    given = net().state_dict()
+    given._metadata["1"] = "odd"
+    given._metadata[3] = {"version": 1}
+    state_dict, _ = ckptool.match(given, net())
+    assert list(state_dict._metadata) == ["", "0", "2", "3"]
+    net().load_state_dict(state_dict)
+
+
+# Ties.
+
+
+def test_a_name_that_the_model_ties_is_filled_in():
+    source = tied().state_dict()
+    del source["decode.weight"]
+    state_dict, report = ckptool.match(source, tied())
+    assert state_dict["decode.weight"] is state_dict["embed.weight"]
+    assert report.tied == (("embed.weight", "decode.weight"),)
+    assert report.fits
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_copies_of_one_tensor_fit_a_tie_and_others_do_not(tmp_path, place):
+    def matched(state_dict):
+        source = saved(tmp_path / "f.pt", state_dict) if place == "file" else state_dict
+        return ckptool.match(source, tied())[1]
+
+    source = tied().state_dict()
+    source["decode.weight"] = source["decode.weight"].clone()
+    report = matched(source)
+    assert (report.untied, report.fits) == ((), True)
+    source["decode.weight"] = source["decode.weight"].t().contiguous().t()
+    assert matched(source).fits
+    source["decode.weight"][4, 2] += 1
+    report = matched(source)
+    assert report.untied == (("embed.weight", "decode.weight"),)
+    assert (report.tied, report.fits) == ((), False)
+
+
+def test_a_tie_of_the_file_alone_is_none_of_the_model():
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "decode": nn.Linear(3, 5)})
+    _, report = ckptool.match(tied().state_dict(), model)
+    assert (report.tied, report.untied, report.fits) == ((), (), True)
+
+
+# Types.
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_a_cast_is_judged_by_the_numbers(tmp_path, place):
+    def casts(values, model):
+        source = {"weight": values, "bias": torch.zeros(1)}
+        given = saved(tmp_path / "f.pt", source) if place == "file" else source
+        return {cast.name: (cast.lossy, cast.loss) for cast in ckptool.match(given, model)[1].cast}
+
+    half = nn.Linear(3, 1).half()
+    assert casts(torch.tensor([[1.0, 2.0, 0.5]]), half)["weight"] == (False, "")
+    assert casts(torch.tensor([[1e6, 2.0, 0.1]]), half)["weight"] == (
+        True, "1 of 3 overflows, 1 is rounded"
+    )  # fmt: skip
+    strided = torch.tensor([[1e6], [2.0], [0.1]]).t()
+    assert casts(strided, half)["weight"] == (True, "1 of 3 overflows, 1 is rounded")
+    exact = casts(torch.ones(1, 3).bfloat16(), nn.Linear(3, 1))
+    assert exact == {"weight": (False, "")}
+
+
+def test_large_tensors_are_judged_in_blocks(tmp_path):
+    values = torch.zeros(3, 200_000)
+    values[2, 199_999] = 1e9
+    for source in ({"weight": values}, {"weight": values.t().contiguous().t()}):
+        for given in (source, saved(tmp_path / "f.pt", source)):
+            (cast,) = ckptool.match(given, {"weight": values.half()})[1].cast
+            assert cast.loss == "1 of 600,000 overflows"
+
+
+def test_without_elements_the_types_alone_judge():
+    source = {"weight": torch.empty(3, device="meta")}
+    (cast,) = ckptool.match(source, {"weight": torch.empty(3).half()})[1].cast
+    assert (cast.lossy, cast.loss) == (True, "")
+
+
+# What cannot be made.
+
+
+def test_a_part_of_a_distributed_tensor_is_refused(fixtures):
+    with pytest.raises(UnsupportedFormat, match="DTensor"):
+        ckptool.match(
+            fixtures / "distributed" / "dtensor_0_of_2.pth",
+            fixtures / "distributed" / "dtensor_1_of_2.pth",
+        )
+
+
+def test_extra_state_goes_as_it_is():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"note": [1]}
+
+        def set_extra_state(self, state):
+            self.note = state
+
+    source = nn.DataParallel(Extra(2, 2)).state_dict()
+    model = Extra(2, 2)
+    state_dict, report = ckptool.match(source, model)
+    assert state_dict["_extra_state"] is source["module._extra_state"]
+    model.load_state_dict(state_dict)
+    assert (model.note, report.fits) == ({"note": [1]}, True)
