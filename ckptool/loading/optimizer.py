@@ -12,7 +12,7 @@ from ckptool.loading.filling import check_bytes
 from ckptool.loading.memory import shape_of
 from ckptool.loading.optimizer_file import Names, Saved, Unchosen, saved_optimizer
 from ckptool.loading.optimizer_kind import other_kind
-from ckptool.loading.optimizer_names import Place, Reading, read_names
+from ckptool.loading.optimizer_names import Place, Reading, bare_names, read_names
 from ckptool.loading.optimizer_pairing import (
     Pairing,
     Wanted,
@@ -112,7 +112,8 @@ def planned_optimizer(
     report = replace(
         report, matched=len(pairing.kept), cast=cast, problems=tuple(_lossy(cast, allow_lossy_cast))
     )
-    known = [named.get(id(param)) for param in parameters]
+    bare = bare_names(named.values())
+    known = [bare.get(named.get(id(param), "")) for param in parameters]
     return OptimizerPlan(
         optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, known)
     )

@@ -10,7 +10,7 @@ from ckptool.loading.optimizer_file import Kept, Names
 from ckptool.matching import Match, Shape, Slot, matched
 from ckptool.wrappers import strip_names
 
-__all__ = ["Place", "Reading", "read_names"]
+__all__ = ["Place", "Reading", "bare_names", "read_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,15 @@ def _directly(names: Names, numbers: Mapping[str, int]) -> Iterator[_Way]:
 
 def _ways(names: Names, leads: Mapping[str, int], every: Iterable[str]) -> Iterator[_Way]:
     """With wrapper names and without on either side; `every` tells what is a wrapper."""
-    bare_names, bare_leads = _bare(names), _bare(every)
+    bare, bare_leads = bare_names(names), bare_names(every)
     without = {bare_leads[name]: number for name, number in leads.items()}
     yield lambda name: leads.get(name)
-    yield lambda name: without.get(bare_names[name])
-    yield lambda name: leads.get(bare_names[name])
+    yield lambda name: without.get(bare[name])
+    yield lambda name: leads.get(bare[name])
     yield lambda name: without.get(name)
 
 
-def _bare(names: Iterable[str]) -> dict[str, str]:
+def bare_names(names: Iterable[str]) -> dict[str, str]:
     """Each name without wrappers; as it is where two would become one."""
     names = list(names)
     try:

@@ -113,7 +113,7 @@ class Maker:
     groups: Sequence[int]
     """For each group of the optimizer that of the file."""
     names: Sequence[str | None]
-    """What the model calls the parameters."""
+    """What the model inside all wrappers calls the parameters."""
 
     def stored(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of it, with its address."""

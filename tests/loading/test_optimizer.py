@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given as drawing
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from ckptool.errors import CorruptFile, MatchError, NotFound, UsageError
 from tests.loading.bits import Untouched
@@ -660,3 +663,85 @@ def test_an_object_of_a_class_is_never_made(tmp_path):
     problem = problem_of(model, torch.optim.Adam(model.parameters()), saved(tmp_path, given))
     assert problem.startswith("optimizer/state/0/odd is a ")
     assert problem.endswith(", which is never made")
+
+
+def test_an_optimizer_without_names_gets_those_of_the_file_in_its_own_order():
+    old, new = three(), three(("c", "a", "b"))
+    used = stepped(old, parameters=list(torch.nn.DataParallel(old).named_parameters()))
+    optimizer = torch.optim.Adam(torch.compile(new).parameters())
+    loaded(torch.compile(new), optimizer, content(old, used))
+    assert optimizer.param_groups[0]["param_names"] == [n for n, _ in new.named_parameters()]
+    again = torch.optim.Adam(old.parameters())
+    loaded(old, again, content(new, optimizer))
+    assert_alike(by_name(old, again), by_name(old, used))
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper, as accelerate puts one around an optimizer."""
+
+    def __init__(self, inner):
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_a_wrapped_optimizer_is_filled_and_put_back():
+    old, new = three(), three(("c", "a", "b"))
+    used = stepped(old, parameters=list(old.named_parameters()))
+    optimizer = stepped(new, lr=0.3)
+    untouched = Untouched(new, optimizer)
+    with plan_for(new, Around(optimizer), content(old, used)) as plan:
+        undo = plan.apply()
+        assert_alike(by_name(new, optimizer)["a.weight"], by_name(old, used)["a.weight"])
+        undo()
+    untouched.check()
+
+
+@settings(max_examples=60, deadline=None)
+@drawing(st.data())
+def test_whatever_the_order_and_the_groups_every_parameter_gets_its_own(drawn):
+    count = drawn.draw(st.integers(1, 7))
+    kinds = [drawn.draw(st.sampled_from([(2,), (3,), (2, 2), ()])) for _ in range(count)]
+    group_of = [drawn.draw(st.integers(0, 2)) for _ in range(count)]
+
+    def model():
+        made = torch.nn.Module()
+        for number, shape in enumerate(kinds):
+            made.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
+        return made
+
+    def groups_in(made, order, used):
+        every = list(made.named_parameters())
+        held = {g: [every[n] for n in order if group_of[n] == g] for g in used}
+        return [{"params": pairs, "lr": 1.0 + g} for g, pairs in held.items()]
+
+    numbers = st.permutations(range(count))
+    used_groups = sorted(set(group_of))
+    old, new = model(), model()
+    for parameter in old.parameters():
+        parameter.requires_grad_(drawn.draw(st.booleans()))
+    before = stepped(old, parameters=groups_in(old, drawn.draw(numbers), used_groups))
+    given = content(old, before)
+    named = drawn.draw(st.booleans())
+    shuffled = drawn.draw(st.permutations(used_groups)) if named else used_groups
+    wanted = groups_in(new, drawn.draw(numbers), shuffled)
+    if not named:
+        for group in (*wanted, *given["optimizer"]["param_groups"]):
+            group.pop("param_names", None)
+        wanted = [{**g, "params": [p for _, p in g["params"]]} for g in wanted]
+    after = torch.optim.Adam(wanted)
+    report = report_of(new, after, given)
+    assert not (named and report.problems)
+    if not report.problems:
+        loaded(new, after, given)
+        found = {name: state for name, state in by_name(new, after).items() if state}
+        assert_alike(found, {name: state for name, state in by_name(old, before).items() if state})
+        for group in after.param_groups:
+            for parameter in group["params"]:
+                (name,) = (n for n, p in new.named_parameters() if p is parameter)
+                assert group["lr"] == 1.0 + group_of[int(name[1:])]
