@@ -158,6 +158,7 @@ class _Naming:
 
     def _changes(self) -> Iterator[Change]:
         report, where = self.report, place(self.part)
+        wrong = [one.name for one in report.mismatched]
         for renaming in report.renamed:
             many = len(renaming.names)
             text = f"{printable(renaming.text)}: {counted(many, 'name')} in {where}"
@@ -168,12 +169,12 @@ class _Naming:
         for name, reason in report.left_out:
             yield Change("left-out", f"{printable(name)}: {printable(reason)}", 1, wanted=True)
         for names, what in (
-            (report.missing_keys, "that the model has are not in"),
-            (report.unexpected_keys, "that the model has not keep their names in"),
-            ([one.name for one in report.mismatched], "have another shape than the model's in"),
+            (report.missing_keys, f"of the model missing in {where}"),
+            (report.unexpected_keys, f"in {where} that the model has not, kept"),
+            (wrong, f"in {where} of another shape than the model's"),
         ):
             if names:
-                text = f"{counted(len(names), 'name')} {what} {where}: {listed(names)}"
+                text = f"{counted(len(names), 'name')} {what}: {listed(names)}"
                 yield Change("warning", text, len(names))
 
 

@@ -152,7 +152,8 @@ def _ambiguous(report: MatchReport, fold: bool) -> list[_Row]:
         names = [name for n in members for name in held[n][0]]
         others = [name for n in members for name in held[n][1]]
         could = f"could be {_patterns(others, fold)}" if others else ""
-        rows.append(_Row(_patterns(names, fold), "AMBIGUOUS", could))
+        key = _first_of(names) if fold else _patterns(names, fold)
+        rows.append(_Row(key, "AMBIGUOUS", could))
     return rows
 
 
