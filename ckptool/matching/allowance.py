@@ -65,7 +65,7 @@ class Allowance:
         lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
         found = chain(
             self._nothing(report),
-            _ambiguous(unclear),
+            _ambiguous(unclear, missing, unexpected),
             _mismatched(mismatched),
             _missing(missing),
             _unexpected(unexpected),
@@ -136,14 +136,20 @@ def _fits_nowhere(report: MatchReport) -> bool:
     return report.parameters > 0 and not report.loaded
 
 
-def _ambiguous(unclear: Sequence[Ambiguity]) -> Iterator[Problem]:
+def _ambiguous(
+    unclear: Sequence[Ambiguity], missing: Sized, unexpected: Sized
+) -> Iterator[Problem]:
+    """What a rule decides, and what is left over on the larger side then."""
     if not unclear:
         return
     first, others = unclear[0], len(unclear) - 1
     more = f", and {counted(others, 'other question')}" if others else ""
     text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
     rules = [rule for one in unclear for rule in one.rules[:1]]
-    remedy = f"rules=[{', '.join(map(_raw, rules[:3]))}]" if rules else "rules=['REGEX=>REPL']"
+    remedy = f"rules=[{', '.join(map(_raw, rules[:3])) or repr('REGEX=>REPL')}]"
+    if len(missing) != len(unexpected):
+        fewer = "unexpected" if len(missing) < len(unexpected) else "missing"
+        remedy += f", allow_{fewer}=True"
     yield Problem("ambiguous", text, remedy)
 
 

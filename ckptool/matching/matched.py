@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.errors import UsageError
+from ckptool.matching.change_rules import below, escaped
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
@@ -70,7 +71,8 @@ def matched(
     tied = matching.tie()
     kept, left_out = matching.excused(metadata)
     steps = matching.steps(ruled)
-    found = renamings(steps, rules, matching.rules)
+    still = [name for name, own in matching.direct.items() if name == own]
+    found = renamings(steps, still, rules, matching.rules)
     report = MatchReport(
         file=file,
         model=model,
@@ -131,6 +133,8 @@ class _Matching:
     """Name of the model to name in the file."""
     wrong: dict[str, str] = field(default_factory=dict)
     """The same of what does not fit by its shape."""
+    barred: dict[str, str] = field(default_factory=dict)
+    """The same of what is no tensor, and wanted as one."""
     rules: list[InferredRule] = field(default_factory=list)
     direct: dict[str, str] = field(default_factory=dict)
     """The pairs without those that only a tie made."""
@@ -152,8 +156,15 @@ class _Matching:
                 self._pair(full, self.own[self.mine[name]])
 
     def _pair(self, name: str, own: str) -> None:
-        side = self.pairs if fits(self.want[name], self.have[own]) else self.wrong
-        side[name] = own
+        wanted, found = self.want[name], self.have[own]
+        if fits(wanted, found):
+            self.pairs[name] = own
+        else:
+            (self.barred if found.shape is None else self.wrong)[name] = own
+
+    def _met(self) -> dict[str, str]:
+        """All names of which it is known what they are."""
+        return {**self.pairs, **self.wrong, **self.barred}
 
     def infer(self) -> None:
         """Pair names by the rules that those left over suggest."""
@@ -162,7 +173,7 @@ class _Matching:
         short = {full: name for name, full in self.wanted.items()}
         back = {self.own[full]: name for name, full in self.mine.items()}
         for _ in range(_MOST_ROUNDS):
-            met = {short[w]: back[own] for w, own in {**self.pairs, **self.wrong}.items()}
+            met = {short[w]: back[own] for w, own in self._met().items()}
             if len(met) in (len(mine), len(wanted)):
                 return
             found = inferred(mine, wanted, met)
@@ -172,21 +183,22 @@ class _Matching:
 
     def _accept(self, found: Inferred) -> bool:
         """Take over new pairs; whether there were any."""
-        before = len(self.pairs) + len(self.wrong)
-        taken = {*self.pairs.values(), *self.wrong.values()}
+        met = self._met()
+        before, taken = len(met), set(met.values())
         near = InferredRule("near", "", "", found.near)
         for rule in (*found.rules, near):
             new = {}
             for name, mine in rule.pairs.items():
                 full, own = self.wanted[name], self.own[self.mine[mine]]
-                if full in self.pairs or full in self.wrong or own in taken:
+                if full in met or own in taken:
                     continue
                 self._pair(full, own)
+                met[full] = own
                 taken.add(own)
                 new[full] = own
             if new and rule is not near:
                 self.rules.append(InferredRule(rule.kind, rule.text, rule.rule, new))
-        return len(self.pairs) + len(self.wrong) > before
+        return len(met) > before
 
     def tie(self) -> tuple[tuple[str, ...], ...]:
         """Give all names of one tensor what one of them has; those tensors that are loaded."""
@@ -258,17 +270,17 @@ class _Matching:
 
     def ambiguities(self) -> tuple[Ambiguity, ...]:
         """What is still open, under the names of the file and of the model."""
-        taken = {*self.pairs.values(), *self.wrong.values()}
-        every = [*self._found]
-        if self.way.unsure and not every:
-            every.append(self._contested())
+        taken = {*self.pairs, *self.pairs.values(), *self.wrong, *self.wrong.values()}
+        every = self._found or ([self._contested()] if self.way.unsure else [])
         open_ones = []
         for one in every:
             names = tuple(self._full(name) for name in one.names)
             candidates = tuple(self._full(name, of_model=True) for name in one.candidates)
-            sides = {*names, *candidates}
-            if not sides <= taken | self.pairs.keys():
-                open_ones.append(Ambiguity(names, candidates, one.rules))
+            if not taken.issuperset((*names, *candidates)):
+                mine = [self.mine[name] for name in one.names if name in self.mine]
+                front = _front(self.way.have, mine)
+                rules = tuple(below(front, rule) for rule in one.rules)
+                open_ones.append(Ambiguity(names, candidates, rules))
         return tuple(open_ones)
 
     def _full(self, name: str, *, of_model: bool = False) -> str:
@@ -280,7 +292,7 @@ class _Matching:
 
     def _contested(self) -> Ambiguity:
         names = tuple(sorted(self.way.unsure))
-        rules = tuple(f"^{front}=>" for front in self.way.rivals)
+        rules = tuple(f"^{escaped(front)}=>" for front in self.way.rivals)
         fronts = [f"{front}{name}" for front in self.way.rivals for name in names]
         return Ambiguity(tuple(n for n in fronts if n in self.mine), names, rules)
 
@@ -319,6 +331,15 @@ class _Matching:
             for name in self.want
             if (own := self.direct.get(name) or self.wrong.get(name)) is not None and own != name
         ]
+
+
+def _front(side: Side, names: Iterable[str]) -> str:
+    """What was taken off in front of all of these names; empty where it was not only that."""
+    fronts = set()
+    for name in names:
+        bare = side.form.get(name, name).removeprefix(side.front)
+        fronts.add(name.removesuffix(bare) if name.endswith(bare) else "")
+    return fronts.pop() if len(fronts) == 1 else ""
 
 
 def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from ckptool.matching.change_rules import differing, regex_of
 from ckptool.matching.inference import InferredRule
 from ckptool.matching.report import Renaming
 from ckptool.matching.spelling import Respelled
 from ckptool.matching.ways import Way
 from ckptool.transforms.name_rules import Rule
 
-__all__ = ["Steps", "regex_of", "renamings", "rewritten"]
+__all__ = ["Steps", "renamings", "rewritten"]
 
-_MOST_RULES = 64
-"""Renamings for which one rule is looked for: each is tried on all names."""
-
-Change = tuple[str, str]
-"""A name before a step and after it."""
+_MOST_TRIED = 1_000_000
+"""Names on which rules are tried in all; where there are more, renamings have no rule."""
 
 
 class Steps(NamedTuple):
@@ -31,17 +30,21 @@ class Steps(NamedTuple):
     own: str
     ruled: str
     """After the user's rules."""
+    outer: str
+    """Without wrappers in front."""
     unwrapped: str
-    """Without wrappers."""
+    """Without any."""
     bare: str
     """Without a front, or with the model's instead."""
     spelled: str
     """In the model's spelling."""
-    fronted: str
-    """After the rules that were inferred, with the model's front."""
-    wanted: str
     inferred: str
-    """After the rules that were inferred, before the model's front."""
+    """After the rules that were inferred."""
+    fronted: str
+    """With the model's front."""
+    inner: str
+    """With the wrappers that the model has inside."""
+    wanted: str
     respelled: str
     """What was done to the spelling, in words."""
 
@@ -58,6 +61,7 @@ class Steps(NamedTuple):
         """The stations between the two names, which spell their ends so."""
         off, on = way.have.front, way.want.front
         unwrapped, fronted = way.have.form.get(ruled, ruled), way.want.form.get(wanted, wanted)
+        outer, inner = _without_front(ruled, unwrapped), _without_front(wanted, fronted)
         bare, inferred = unwrapped.removeprefix(off), fronted.removeprefix(on)
         if off and on and bare != unwrapped and inferred != fronted:
             bare, inferred = f"{on}{bare}", fronted
@@ -67,37 +71,54 @@ class Steps(NamedTuple):
         elif theirs is not None and mine is None:
             spelled = bare.removesuffix(theirs.new) + theirs.old
             text = f"{theirs.new} -> {theirs.old}"
-        if spelled == fronted:
-            unwrapped, bare, spelled, inferred, fronted = _kept_front(
-                ruled, wanted, unwrapped, bare, spelled, inferred, fronted
-            )
-        return cls(own, ruled, unwrapped, bare, spelled, fronted, wanted, inferred, text)
+        stations = outer, unwrapped, bare, spelled, inferred, fronted, inner
+        if unwrapped == fronted:
+            stations = _with_kept_front(ruled, wanted, stations)
+        return cls(own, ruled, *stations, wanted, text)
 
 
-def _kept_front(ruled: str, wanted: str, *stations: str) -> tuple[str, ...]:
-    """The stations with the wrappers that both ends begin with, where they all lack them."""
-    if len(set(stations)) > 1:
-        return stations
-    kept, bare = "", stations[0]
-    while True:
-        word = wanted[len(kept) :].partition(".")[0]
-        longer = f"{kept}{word}."
-        if not word or bare.startswith(f"{word}.") or not ruled.startswith(longer):
-            return tuple(kept + station for station in stations)
-        kept = longer
+_Stations = tuple[str, str, str, str, str, str, str]
+
+
+def _without_front(name: str, bare: str) -> str:
+    """The name without those of its wrappers that are before all else."""
+    if name.endswith(bare):
+        return bare
+    first, at = bare.partition(".")[0], 0
+    while name[at:].partition(".")[0] != first:
+        at = name.index(".", at) + 1
+    return name[at:]
+
+
+def _with_kept_front(ruled: str, wanted: str, stations: _Stations) -> _Stations:
+    """The stations with the wrappers in front that both ends have, where only wrappers differ."""
+    off = ruled.removesuffix(stations[0]).split(".")
+    on = wanted.removesuffix(stations[-1]).split(".")
+    same = 0
+    while same < min(len(off), len(on)) - 1 and off[same] == on[same]:
+        same += 1
+    kept = "".join(f"{word}." for word in off[:same])
+    outer, unwrapped, bare, spelled, inferred, fronted, inner = (kept + one for one in stations)
+    return outer, unwrapped, bare, spelled, inferred, fronted, inner
 
 
 def renamings(
-    steps: Sequence[Steps], rules: Sequence[Rule], found: Sequence[InferredRule]
+    steps: Sequence[Steps],
+    still: Sequence[str],
+    rules: Sequence[Rule],
+    found: Sequence[InferredRule],
 ) -> tuple[Renaming, ...]:
-    """By kind, in the order in which they are to be applied."""
+    """By kind, in the order in which they are to be applied; `still` are names that stay."""
     made = [*_by_user(steps, rules)]
-    made += _grouped(steps, "wrapper", "ruled", "unwrapped")
-    made += _grouped(steps, "prefix", "unwrapped", "bare")
-    made += _grouped(steps, "known", "bare", "spelled")
-    made += _by_inference(steps, found)
-    made += _grouped(steps, "prefix", "inferred", "fronted")
-    made += _grouped(steps, "wrapper", "fronted", "wanted")
+    stages = _Stages(steps, still)
+    made += stages.made("wrapper", "ruled", "outer")
+    made += stages.made("wrapper", "outer", "unwrapped")
+    made += stages.made("prefix", "unwrapped", "bare")
+    made += stages.made("known", "bare", "spelled")
+    made += stages.concluded(found)
+    made += stages.made("prefix", "inferred", "fronted")
+    made += stages.made("wrapper", "fronted", "inner")
+    made += stages.made("wrapper", "inner", "wanted")
     return tuple(made)
 
 
@@ -114,28 +135,71 @@ def _by_user(steps: Sequence[Steps], rules: Sequence[Rule]) -> Iterator[Renaming
         now.update(changed)
 
 
-def _by_inference(steps: Sequence[Steps], found: Sequence[InferredRule]) -> Iterator[Renaming]:
-    by_name = {step.wanted: step for step in steps}
-    for rule in found:
-        mine = [by_name[name] for name in rule.pairs if name in by_name]
-        changes = [(step.spelled, step.inferred) for step in mine]
-        text = rule.rule if does(rule.rule, changes) else regex_of(changes)
-        yield Renaming(rule.kind, rule.text, tuple((s.own, s.wanted) for s in mine), text)
+class _Stages:
+    """The names on their way, and how many of them rules may still be tried on."""
 
+    def __init__(self, steps: Sequence[Steps], still: Sequence[str]) -> None:
+        self._steps = steps
+        self._still = still
+        self._left = _MOST_TRIED
 
-def _grouped(steps: Sequence[Steps], kind: str, before: str, after: str) -> Iterator[Renaming]:
-    """One renaming for all names to which a step does the same."""
-    station = attrgetter(before, after)
-    groups: dict[str, list[tuple[Steps, Change]]] = {}
-    for step in steps:
-        change = station(step)
-        if change[0] != change[1]:
-            text = step.respelled if kind == "known" else _text(*change)
-            groups.setdefault(text, []).append((step, change))
-    for number, (text, members) in enumerate(groups.items()):
-        changes = [change for _, change in members]
-        rule = regex_of(changes) if number < _MOST_RULES else ""
-        yield Renaming(kind, text, tuple((s.own, s.wanted) for s, _ in members), rule)
+    def made(self, kind: str, before: str, after: str) -> Iterator[Renaming]:
+        """One renaming for all names to which a step does the same."""
+        station = attrgetter(before, after)
+        groups: dict[str, list[Steps]] = {}
+        for step in self._steps:
+            old, new = station(step)
+            if old != new:
+                text = step.respelled if kind == "known" else _text(old, new)
+                groups.setdefault(text, []).append(step)
+        for text, members, rule in self._ruled(groups, before, after, {}):
+            yield Renaming(kind, text, tuple((s.own, s.wanted) for s in members), rule)
+
+    def concluded(self, found: Sequence[InferredRule]) -> Iterator[Renaming]:
+        """One renaming for each rule that was inferred."""
+        by_name = {step.wanted: step for step in self._steps} if found else {}
+        groups: dict[str, list[Steps]] = {}
+        proposed = {}
+        kinds = {}
+        for number, rule in enumerate(found):
+            key = f"{number} {rule.text}"
+            groups[key] = [by_name[name] for name in rule.pairs if name in by_name]
+            proposed[key], kinds[key] = rule.rule, rule
+        for key, members, text in self._ruled(groups, "spelled", "inferred", proposed):
+            names = tuple((step.own, step.wanted) for step in members)
+            yield Renaming(kinds[key].kind, kinds[key].text, names, text)
+
+    def _ruled(
+        self,
+        groups: Mapping[str, list[Steps]],
+        before: str,
+        after: str,
+        proposed: Mapping[str, str],
+    ) -> Iterator[tuple[str, list[Steps], str]]:
+        """The groups of a stage, each with a rule that does its change and touches no other name.
+
+        The groups before it have changed by then.
+        """
+        old, new = attrgetter(before), attrgetter(after)
+        moved: set[str] = set()
+        for text, members in groups.items():
+            rule = ""
+            every = len(self._steps) + len(self._still)
+            if self._left >= every:
+                own = {step.own for step in members}
+                beside = (
+                    new(step) if step.own in moved else old(step)
+                    for step in (self._steps if len(own) < len(self._steps) else ())
+                    if step.own not in own
+                )
+                self._left -= every
+                rule = regex_of(
+                    [(old(step), new(step)) for step in members],
+                    chain(beside, self._still),
+                    proposed=[proposed[text]] if text in proposed else [],
+                )
+                moved |= own
+            yield text, members, rule
 
 
 def _text(before: str, after: str) -> str:
@@ -143,12 +207,12 @@ def _text(before: str, after: str) -> str:
     if before.endswith(after):
         return f"{before[: -len(after)]} taken off"
     if after.endswith(before):
-        return f"{after[: -len(before)]} put on"
+        return f"{after[: -len(before)]} put before"
     if (less := _dropped(before, after)) is not None:
         return f"{less} taken off"
     if (more := _dropped(after, before)) is not None:
-        return f"{more} put on"
-    _, old, new, _ = _differing(before, after)
+        return f"{more} put in"
+    _, old, new, _ = differing(before, after)
     return f"{old} -> {new}"
 
 
@@ -163,72 +227,6 @@ def _dropped(longer: str, shorter: str) -> str | None:
         else:
             gone.append(f"{part}.")
     return "".join(gone) if wanted is None else None
-
-
-def _differing(before: str, after: str) -> tuple[str, str, str, str]:
-    """What two names have in front in common, what they have not, and what they have behind."""
-    old, new = before.split("."), after.split(".")
-    tail = 0
-    while tail < min(len(old), len(new)) and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
-    head = 0
-    while head < min(len(old), len(new)) - tail and old[head] == new[head]:
-        head += 1
-    behind = "".join(f".{part}" for part in old[len(old) - tail :])
-    front = "".join(f"{part}." for part in old[:head])
-    mine, theirs = (
-        ".".join(parts[head : len(parts) - tail]) + "." * bool(tail and len(parts) > head + tail)
-        for parts in (old, new)
-    )
-    return front, mine, theirs, behind.removeprefix(".")
-
-
-def regex_of(changes: Sequence[Change]) -> str:
-    """One `REGEX=>REPL` that makes all these changes; empty where none was found."""
-    if not changes:
-        return ""
-    return next((rule for rule in _candidates(*changes[0]) if does(rule, changes)), "")
-
-
-def _candidates(before: str, after: str) -> Iterator[str]:
-    """Rules that may make the change, those that say less about the name first."""
-    head, old, new, tail = _differing(before, after)
-    if not head:
-        yield _rule(f"^{_escaped(old)}", new)
-    if not tail:
-        yield _rule(rf"(^|\.){_escaped(old)}$", rf"\1{_literal(new)}", literal=False)
-    if tail and not new:
-        yield _rule(rf"(^|\.){_escaped(old)}", r"\1", literal=False)
-    yield _rule(f"^{_escaped(head + old)}", head + new)
-    numbers = iter(range(1, 100))
-    pattern = re.sub(r"(?<![^.])\d+(?=\\\.)", r"(\\d+)", _escaped(head))
-    groups = re.sub(r"(?<![^.])\d+(?=\.)", lambda _: rf"\g<{next(numbers)}>", _literal(head))
-    yield _rule(f"^{pattern}{_escaped(old)}", groups + _literal(new), literal=False)
-
-
-def _rule(pattern: str, replacement: str, *, literal: bool = True) -> str:
-    return f"{pattern}=>{_literal(replacement) if literal else replacement}"
-
-
-def _escaped(text: str) -> str:
-    """As a regular expression, in which no arrow ends it."""
-    return re.escape(text).replace("=>", "=[>]")
-
-
-def _literal(text: str) -> str:
-    return text.replace("\\", r"\\")
-
-
-def does(rule: str, changes: Iterable[Change]) -> bool:
-    """Whether the rule makes every one of the changes."""
-    regex, arrow, replacement = rule.partition("=>")
-    if not arrow or not regex:
-        return False
-    try:
-        replace = re.compile(regex).sub
-        return all(replace(replacement, before) == after for before, after in changes)
-    except (re.error, IndexError, OverflowError):
-        return False
 
 
 def rewritten(

@@ -154,22 +154,17 @@ def _wraps(side: Side) -> str:
 
 
 def _fronts(bare: Way) -> Iterator[Way]:
-    """What all names of a side begin with taken off, as much as the other side has not as well."""
-    fronts = bare.have.common_front(), bare.want.common_front()
-    if not any(fronts):
-        return
-    full = bare.have.without(fronts[0]), bare.want.without(fronts[1])
-    for kept in range(max(map(len, fronts)) + 1):
-        for at, side, front in ((0, bare.have, fronts[0]), (1, bare.want, fronts[1])):
-            rest = "".join(f"{part}." for part in front[len(front) - kept :])
-            if kept > len(front) or (
-                kept and not any(n.startswith(rest) for n in full[1 - at].names)
-            ):
+    """What all names of one side begin with taken off, all of it or its first components."""
+    have, want = bare.have, bare.want
+    for side, other, is_mine in ((have, want, True), (want, have, False)):
+        front = side.common_front()
+        for end in range(len(front), 0, -1):
+            rest = "".join(f"{part}." for part in front[end:])
+            if rest and not any(name.startswith(rest) for name in other.names):
                 continue
-            part = side.without(front[: len(front) - kept])
-            way = Way(part, full[1]) if at == 0 else Way(full[0], part)
-            if way.have.is_sound and way.want.is_sound:
-                yield way
+            shorter = side.without(front[:end])
+            if shorter.is_sound:
+                yield Way(shorter, want) if is_mine else Way(have, shorter)
 
 
 def _moved(best: Way) -> Way:

@@ -1,0 +1,93 @@
+"""One `REGEX=>REPL` that makes the changes that were made to some names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Change", "below", "differing", "escaped", "regex_of"]
+
+Change = tuple[str, str]
+"""A name before a step and after it."""
+
+
+def differing(before: str, after: str) -> tuple[str, str, str, str]:
+    """What two names have in front in common, what they have not, and what they have behind."""
+    old, new = before.split("."), after.split(".")
+    tail = 0
+    while tail < min(len(old), len(new)) and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    head = 0
+    while head < min(len(old), len(new)) - tail and old[head] == new[head]:
+        head += 1
+    behind = "".join(f".{part}" for part in old[len(old) - tail :])
+    front = "".join(f"{part}." for part in old[:head])
+    mine, theirs = (
+        ".".join(parts[head : len(parts) - tail]) + "." * bool(tail and len(parts) > head + tail)
+        for parts in (old, new)
+    )
+    return front, mine, theirs, behind.removeprefix(".")
+
+
+def regex_of(
+    changes: Sequence[Change], others: Iterable[str] = (), *, proposed: Sequence[str] = ()
+) -> str:
+    """A rule that makes all these changes and leaves the other names alone; empty for none.
+
+    Those that are proposed are tried first.
+    """
+    if not changes:
+        return ""
+    others = list(others)
+    tried = (*proposed, *_candidates(*changes[0]))
+    return next((rule for rule in tried if _does(rule, changes, others)), "")
+
+
+def _candidates(before: str, after: str) -> Iterator[str]:
+    """Rules that may make the change, those that say less about the name first."""
+    head, old, new, tail = differing(before, after)
+    if not head:
+        yield _rule(f"^{escaped(old)}", new)
+    if not tail:
+        yield _rule(rf"(^|\.){escaped(old)}$", rf"\1{_literal(new)}", literal=False)
+    if tail and not new:
+        yield _rule(rf"(^|\.){escaped(old)}", r"\1", literal=False)
+    yield _rule(f"^{escaped(head + old)}", head + new)
+    numbers = iter(range(1, 100))
+    pattern = re.sub(r"(?<![^.])\d+(?=\\\.)", r"(\\d+)", escaped(head))
+    groups = re.sub(r"(?<![^.])\d+(?=\.)", lambda _: rf"\g<{next(numbers)}>", _literal(head))
+    yield _rule(f"^{pattern}{escaped(old)}", groups + _literal(new), literal=False)
+
+
+def _rule(pattern: str, replacement: str, *, literal: bool = True) -> str:
+    return f"{pattern}=>{_literal(replacement) if literal else replacement}"
+
+
+def escaped(text: str) -> str:
+    """As a regular expression, in which no arrow ends it."""
+    return re.escape(text).replace("=>", "=[>]")
+
+
+def _literal(text: str) -> str:
+    return text.replace("\\", r"\\")
+
+
+def below(front: str, rule: str) -> str:
+    """The rule for names that have `front` before those that it is for."""
+    regex, arrow, replacement = rule.partition("=>")
+    if not front or not arrow or not regex.startswith("^"):
+        return rule
+    return f"^{escaped(front)}{regex[1:]}=>{_literal(front)}{replacement}"
+
+
+def _does(rule: str, changes: Iterable[Change], others: Iterable[str]) -> bool:
+    regex, arrow, replacement = rule.partition("=>")
+    if not arrow or not regex:
+        return False
+    try:
+        replace = re.compile(regex).sub
+        return all(replace(replacement, old) == new for old, new in changes) and all(
+            replace(replacement, name) == name for name in others
+        )
+    except (re.error, IndexError, OverflowError, RecursionError):
+        return False
