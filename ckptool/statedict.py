@@ -234,7 +234,8 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
         NotFound: there is none; the message lists what there is.
     """
     if key is None:
-        return _only(checkpoint, _models(checkpoint.root), "the file")
+        where = "the dict" if checkpoint.format == "memory" else "the file"
+        return _only(checkpoint, _models(checkpoint.root), where)
     path, node = resolve(checkpoint, key, accept=_may_hold_models)
     section = _classified(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
@@ -274,10 +275,11 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
         return found[0]
     file = checkpoint.path or None
     if found:
+        name = printable(found[0].name)
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=f"choose one: --key {printable(found[0].name)}",
+            hint=f"choose one: --key {name}" if file else f"choose one: key={name!r}",
         )
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",

@@ -125,9 +125,10 @@ def test_what_is_no_model_is_refused(like):
 
 def test_keys_choose_on_both_sides(tmp_path):
     both = {"model": net().state_dict(), "ema": net().state_dict()}
-    with pytest.raises(AmbiguousName):
+    with pytest.raises(AmbiguousName, match="the dict holds 2 state dicts") as raised:
         ckptool.match(both, net())
-    with pytest.raises(NotFound):
+    assert raised.value.hint == "choose one: key='model'"
+    with pytest.raises(NotFound, match="the dict holds no state dict"):
         ckptool.match({"epoch": 3}, net())
     state_dict, _ = ckptool.match(both, both, key="ema", like_key="model")
     assert state_dict["0.weight"] is both["ema"]["0.weight"]
