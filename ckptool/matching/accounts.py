@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import Side, Swap
+from ckptool.matching.swaps import ANY_NUMBER, Side, Swap
 
 __all__ = ["Account", "Ledger", "OutOfBudget"]
 
@@ -60,15 +60,12 @@ class Ledger:
         self.want = Side(want)
         self.pairs = dict(pairs)
         self.met = set(pairs.values())
-        self.concluded: dict[str, str] = {}
-        """What was found here, wanted name to name in the file."""
-        self.taken: set[str] = set()
-        """The names of the file in it."""
-        self._targets: dict[str, list[str]] = {}
+        self.targets: dict[str, list[str]] = {}
+        """Of each name of the file that is met, what it is to the model."""
         for wanted, own in pairs.items():
-            self._targets.setdefault(own, []).append(wanted)
+            self.targets.setdefault(own, []).append(wanted)
         self._accounts: dict[Swap, Account] = {}
-        self._budget = 1_000_000 + 10 * (len(have) + len(want))
+        self._budget = 2_000_000 + 20 * (len(have) + len(want))
 
     def left(self) -> tuple[list[str], list[str]]:
         """The names of the file, and those wanted, that nothing meets."""
@@ -100,10 +97,15 @@ class Ledger:
         """Take pairs, wanted to own, as concluded."""
         self.pairs.update(found)
         self.met.update(found.values())
-        self.concluded.update(found)
-        self.taken.update(found.values())
         for wanted, own in found.items():
-            self._targets.setdefault(own, []).append(wanted)
+            self.targets.setdefault(own, []).append(wanted)
+
+    def take_back(self, found: Mapping[str, str]) -> None:
+        """Undo `meet` of pairs that nothing else meets."""
+        for wanted, own in found.items():
+            del self.pairs[wanted]
+            self.met.discard(own)
+            del self.targets[own]
 
     def account(self, swap: Swap) -> Account:
         """What a rule comes to.
@@ -135,6 +137,63 @@ class Ledger:
             tuple(unfit),
         )
 
+    def renumbered(self, account: Account) -> frozenset[str]:
+        """Wanted names that a rule explains, yet may be meant by others of the file.
+
+        They are below a list (`blocks.`, by its name in the model) of which either side has numbers
+        that the other has not: `layers.{0..10}` is `blocks.{1..11}`, each the next, or its first
+        ten are `blocks.{1..10}`.
+        """
+        swap = account.swap
+        own = account.domain if swap.old else self.left()[0]
+        wanted = self.want.under(swap.new) if swap.new else self.left()[1]
+        self.spend(len(own) + len(wanted))
+        images = [swap.image(name) for name in own]
+        lists = {
+            start for name in images if name not in self.want.slots for start, _ in _lists(name)
+        }
+        if lists:
+            lists &= {
+                start
+                for name in wanted
+                if name not in account.targets and swap.source(name) not in self.have.slots
+                for start, _ in _lists(name)
+            }
+        if not lists:
+            return frozenset()
+        if not swap.new:
+            wanted = list(self.want.slots)
+        members: dict[str, tuple[set[str], set[str]]] = {start: (set(), set()) for start in lists}
+        for side, names in enumerate((images, wanted)):
+            for name in names:
+                for start, number in _lists(name):
+                    if start in members:
+                        members[start][side].add(number)
+        doubtful = {start for start, (a, b) in members.items() if a - b and b - a}
+        return frozenset(
+            name
+            for name in (account.targets if doubtful else ())
+            if any(start in doubtful for start, _ in _lists(name))
+        )
+
+    def is_apt(self, account: Account, hits: int) -> bool:
+        """Whether `hits` are the greater part of its names, on one of the sides.
+
+        Not counted are those that are found to go the same way and then another: `layers.*.attn.`
+        to `blocks.*.attention.` does not speak against `layers.` to `blocks.`.
+        """
+        swap = account.swap
+        if hits <= len(account.unfit):
+            return False
+        own = account.domain if swap.old else self.left()[0]
+        wanted = self.want.under(swap.new) if swap.new else self.left()[1]
+        self.spend(len(own) + len(wanted))
+        below = frozenset(wanted if swap.new else ()), frozenset(own if swap.old else ())
+        others = sum(below[0].isdisjoint(self.targets.get(name, ())) for name in own)
+        if 2 * hits >= others:
+            return True
+        return 2 * hits >= sum(self.pairs.get(name) not in below[1] for name in wanted)
+
     def hits(self, account: Account) -> list[Pair]:
         """What a rule explains of the names that are left."""
         return [(h, w) for h, w in account.explained if h not in self.met and w not in self.pairs]
@@ -150,7 +209,12 @@ class Ledger:
         lost = sum(
             wanted not in rival.targets
             for own in rival.domain
-            for wanted in self._targets.get(own, ())
+            for wanted in self.targets.get(own, ())
         )
         new = sum(wanted not in self.pairs for wanted in rival.targets)
         return lost > 0 and new - lost < len(self.hits(account))
+
+
+def _lists(name: str) -> list[tuple[str, str]]:
+    """Where a name has numbers: what stands before each, and the number."""
+    return [(name[: found.start()], found[0]) for found in ANY_NUMBER.finditer(name)]

@@ -41,7 +41,27 @@ def accepted_prefixes(ledger: Ledger) -> tuple[list[tuple[Swap, dict[str, str]]]
         pairs = {w: h for h, w in hits}
         ledger.meet(pairs)
         done.append((swap, pairs))
-    return done, contested
+    return _steady(ledger, done, contested), contested
+
+
+def _steady(
+    ledger: Ledger, done: list[tuple[Swap, dict[str, str]]], contested: list[Contested]
+) -> list[tuple[Swap, dict[str, str]]]:
+    """Take back what may be meant by other numbers.
+
+    `model.head.{0,2}` of the file may be `head.{0,2}` of `head.{0,3}`, or may be `head.{0,3}`.
+    """
+    kept = []
+    for swap, pairs in done:
+        account = ledger.account(swap)
+        shifted = ledger.renumbered(account)
+        back = {w: h for w, h in pairs.items() if w in shifted}
+        if back:
+            ledger.take_back(back)
+            contested.append(Contested(account))
+        if len(back) < len(pairs):
+            kept.append((swap, {w: h for w, h in pairs.items() if w not in shifted}))
+    return kept
 
 
 class _Ends:
@@ -91,7 +111,7 @@ class _Ends:
             if len(others) > 1:
                 ledger.spend(len(others))
                 found.update(
-                    (swap_between(*pair)[0], None)
+                    (swap_between(*pair), None)
                     for pair in others
                     if self._is_other(account, pair, (own, wanted))
                 )
@@ -129,13 +149,13 @@ def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:
     """Whether names, or shapes, say enough.
 
     Where only leaves agree (`fc.weight` and `weight`) nothing else may be left over. Where no
-    shape is known two modules have to agree.
+    shape is known two modules have to agree, and a single one must leave no doubt.
     """
     tails = [w if account.swap.old else h for h, w in hits]
     modules = {tail.rpartition(".")[0] for tail in tails}
-    named = [m for m in modules if m and not all(map(is_number, m.split(".")))]
-    if not named:
-        own, wanted = ledger.left()
-        if not account.full or len(hits) not in (len(own), len(wanted)):
-            return False
-    return len(modules) > 1 or any(ledger.proves(*pair) for pair in hits)
+    is_all = len(hits) in map(len, ledger.left())
+    if all(is_number(part) for module in modules for part in module.split(".") if part):
+        return account.full and is_all
+    if len(modules) == 1:
+        return (account.full or is_all) and any(ledger.proves(*pair) for pair in hits)
+    return ledger.is_apt(account, len(hits))

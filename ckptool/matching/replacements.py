@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.kinship import Kin, kin_of, sampled
 from ckptool.matching.prefixes import Contested
-from ckptool.matching.slots import Shape, Slot
-from ckptool.matching.swaps import ANY_NUMBER, Head, Swap, is_number, swap_between
+from ckptool.matching.slots import Shape
+from ckptool.matching.swaps import Head, Swap, is_number, swap_between
 
 __all__ = ["accepted_replacements"]
 
@@ -26,7 +26,7 @@ class _Case:
     account: Account
     rivals: tuple[Account, ...]
     shifted: frozenset[str]
-    """Names that may stand for others by another number: such are left on both sides."""
+    """Wanted names that may be others of the file, by another number."""
     is_crowded: bool
     """Too many names are like its own to tell whether one is meant."""
     is_mutual: bool
@@ -53,11 +53,14 @@ def accepted_replacements(
         OutOfBudget: the names suggest more rules than real ones do.
     """
     trial = _Trial(ledger)
-    cases = trial.cases()
     done: list[tuple[Swap, dict[str, str]]] = []
-    while concluded := trial.concluded(cases):
-        done += concluded
-    return done, [Contested(case.account, case.rivals) for case in cases if case.is_mutual]
+    contested: list[Contested] = []
+    for is_open in (True, False):
+        cases = trial.cases(is_open=is_open)
+        while concluded := trial.concluded(cases):
+            done += concluded
+        contested += [Contested(case.account, case.rivals) for case in cases if case.is_mutual]
+    return done, contested
 
 
 class _Trial:
@@ -78,18 +81,23 @@ class _Trial:
         """Before which components a segment was replaced, by rules that were accepted."""
         self._shapes: tuple[Counter[Shape], Counter[Shape]] | None = None
 
-    def cases(self) -> list[_Case]:
-        """Every rule that names which are left suggest, what most names ask for first."""
-        votes = Counter(
-            swap
-            for own, wanted in self._suggested()
-            if own not in self._ledger.met and wanted not in self._ledger.pairs
-            for swap in (swap_between(own, wanted)[0],)
-            if not swap.is_prefix  # judged before this
-        )
-        accounts = [self._ledger.account(swap) for swap, _ in votes.most_common()]
-        accounts.sort(key=lambda account: -len(self._ledger.hits(account)))
-        return [self._case(account) for account in accounts]
+    def cases(self, *, is_open: bool) -> list[_Case]:
+        """Every rule that names which are left suggest, what most names ask for first.
+
+        `is_open`: numbers that both names have count as any; else, those with numbers again, for
+        just these.
+        """
+        ledger = self._ledger
+        swaps: dict[Swap, Swap] = {}
+        for own, wanted in self._suggested():
+            if own not in ledger.met and wanted not in ledger.pairs:
+                whole = swap_between(own, wanted)
+                swap = whole if is_open else swap_between(own, wanted, is_open=False)
+                if not swap.is_prefix and (is_open or swap != whole):  # prefixes were judged before
+                    swaps[swap] = whole
+        found = [(ledger.account(swap), ledger.account(whole)) for swap, whole in swaps.items()]
+        found.sort(key=lambda both: -len(ledger.hits(both[0])))
+        return [self._case(*both) for both in found]
 
     def _suggested(self) -> Iterator[Pair]:
         for own, kin in self._own.items():
@@ -97,14 +105,15 @@ class _Trial:
         for wanted, kin in self._wanted.items():
             yield from ((own, wanted) for own in kin.names)
 
-    def _case(self, account: Account) -> _Case:
+    def _case(self, account: Account, whole: Account) -> _Case:
+        """`whole`: the account of the same rule for any numbers."""
         ledger = self._ledger
-        shifted = self._shifted(account)
+        shifted = ledger.renumbered(whole) | ledger.renumbered(account)
         others: dict[Swap, None] = {}
         crowds, mutual, sure = 0, 0, 0
         for own, wanted in ledger.hits(account):
             a, b = self._own.get(own), self._wanted.get(wanted)
-            if own in shifted or (a is None and b is None):
+            if wanted in shifted or (a is None and b is None):
                 continue
             crowds += (a is not None and a.crowded) or (b is not None and b.crowded)
             if a is not None and b is not None and wanted in a.names and own in b.names:
@@ -114,7 +123,8 @@ class _Trial:
             pairs += [(other, wanted) for other in (b.names if b else ()) if other != own]
             for pair in pairs:
                 if not self._is_inner(account, pair, own):
-                    others[swap_between(*pair)[0]] = None
+                    others[swap_between(*pair)] = None
+                    others[swap_between(*pair, is_open=False)] = None
         rivals = tuple(
             rival for rival in map(ledger.account, others) if not ledger.beats(account, rival)
         )
@@ -127,33 +137,6 @@ class _Trial:
         """Whether the rule itself explains what the pair has in the place of its own name."""
         return pair[1] in account.targets if pair[0] == own else pair[0] in account.sources
 
-    def _shifted(self, account: Account) -> frozenset[str]:
-        """Names that differ in their numbers alone from some that are left on both sides.
-
-        `layers.{0..10}` of the file may be `blocks.{0..10}` of `blocks.{0..11}`, but of
-        `blocks.{1..11}` may be each the next.
-        """
-        ledger, swap = self._ledger, account.swap
-        own = [h for h in account.domain if h not in account.sources and h not in ledger.met]
-        if not own:
-            return frozenset()
-        wanted = ledger.want.under(swap.new)
-        ledger.spend(len(wanted))
-        wanted = [w for w in wanted if w not in account.targets and w not in ledger.pairs]
-        roles = {self._role(name, swap.new, ledger.want.slots) for name in wanted}
-        roles &= {self._role(name, swap.old, ledger.have.slots) for name in own}
-        return frozenset(
-            name
-            for name in (account.sources if roles else ())
-            if self._role(name, swap.old, ledger.have.slots) in roles
-            and (None in swap.old or ANY_NUMBER.search(name))
-        )
-
-    @staticmethod
-    def _role(name: str, head: Head, slots: Mapping[str, Slot]) -> tuple[str, Shape | None]:
-        """What a name is below a head, by whatever number, and its shape."""
-        return ANY_NUMBER.sub("#", name.split(".", len(head))[-1]), slots[name].shape
-
     def concluded(self, cases: Sequence[_Case]) -> list[tuple[Swap, dict[str, str]]]:
         """Take what can be accepted now, by the strongest kind of evidence that there is."""
         cases = [case for case in cases if self._hits(case)]
@@ -164,7 +147,10 @@ class _Trial:
         strong = [
             case
             for case in open_
-            if case.modules and len(modules[case.segment]) > 1 and self._is_apt(case)
+            if case.modules
+            and not case.account.swap.renumbers
+            and len(modules[case.segment]) > 1
+            and self._ledger.is_apt(case.account, len(self._hits(case)))
         ]
         done = []
         for case in strong or self._unique(open_) or self._alike(cases):
@@ -176,19 +162,7 @@ class _Trial:
         return done
 
     def _hits(self, case: _Case) -> list[Pair]:
-        return [pair for pair in self._ledger.hits(case.account) if pair[0] not in case.shifted]
-
-    def _is_apt(self, case: _Case) -> bool:
-        """Whether it explains the greater part of what others leave it on one of the sides."""
-        ledger, account = self._ledger, case.account
-        hits = len(self._hits(case))
-        if hits <= len(account.unfit):
-            return False
-        wanted = ledger.want.under(account.swap.new)
-        ledger.spend(len(wanted) + len(account.domain))
-        return 2 * hits >= sum(
-            name not in ledger.taken for name in account.domain
-        ) or 2 * hits >= sum(name not in ledger.concluded for name in wanted)
+        return [pair for pair in self._ledger.hits(case.account) if pair[1] not in case.shifted]
 
     def _unique(self, cases: Iterable[_Case]) -> list[_Case]:
         """Rules of which only the leaf agrees, with a shape that nothing else has on either side.
@@ -204,12 +178,8 @@ class _Trial:
                 segments.setdefault(case.segment, []).append(case.account)
         found: set[Swap] = set()
         for accounts in segments.values():
-            shapes = Counter(
-                shape
-                for account in accounts
-                for pair in account.explained
-                if (shape := self._telling(pair)) is not None
-            )
+            pairs = {pair for account in accounts for pair in account.explained}
+            shapes = Counter(shape for pair in pairs if (shape := self._telling(pair)) is not None)
             alone = {s for s, count in shapes.items() if count == own[s] == wanted[s]}
             found.update(
                 account.swap
@@ -248,9 +218,9 @@ def _deep_modules(ledger: Ledger, account: Account, shifted: Container[str]) -> 
     """The modules, each once, that agree in shape and in more than a leaf and numbers."""
     parts = len(account.swap.old)
     seen: set[str] = set()
-    for own, wanted in account.explained:
+    for own, wanted in ledger.hits(account):
         module = own.rpartition(".")[0]
-        if module in seen or own in shifted or not ledger.proves(own, wanted):
+        if module in seen or wanted in shifted or not ledger.proves(own, wanted):
             continue
         seen.add(module)
         if any(not is_number(part) for part in module.split(".")[parts:]):

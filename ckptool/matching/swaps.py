@@ -45,6 +45,12 @@ class Swap:
         """Whether it only takes off or puts on."""
         return not (self.old and self.new)
 
+    @property
+    def renumbers(self) -> bool:
+        """Whether it gives a number in the place of another: `layers.0.` that of `blocks.1.`."""
+        old, new = (tuple(filter(is_number, head)) for head in self.parts[1:])
+        return bool(old and new) and old != new
+
     @cached_property
     def parts(self) -> tuple[Head, Head, Head]:
         """The components at the front that both heads have, then what is left of either."""
@@ -128,10 +134,10 @@ def is_number(part: str | None) -> bool:
     return part is not None and part.isascii() and part.isdigit()
 
 
-def swap_between(old: str, new: str) -> tuple[Swap, int]:
-    """What turns one name into the other, and how many components they end with alike.
+def swap_between(old: str, new: str, *, is_open: bool = True) -> Swap:
+    """What turns one name into the other.
 
-    Numbers that both have in the same order count as any number.
+    `is_open`: numbers that both have in the same order count as any number.
     """
     olds, news = old.split("."), new.split(".")
     alike = 0
@@ -142,10 +148,10 @@ def swap_between(old: str, new: str) -> tuple[Swap, int]:
     olds, news = olds[: len(olds) - alike], news[: len(news) - alike]
     equal = 0
     for a, b in zip(filter(is_number, olds), filter(is_number, news), strict=False):
-        if a != b:
+        if a != b or not is_open:
             break
         equal += 1
-    return Swap(_with_any(olds, equal), _with_any(news, equal)), alike
+    return Swap(_with_any(olds, equal), _with_any(news, equal))
 
 
 def _with_any(parts: list[str], numbers: int) -> Head:
