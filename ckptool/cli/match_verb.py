@@ -113,6 +113,7 @@ def command(
         chosen = {"--key": key, "--like-key": like_key}
         options = [word for name, value in chosen.items() if value for word in (name, value)]
         options += [word for regex in regexes for word in ("--rename", regex)]
+        options += ["--model-only"] if section.kind == "module" else []
         print_lines(_writing(report, file, like, [*options, *_allowing(allowance)], look))
 
 

@@ -126,7 +126,8 @@ class _Naming:
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.mates):
             raise _stays(plan.file, part)
-        plan.rename(part, list(self.names), renamed, _rename_module(self.names))
+        told = {name: new for name, new in self.names.items() if name not in gone}
+        plan.rename(part, list(self.names), renamed, _rename_module(told))
         if part.kind != "module" and (gone or self.mates):
             holder = plan.instead.get(id(part.holder), part.holder)
             plan.instead[id(part.holder)] = self._completed(plan, holder, gone)
@@ -233,7 +234,11 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:
-    """Where modules without names go: with the nearest one above that has some."""
+    """Where modules without names go: with the nearest one above that has some.
+
+    One inside a module that is no more, as a parametrization that becomes a plain weight, is no
+    more either: it goes to what took its place, whose own entry stands there.
+    """
     moved: dict[str, str] = {}
     for name, new in names.items():
         path, target = _parent(name), _parent(new)
@@ -244,6 +249,11 @@ def _rename_module(names: Mapping[str, str]) -> Rename:
                 break
             path, target = _parent(path), _parent(target)
 
+    own: dict[str, str] = {}
+    for path in sorted(moved, key=len):
+        own.setdefault(moved[path], path)
+    before, after = _modules(names), _modules(names.values())
+
     def rename(path: str) -> str:
         above, rest = path, ""
         while above not in moved:
@@ -251,13 +261,26 @@ def _rename_module(names: Mapping[str, str]) -> Rename:
                 return path
             above, _, last = above.rpartition(".")
             rest = f".{last}{rest}"
-        return f"{moved[above]}{rest}".removeprefix(".")
+        new = f"{moved[above]}{rest}".removeprefix(".")
+        gone = own[moved[above]] != above or (path in before and new not in after)
+        return moved[above] if gone else new
 
     return rename
 
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """The paths of all modules above the names."""
+    seen: set[str] = set()
+    for name in names:
+        path = _parent(name)
+        while path and path not in seen:
+            seen.add(path)
+            path = _parent(path)
+    return seen
 
 
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
@@ -273,8 +296,9 @@ def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
 
 
 def _stays(file: str, part: Section) -> NotRepresentable:
+    where = printable(part.name) or "at the root"
     return NotRepresentable(
-        f"the pickled module {place(part)} cannot have other names: its class names its parts",
+        f"the pickled module {where} cannot have other names: its class names its parts",
         file=file or None,
         hint="--model-only makes a state dict of it",
     )

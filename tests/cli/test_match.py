@@ -175,6 +175,17 @@ def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
     net().load_state_dict(torch.load("odd.fitted.pth", weights_only=True))
 
 
+def test_the_names_of_a_pickled_module_are_written_for_its_weights_alone(ckptool, folder):
+    torch.save(nn.DataParallel(net()), "whole.pth")
+    done = ckptool("match", "whole.pth", "--like", "ref.pth")
+    command = shlex.split(done.out.splitlines()[-1])
+    assert ckptool(*command[1:]).code == 0
+    net().load_state_dict(torch.load("whole.fitted.pth", weights_only=True))
+    done = ckptool("convert", "whole.pth", "out.pth", "--like", "ref.pth")
+    assert done.code == 2
+    assert "hint: --model-only" in done.err
+
+
 def test_several_state_dicts_are_chosen_between_by_name(ckptool, folder):
     torch.save({"a": net().state_dict(), "b": Outer().state_dict()}, "both.pth")
     done = ckptool("match", "both.pth", "--like", "ref.pth")

@@ -1,5 +1,6 @@
 """A checkpoint under the names of a model: its state dicts, `_metadata`, optimizers."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -56,7 +57,7 @@ def slots(made):
 
 
 def saved(checkpoint, tmp_path):
-    checkpoint.save(tmp_path / "out.pth")
+    checkpoint.save(tmp_path / "out.pth", overwrite=True)
     return torch.load(tmp_path / "out.pth", weights_only=True)
 
 
@@ -75,6 +76,20 @@ def test_the_whole_checkpoint_follows_the_names(made, slots, tmp_path, wrap):
     assert found["optimizer"]["param_groups"][0]["param_names"] == names
     for mine, theirs in zip(model.parameters(), target.parameters(), strict=True):
         assert mine.equal(theirs)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel])
+def test_old_and_new_spellings_become_each_other(made, slots, tmp_path, wrap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = wrap(nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.ReLU()))
+    new = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    found = saved(fitted(made(new.state_dict()), slots(old)), tmp_path)
+    assert found._metadata == old.state_dict()._metadata
+    old.load_state_dict(found)
+    found = saved(fitted(made(old.state_dict(), "old.pth"), slots(new)), tmp_path)
+    assert found.keys() == new.state_dict().keys()
+    new.load_state_dict(found)
 
 
 def test_what_fits_already_comes_back_itself(made, slots):
