@@ -214,6 +214,11 @@ def _notes(saved: Saved, optimizer: torch.optim.Optimizer, pairing: Pairing) -> 
                 f"group {number} keeps its own {listed(inert)}: in the file that is an object, "
                 "which is never made"
             )
+    for number, own in enumerate(pairing.groups):
+        mine, theirs = optimizer.param_groups[number], saved.options[own]
+        bound = [key for key in ("capturable", "fused") if theirs.get(key) and not mine.get(key)]
+        if bound:  # torch takes them over too, and step() fails on a device that has no such
+            yield f"group {number} is {' and '.join(bound)} now, as the file has it"
     told = [_decoupled(groups) for groups in (saved.options, optimizer.param_groups)]
     if None not in told and told[0] != told[1]:
         yield f"the file's optimizer had decoupled_weight_decay={told[0]}, this one has {told[1]}"

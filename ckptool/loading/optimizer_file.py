@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -128,7 +128,7 @@ class Saved:
         """Names as a list, as a list for each group, or by what the groups call the parameters."""
         keys = [one.key for one in self.parameters]
         if isinstance(held, dict):
-            turned = {value: key for key, value in held.items() if isinstance(value, Hashable)}
+            turned = {value: key for key, value in held.items() if isinstance(value, (int, str))}
             by_key = held if all(key in held for key in keys) else turned
             return _distinct([by_key.get(key) for key in keys]) if len(held) == len(keys) else None
         if not isinstance(held, (list, tuple)):
@@ -186,7 +186,10 @@ def saved_optimizer(tree: Checkpoint, model: Section, key: Any = None) -> Saved:
     models = _once(one for one in every if one.kind in MODEL_KINDS)
     found = _once(one for one in every if one.kind == "optimizer")
     if not found:
-        raise Unchosen("the state of an optimizer is asked for, and there is none")
+        raise Unchosen(
+            "the state of an optimizer is asked for, and there is none; what is in a file of its "
+            "own is given with the model's: {'model': ..., 'optimizer': ckptool.load(FILE)}"
+        )
     owners = [model_of(one, models, found) for one in found]
     own = [
         one

@@ -447,6 +447,56 @@ def test_files_of_old_versions_have_plain_steps():
     assert all(torch.equal(state["step"], torch.tensor(2.0)) for state in optimizer.state.values())
 
 
+def test_options_that_ask_something_of_the_device_are_told():
+    model = shapely()
+    given = content(model, stepped(model))
+    given["optimizer"]["param_groups"][0]["fused"] = True
+    report = loaded(model, torch.optim.Adam(model.parameters()), given)
+    assert report.notes == ("group 0 is fused now, as the file has it",)
+
+
+def test_adam_and_adamw_keep_the_same_and_the_difference_is_told():
+    model = shapely()
+    used = stepped(model, torch.optim.AdamW)
+    report = loaded(model, torch.optim.Adam(model.parameters()), content(model, used))
+    if "decoupled_weight_decay" in used.param_groups[0]:
+        assert report.notes == (
+            "the file's optimizer had decoupled_weight_decay=True, this one has False",
+        )
+
+
+ODD = [
+    {"param_groups": [{}]},
+    {"param_groups": [{"params": None}, {"params": 3}]},
+    {"param_groups": [{"params": [[], {}, ()]}]},
+    {"param_groups": [{"params": [0, 0, 0, 0]}], "state": {0: {"exp_avg": "no"}}},
+    {"param_groups": [{"params": [0, 1, 2, 3], "param_names": [1, 2, 3, 4]}]},
+    {"param_groups": [{"params": [0, 1, 2, 3], "param_names": ["a", "a", "a", "a"]}]},
+    {"param_groups": [{"params": [0, 1, 2, 3], "betas": 0}], "param_names": {0: ([],), 1: 2}},
+    {"param_groups": [], "state": {"0": 1}},
+    {"state": {0: None, 1: [torch.ones(3)], 2: torch.ones(2), 3: {"exp_avg": {"exp_avg": 1}}}},
+    {"state": {0: {"row_var": torch.ones(()), "col_var": torch.ones(())}}},
+]
+
+
+@pytest.mark.parametrize("order", [None, "position"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_odd_is_refused_or_loaded_whole(odd, order):
+    model = shapely()
+    given = content(model, stepped(model))
+    given["optimizer"] |= odd
+    optimizer = torch.optim.Adam(model.parameters())
+    untouched = Untouched(model, optimizer)
+    with plan_for(model, optimizer, given, order=order) as plan:
+        if plan.report.problems:
+            untouched.check()
+            return
+        try:
+            plan.apply()
+        except (TypeError, KeyError, AttributeError):  # of torch, which looks into it
+            untouched.check()
+
+
 def test_state_that_is_none_is_no_state():
     model = three()
     given = content(model, stepped(model, torch.optim.SGD))
@@ -573,7 +623,8 @@ def test_several_optimizers_are_listed():
 def test_a_file_without_an_optimizer_says_so():
     model = three()
     assert problem_of(model, torch.optim.Adam(model.parameters()), model.state_dict()) == (
-        "the state of an optimizer is asked for, and there is none"
+        "the state of an optimizer is asked for, and there is none; what is in a file of its own "
+        "is given with the model's: {'model': ..., 'optimizer': ckptool.load(FILE)}"
     )
 
 
