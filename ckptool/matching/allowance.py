@@ -88,9 +88,11 @@ class Allowance:
     def _coverage(self, report: MatchReport) -> Iterator[Problem]:
         least = self.min_coverage
         if least is not None and report.coverage < least and not _fits_nowhere(report):
-            share = _percent(report.coverage)
-            text = f"{share} of the model's parameters are loaded; min_coverage asks for"
-            yield Problem("coverage", f"{text} {least:.4%}".replace("%", " %"), "")
+            text = (
+                f"{_percent(report.coverage)} of the model's parameters are loaded; min_coverage "
+                f"asks for {100 * least:.6g} %"
+            )
+            yield Problem("coverage", text)
 
     def refusal(self, report: MatchReport) -> MatchError | None:
         """The error to raise; None: it is accepted.

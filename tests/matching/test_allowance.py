@@ -1,0 +1,177 @@
+"""What is accepted of a match, and how the rest is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.errors import MatchError
+from ckptool.matching import (
+    Allowance,
+    Ambiguity,
+    Cast,
+    MatchReport,
+    Mismatch,
+    OptimizerReport,
+)
+
+LAYERS = [f"layers.{number}.weight" for number in range(8)]
+
+
+def report(**fields):
+    """Of a model most of which is loaded."""
+    known = {"file": "a.pth", "model": "Net", "loaded": 98, "parameters": 100}
+    return MatchReport(**{**known, "fitting": 9, "names": 10, **fields})
+
+
+def kinds(allowance, found):
+    return [problem.kind for problem in allowance.problems(found)]
+
+
+def test_what_fits_is_accepted():
+    whole = report(loaded=100, fitting=10)
+    assert Allowance().problems(whole) == ()
+    assert Allowance().refusal(whole) is None
+
+
+def test_strict_refuses_missing_and_unexpected_names_and_not_strict_allows_them():
+    found = report(missing_keys=["a"], unexpected_keys=["b"])
+    assert kinds(Allowance(), found) == ["missing", "unexpected"]
+    assert kinds(Allowance(strict=False), found) == []
+    assert kinds(Allowance(strict=False, missing=False), found) == ["missing"]
+    assert kinds(Allowance(missing=True, unexpected=True), found) == []
+
+
+@pytest.mark.parametrize("globs", ["head.*", ["head.*"], ("nothing", "head.[wb]*")])
+def test_globs_allow_the_names_that_they_match(globs):
+    found = report(missing_keys=["head.weight"], unexpected_keys=["head.weight"])
+    assert kinds(Allowance(missing=globs), found) == ["unexpected"]
+    assert kinds(Allowance(unexpected=globs), found) == ["missing"]
+    more = report(missing_keys=["head.weight", "my.head.weight"])
+    (problem,) = Allowance(missing=globs).problems(more)
+    assert problem.text == "1 tensor is missing in it: my.head.weight"
+
+
+def test_no_globs_allow_nothing():
+    assert kinds(Allowance(missing=[]), report(missing_keys=["a"])) == ["missing"]
+
+
+def test_another_shape_is_allowed_by_either_name_and_not_by_strict():
+    found = report(mismatched=(Mismatch("head.weight", "module.fc.weight", (3,), (2,)),))
+    assert kinds(Allowance(strict=False), found) == ["mismatched"]
+    assert kinds(Allowance(mismatched="head.*"), found) == []
+    assert kinds(Allowance(mismatched="module.fc.*"), found) == []
+    assert kinds(Allowance(mismatched="module.*.bias"), found) == ["mismatched"]
+
+
+def test_only_lossy_casts_are_refused():
+    exact = Cast("a", "a", "bfloat16", "float32", lossy=False)
+    lossy = Cast("b", "b", "float32", "float16", lossy=True, loss="2 of 4 overflow")
+    found = report(cast=(exact, lossy))
+    (problem,) = Allowance(strict=False).problems(found)
+    assert problem.text == ("1 tensor is changed by a cast: b float32 -> float16 (2 of 4 overflow)")
+    assert problem.remedy == "allow_lossy_cast=['b']"
+    assert kinds(Allowance(lossy_cast=True), found) == []
+    assert kinds(Allowance(), report(cast=(exact,))) == []
+
+
+def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
+    found = report(untied=(("embed.weight", "head.weight"),))
+    allowance = Allowance(strict=False, mismatched=True, lossy_cast=True)
+    (problem,) = allowance.problems(found)
+    assert "embed.weight, head.weight are one tensor in the model" in problem.text
+    assert problem.remedy == r"rules=[r'^head\.weight$=>unused'], allow_unexpected='unused'"
+
+
+def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for():
+    found = report(missing_keys=["a", "b"], unexpected_keys=["c"], fitting=0, names=2, loaded=0)
+    assert kinds(Allowance(strict=False), found) == ["coverage"]
+    assert kinds(Allowance(strict=False, min_coverage=0), found) == []
+    error = Allowance(strict=False).refusal(found)
+    assert "it has c; the model has a, b" in str(error)
+    assert "rules=" in error.hint
+
+
+def test_a_model_without_tensors_takes_a_file_without_any():
+    assert Allowance().problems(MatchReport()) == ()
+
+
+def test_a_share_that_is_too_small_is_refused():
+    found = report(missing_keys=["a"])
+    (problem,) = Allowance(strict=False, min_coverage=0.99).problems(found)
+    assert problem.kind == "coverage"
+    assert problem.text == "98.0 % of the model's parameters are loaded; min_coverage asks for 99 %"
+    assert kinds(Allowance(strict=False, min_coverage=0.98), found) == []
+
+
+def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
+    unclear = Ambiguity(("s.a", "t.a"), ("a",), (r"^s\.=>",))
+    found = report(missing_keys=["a"], unexpected_keys=["s.a", "t.a"], ambiguous=(unclear,))
+    first, *_ = Allowance().problems(found)
+    assert first.kind == "ambiguous"
+    assert first.text == "not guessed: s.a, t.a may be a"
+    assert first.remedy == r"rules=[r'^s\.=>'], allow_unexpected=True"
+    assert Allowance().refusal(found).hint == first.remedy
+    assert kinds(Allowance(strict=False), found) == []
+    assert kinds(Allowance(unexpected=True), found) == ["ambiguous", "missing"]
+
+
+def test_what_the_optimizer_refuses():
+    optimizer = OptimizerReport("names", 0, 2, ("the file has 3 parameters, the optimizer 2",))
+    (problem,) = Allowance(strict=False).problems(report(optimizer=optimizer))
+    assert (problem.kind, problem.text) == ("optimizer", optimizer.problems[0])
+
+
+def test_a_refusal_is_three_lines_a_hint_and_the_report():
+    found = report(
+        missing_keys=LAYERS,
+        unexpected_keys=["b"],
+        mismatched=(Mismatch("c", "c", (3,), (2,)),),
+        untied=(("d", "e"),),
+    )
+    error = Allowance().refusal(found)
+    assert isinstance(error, MatchError)
+    assert str(error).splitlines() == [
+        "a.pth does not fit Net: 9 of its 10 tensors fit (98.0 % of the parameters)",
+        "1 tensor is of another shape: c [3] for [2]",
+        "8 tensors are missing in it: layers.{0..7}.weight",
+    ]
+    assert error.report is found
+    assert error.file == "a.pth"
+
+
+def test_its_hint_is_what_has_to_be_allowed():
+    missing = report(missing_keys=LAYERS)
+    assert Allowance().refusal(missing).hint == "allow_missing='layers.*'"
+    both = report(missing_keys=["a", "b.c", "d", "e"], unexpected_keys=["f"])
+    assert Allowance().refusal(both).hint == (
+        "rules=['REGEX=>REPL'] where only names differ; "
+        "allow_missing=True, allow_unexpected=['f'] otherwise"
+    )
+
+
+def test_what_the_hint_says_helps():
+    found = report(missing_keys=LAYERS, unexpected_keys=["b[0]"])
+    assert Allowance(missing="layers.*", unexpected=True).problems(found) == ()
+    assert "allow_unexpected=True" in Allowance().refusal(found).hint
+
+
+def test_a_coverage_is_never_rounded_up_to_all():
+    found = report(missing_keys=["a"], loaded=99_999_999, parameters=100_000_000)
+    assert "(99.9 % of the parameters)" in str(Allowance().refusal(found))
+
+
+def test_a_state_dict_in_memory_has_no_name():
+    found = report(file="", model="", missing_keys=["a"])
+    assert str(Allowance().refusal(found)).startswith("the state dict does not fit the model: 9 of")
+
+
+def test_names_that_control_the_terminal_are_escaped_and_long_lists_cut():
+    found = report(
+        file="\x1b[31m.pth",
+        missing_keys=["a\x1b[0m", *map(str, "bcdefghij")],
+        unexpected_keys=["x" * 5000],
+    )
+    text = str(Allowance().refusal(found).message)
+    assert "\x1b" not in text
+    assert "and 6 more" in text
+    assert len(text) < 600
