@@ -92,14 +92,23 @@ def _without_front(name: str, bare: str) -> str:
 
 def _with_kept_front(ruled: str, wanted: str, stations: _Stations) -> _Stations:
     """The stations with the wrappers in front that both ends have, where only wrappers differ."""
-    off = ruled.removesuffix(stations[0]).split(".")
-    on = wanted.removesuffix(stations[-1]).split(".")
+    outer, unwrapped, bare, spelled, inferred, fronted, inner = stations
+    if len(outer) == len(ruled) or len(inner) == len(wanted):
+        return stations
+    off, on = ruled.removesuffix(outer).split("."), wanted.removesuffix(inner).split(".")
     same = 0
     while same < min(len(off), len(on)) - 1 and off[same] == on[same]:
         same += 1
     kept = "".join(f"{word}." for word in off[:same])
-    outer, unwrapped, bare, spelled, inferred, fronted, inner = (kept + one for one in stations)
-    return outer, unwrapped, bare, spelled, inferred, fronted, inner
+    return (
+        kept + outer,
+        kept + unwrapped,
+        kept + bare,
+        kept + spelled,
+        kept + inferred,
+        kept + fronted,
+        kept + inner,
+    )
 
 
 def renamings(

@@ -55,16 +55,15 @@ def _without_wrappers(names: Collection[str]) -> dict[str, str]:
     """Old name to new: what `strip_names` comes to when it takes all off."""
     text = "\n".join(names)
     words = [f"{word}." for word in _NOBODYS if f"{word}." in text]
-    left = {}
-    for name in names:
-        if words and any(word in name for word in words):
-            *above, last = name.split(".")
-            left[name] = ".".join([*(part for part in above if part not in _NOBODYS), last])
-        else:
-            left[name] = name
-    front = _shared_front(left.values())
+    left: dict[str, str] = {}
+    if words:
+        for name in names:
+            if any(word in name for word in words):
+                *above, last = name.split(".")
+                left[name] = ".".join([*(part for part in above if part not in _NOBODYS), last])
+    front = _shared_front(left.get(name, name) for name in names)
     if front:
-        left = {name: _less_front(short, front) for name, short in left.items()}
+        left = {name: _less_front(left.get(name, name), front) for name in names}
     return {name: short for name, short in left.items() if name != short}
 
 

@@ -133,11 +133,8 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
 
     Where none meets anything and wrappers differ they come off: other names hide behind them.
     """
-    ways = [
-        Way(mine, wanted)
-        for mine in (Side(have, form) for form in bare_forms(have))
-        for wanted in (Side(want, form) for form in bare_forms(want))
-    ]
+    sides = [[Side(slots, form) for form in bare_forms(slots)] for slots in (have, want)]
+    ways = [Way(mine, wanted) for mine in sides[0] for wanted in sides[1]]
     best = max(ways, key=lambda way: way.score)
     if best.is_complete:
         return best
