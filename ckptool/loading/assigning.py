@@ -29,7 +29,7 @@ class Assigned:
         import torch
         from torch.nn.parameter import is_lazy
 
-        key = id(tensor) if tie is None else tie
+        key = (id(tensor), tie) if tie is None else tie
         if key in self._made:
             return self._made[key]
         made = value

@@ -20,7 +20,7 @@ from ckptool.tensors.storages import memory_view
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fill", "apart", "can_fill", "check_bytes", "fill"]
+__all__ = ["Fill", "apart", "can_fill", "check_bytes", "fill", "stored_bytes"]
 
 _PIECE = 16 << 20
 """Bytes that a thread reads at a time."""
@@ -116,10 +116,8 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
     """
     runs: list[ByteRange] = []
     wanted: list[tuple[str, int | None]] = []
-    seen: set[int] = set()
     for name, storage in _stored(refs):
-        if id(storage) not in seen and storage.data is not None and storage.nbytes:
-            seen.add(id(storage))
+        if storage.data is not None and storage.nbytes:
             runs.append(storage.data)
             wanted.append((name, storage.crc32))
     for run, (name, expected), found in zip(runs, wanted, crc32s(runs), strict=True):
@@ -134,11 +132,19 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
             )
 
 
+def stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:
+    """How many bytes `check_bytes` reads."""
+    return sum(storage.nbytes for _, storage in _stored(refs) if storage.data is not None)
+
+
 def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
+    """The storages of the tensors and of what they are made of, once each."""
+    seen: set[int] = set()
     for name, ref in refs:
-        if ref.storage is not None:
-            yield name, ref.storage
-        yield from _stored((name, inside) for inside in ref.tensors_inside())
+        for tensor in (ref, *ref.tensors_inside()):
+            if tensor.storage is not None and id(tensor.storage) not in seen:
+                seen.add(id(tensor.storage))
+                yield name, tensor.storage
 
 
 def fill(fills: Iterable[Fill]) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UnreadableFile, UsageError
 from ckptool.loading.assigning import Assigned
-from ckptool.loading.filling import Fill, apart, can_fill, check_bytes, fill
+from ckptool.loading.filling import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.memory import memory_of
 from ckptool.loading.models import Target
 from ckptool.loading.plans import metadata_for
 from ckptool.loading.shards import without_hidden
+from ckptool.loading.spreading import spread_like
 from ckptool.loading.states import State
 from ckptool.loading.torch_loading import torch_load
 from ckptool.loading.undoing import Snapshot, held_back
@@ -70,6 +71,7 @@ class Installation:
             )
         self.assigned = frozenset(id(entries[name]) for name in self._assigned)
         """The `id`s of the tensors that others take the place of."""
+        self._storages: set[int] | None = None
         self._fills = self._filled(frozenset(self._assigned))
 
     def run(self, *, verify: bool | None, between: Callable[[], Undo] | None = None) -> None:
@@ -103,7 +105,6 @@ class Installation:
     def _filled(self, assigned: frozenset[str]) -> list[Fill]:
         """What is filled without torch's doing, each tensor once."""
         entries = self._target.entries
-        own_memory = {place.storage for place in map(memory_of, entries.values()) if place}
         found: dict[int, Fill] = {}
         for name, own in self._match.pairs.items():
             tensor = entries.get(name)
@@ -111,10 +112,22 @@ class Installation:
                 continue
             ref = self._state.ref(own)
             source = self._state.value(own) if ref is None else ref
-            if can_fill(tensor, source) and not _lies_in(source, own_memory):
+            if can_fill(tensor, source) and not self._is_own(source):
                 found.setdefault(id(tensor), Fill(own, tensor, source))
         alone = apart(one.tensor for one in found.values())
         return [one for key, one in found.items() if key in alone]
+
+    def _is_own(self, source: Any) -> bool:
+        """Whether a tensor in memory looks at one of the model's own storages."""
+        import torch
+
+        if self._state.tree.format != "memory" or not isinstance(source, torch.Tensor):
+            return False
+        if self._storages is None:
+            places = map(memory_of, self._target.entries.values())
+            self._storages = {place.storage for place in places if place}
+        place = memory_of(source)
+        return place is not None and place.storage in self._storages
 
     def _check(self, verify: bool | None) -> None:
         """Read what will be read, so that damage is met before the model is touched."""
@@ -125,9 +138,7 @@ class Installation:
             if name not in assigned
         )
         refs = {own: ref for own, ref in read if ref is not None}
-        if verify is None:
-            verify = sum(ref.nbytes for ref in refs.values()) <= _CHECKED
-        if verify:
+        if verify or (verify is None and stored_bytes(refs.items()) <= _CHECKED):
             check_bytes(refs.items())
         self._check_unchanged()
 
@@ -141,7 +152,6 @@ class Installation:
         entries, slots = self._target.entries, self._target.slots
         filled = {id(one.tensor) for one in self._fills}
         assigned, made = frozenset(self._assigned), Assigned(cast=self._assign is None)
-        own_memory = {place.storage for place in map(memory_of, entries.values()) if place}
         given: OrderedDict[str, Any] = OrderedDict()
         for name, own in self._match.pairs.items():
             tensor = entries.get(name)
@@ -149,9 +159,11 @@ class Installation:
                 given[name] = tensor
                 continue
             value = self._state.value(own)
+            if tensor is not None:
+                value = spread_like(tensor, value)
             if tensor is not None and name in assigned:
                 value = made.made(tensor, slots[name].tie, value)
-            elif _lies_in(value, own_memory):  # torch would read it when it has changed already
+            elif self._is_own(value):  # torch would read it when it has changed already
                 value = value.detach().clone()
             given[name] = value
         return given
@@ -216,7 +228,6 @@ class Installation:
         return MatchError(
             f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
             file=report.file or None,
-            hint="the model is as it was",
             report=report,
         )
 
@@ -239,15 +250,3 @@ def _called(names: list[str]) -> str:
     """Names as the subject of a sentence, a long list cut."""
     shown = listed(printable(name) for name in names)
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
-
-
-def _lies_in(source: Any, storages: set[int]) -> bool:
-    """Whether a tensor in memory looks at one of the model's own storages."""
-    place = memory_of(source) if _is_tensor(source) else None
-    return place is not None and place.storage in storages
-
-
-def _is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.memory import Memory, memory_of
+from ckptool.loading.spreading import is_spread
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +60,11 @@ class _Attributes:
         self._module = module
         self._kind = type(module)
         self._held = dict(vars(module))
-        self._inside = {
-            name: copy.copy(value)
-            for name, value in self._held.items()
-            if isinstance(value, (dict, set, list))
-        }
+        self._inside = [
+            (value, value.copy() if value else ())
+            for value in self._held.values()
+            if type(value) in _CONTAINERS
+        ]
 
     def restore(self) -> None:
         if type(self._module) is not self._kind:
@@ -71,8 +73,11 @@ class _Attributes:
         for name in [name for name in attributes if name not in self._held]:
             del attributes[name]
         attributes.update(self._held)
-        for name, content in self._inside.items():
-            _refill(self._held[name], content)
+        for container, content in self._inside:
+            _refill(container, content)
+
+
+_CONTAINERS = frozenset((dict, OrderedDict, set, list))
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -109,7 +114,8 @@ class _Held:
         self.requires_grad = tensor.requires_grad
         self.content = None
         if copied and not is_lazy(tensor) and not tensor.is_meta:
-            self.content = self.data.to("cpu", copy=True)
+            home = self.data.device if is_spread(tensor) else "cpu"
+            self.content = self.data.to(home, copy=True)
 
     def restore(self) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ def unwatched(model: torch.nn.Module) -> frozenset[int]:
 
     Neither their module nor one around it has hooks, an extra state, or a loading of its own.
     """
-    import torch
-
-    if overrides_loading(model) or torch.__future__.get_swap_module_params_on_conversion():
+    if overrides_loading(model) or _swaps():
         return frozenset()
     found: dict[bool, set[int]] = {False: set(), True: set()}
     done: set[tuple[int, bool]] = set()
@@ -37,6 +36,14 @@ def unwatched(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(found[False] - found[True])
 
 
+def _swaps() -> bool:
+    """Whether torch (2.3 and later) was told to swap tensors in the place of copying."""
+    import torch
+
+    asked = getattr(torch.__future__, "get_swap_module_params_on_conversion", None)
+    return asked is not None and bool(asked())
+
+
 def overrides_loading(model: torch.nn.Module) -> bool:
     """Whether its `load_state_dict` is not torch's own."""
     import torch
@@ -51,13 +58,22 @@ def _looks(module: torch.nn.Module) -> bool:
 
     base, kind = torch.nn.Module, type(module)
     return (
-        kind._load_from_state_dict is not base._load_from_state_dict
+        kind._load_from_state_dict not in _by_names_alone()
         or "_load_from_state_dict" in vars(module)
         or kind.set_extra_state is not base.set_extra_state
         or isinstance(module, torch.jit.ScriptModule)
         or any(map(_acts, module._load_state_dict_pre_hooks.values()))
         or any(map(_acts, module._load_state_dict_post_hooks.values()))
     )
+
+
+@cache
+def _by_names_alone() -> frozenset[Any]:
+    """Torch's own ways of loading a module that copy into its tensors and look at none."""
+    import torch
+
+    kinds = (torch.nn.Module, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
+    return frozenset(kind._load_from_state_dict for kind in kinds)
 
 
 def _acts(hook: Any) -> bool:
