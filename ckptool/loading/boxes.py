@@ -99,7 +99,6 @@ class Boxes:
 
     def _standing_for(self, original: Any, box: Any) -> Any:
         self.originals[id(box)] = original
-        self._alive.append((original, box))
         return box
 
 

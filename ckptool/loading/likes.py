@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
+from ckptool.loading.live_slots import live_slots
 from ckptool.loading.models import Target, target_of
 from ckptool.loading.states import stated
 from ckptool.matching import Slot, Slots
@@ -40,12 +41,23 @@ def target_like(like: Any, *, key: Any = None) -> Target:
         return target_of(like)
     if isinstance(like, Mapping) and all(map(_is_shape, like.values())):
         return Target(_REFERENCE, _of_shapes(like))
+    if isinstance(like, Mapping) and key is None and _is_flat(like):
+        return Target(_REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
     if isinstance(like, (str, os.PathLike, Checkpoint, Mapping)):
         with stated(like, key=key) as state:
             return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
     if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
         return Target(_REFERENCE, _of_names(like))
     raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+
+
+def _is_flat(like: Mapping[Any, Any]) -> bool:
+    """Whether it is a state dict of tensors alone."""
+    import torch
+
+    return all(
+        isinstance(value, torch.Tensor) and isinstance(name, str) for name, value in like.items()
+    )
 
 
 def _is_shape(value: Any) -> bool:

@@ -29,15 +29,16 @@ def live_slots(
 
     tensors = live_tensors(values)
     ties = _ties(tensors)
-    trained = {id(one) if one.is_meta else _place(one) for one in parameters}
-    parameter = torch.nn.Parameter
+    trained = {_place(one) for one in parameters} - {0}
     slots: Slots = {}
     for name in values:
         tensor = tensors.get(name)
         if tensor is None:
             slots[name] = _EXTRA
             continue
-        trains = isinstance(tensor, parameter) or (bool(trained) and _place(tensor) in trained)
+        # Asking whether a plain tensor is a Parameter is slow.
+        trains = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        trains = trains or (bool(trained) and _place(tensor) in trained)
         kind = "parameter" if trains else rest
         slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, ties.get(name))
     return slots
@@ -54,12 +55,15 @@ def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _place(tensor: torch.Tensor) -> Hashable:
-    """Where its first element lies: equal for tensors that are one, and for few others."""
+def _place(tensor: torch.Tensor) -> int:
+    """Where its first element lies: equal for tensors that are one, and for few others.
+
+    0 where it has no elements, or none here.
+    """
     try:
-        return tensor.data_ptr(), tensor.shape
+        return tensor.data_ptr()
     except (RuntimeError, ValueError):  # it has no storage, or none yet
-        return id(tensor)
+        return -id(tensor)
 
 
 def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
