@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import ANY_NUMBER, Side, Swap
+from ckptool.matching.swaps import Side, Swap
 
 __all__ = ["Account", "Ledger", "OutOfBudget"]
 
@@ -137,62 +137,29 @@ class Ledger:
             tuple(unfit),
         )
 
-    def renumbered(self, account: Account) -> frozenset[str]:
-        """Wanted names that a rule explains, yet may be meant by others of the file.
-
-        They are below a list (`blocks.`, by its name in the model) of which either side has numbers
-        that the other has not: `layers.{0..10}` is `blocks.{1..11}`, each the next, or its first
-        ten are `blocks.{1..10}`.
-        """
-        swap = account.swap
-        own = account.domain if swap.old else self.left()[0]
-        wanted = self.want.under(swap.new) if swap.new else self.left()[1]
-        self.spend(len(own) + len(wanted))
-        images = [swap.image(name) for name in own]
-        lists = {
-            start for name in images if name not in self.want.slots for start, _ in _lists(name)
-        }
-        if lists:
-            lists &= {
-                start
-                for name in wanted
-                if name not in account.targets and swap.source(name) not in self.have.slots
-                for start, _ in _lists(name)
-            }
-        if not lists:
-            return frozenset()
-        if not swap.new:
-            wanted = list(self.want.slots)
-        members: dict[str, tuple[set[str], set[str]]] = {start: (set(), set()) for start in lists}
-        for side, names in enumerate((images, wanted)):
-            for name in names:
-                for start, number in _lists(name):
-                    if start in members:
-                        members[start][side].add(number)
-        doubtful = {start for start, (a, b) in members.items() if a - b and b - a}
-        return frozenset(
-            name
-            for name in (account.targets if doubtful else ())
-            if any(start in doubtful for start, _ in _lists(name))
-        )
-
     def is_apt(self, account: Account, hits: int) -> bool:
-        """Whether `hits` are the greater part of its names, on one of the sides.
+        """Whether `hits` are the greater part of its names, on one of the sides."""
+        if hits <= len(account.unfit):
+            return False
+        if 2 * hits >= self.concerned(account):
+            return True
+        swap = account.swap
+        wanted = self.want.under(swap.new) if swap.new else self.left()[1]
+        self.spend(len(wanted))
+        own = frozenset(account.domain if swap.old else ())
+        return 2 * hits >= sum(self.pairs.get(name) not in own for name in wanted)
+
+    def concerned(self, account: Account) -> int:
+        """How many names of the file a rule is about.
 
         Not counted are those that are found to go the same way and then another: `layers.*.attn.`
         to `blocks.*.attention.` does not speak against `layers.` to `blocks.`.
         """
-        swap = account.swap
-        if hits <= len(account.unfit):
-            return False
-        own = account.domain if swap.old else self.left()[0]
-        wanted = self.want.under(swap.new) if swap.new else self.left()[1]
+        own = account.domain if account.swap.old else self.left()[0]
+        wanted = self.want.under(account.swap.new) if account.swap.new else ()
         self.spend(len(own) + len(wanted))
-        below = frozenset(wanted if swap.new else ()), frozenset(own if swap.old else ())
-        others = sum(below[0].isdisjoint(self.targets.get(name, ())) for name in own)
-        if 2 * hits >= others:
-            return True
-        return 2 * hits >= sum(self.pairs.get(name) not in below[1] for name in wanted)
+        below = frozenset(wanted)
+        return sum(below.isdisjoint(self.targets.get(name, ())) for name in own)
 
     def hits(self, account: Account) -> list[Pair]:
         """What a rule explains of the names that are left."""
@@ -213,8 +180,3 @@ class Ledger:
         )
         new = sum(wanted not in self.pairs for wanted in rival.targets)
         return lost > 0 and new - lost < len(self.hits(account))
-
-
-def _lists(name: str) -> list[tuple[str, str]]:
-    """Where a name has numbers: what stands before each, and the number."""
-    return [(name[: found.start()], found[0]) for found in ANY_NUMBER.finditer(name)]

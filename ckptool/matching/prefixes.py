@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.numbering import renumbered
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import MOST_PARTS, Swap, is_number, swap_between
 
@@ -54,7 +55,7 @@ def _steady(
     kept = []
     for swap, pairs in done:
         account = ledger.account(swap)
-        shifted = ledger.renumbered(account)
+        shifted = renumbered(ledger, account)
         back = {w: h for w, h in pairs.items() if w in shifted}
         if back:
             ledger.take_back(back)

@@ -9,6 +9,7 @@ from itertools import islice
 
 from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.kinship import Kin, kin_of, sampled
+from ckptool.matching.numbering import renumbered
 from ckptool.matching.prefixes import Contested
 from ckptool.matching.slots import Shape
 from ckptool.matching.swaps import Head, Swap, is_number, swap_between
@@ -37,11 +38,6 @@ class _Case:
     @property
     def segment(self) -> _Segment:
         return self.account.swap.parts[1:]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it explains all of its names, for sure."""
-        return self.account.full and not self.shifted and not self.is_crowded
 
 
 def accepted_replacements(
@@ -108,7 +104,7 @@ class _Trial:
     def _case(self, account: Account, whole: Account) -> _Case:
         """`whole`: the account of the same rule for any numbers."""
         ledger = self._ledger
-        shifted = ledger.renumbered(whole) | ledger.renumbered(account)
+        shifted = renumbered(ledger, whole) | renumbered(ledger, account)
         others: dict[Swap, None] = {}
         crowds, mutual, sure = 0, 0, 0
         for own, wanted in ledger.hits(account):
@@ -164,6 +160,12 @@ class _Trial:
     def _hits(self, case: _Case) -> list[Pair]:
         return [pair for pair in self._ledger.hits(case.account) if pair[1] not in case.shifted]
 
+    def _is_whole(self, case: _Case) -> bool:
+        """Whether it leaves nothing open of all that it is about."""
+        if case.account.unfit or case.shifted or case.is_crowded:
+            return False
+        return len(self._hits(case)) == self._ledger.concerned(case.account)
+
     def _unique(self, cases: Iterable[_Case]) -> list[_Case]:
         """Rules of which only the leaf agrees, with a shape that nothing else has on either side.
 
@@ -174,7 +176,7 @@ class _Trial:
         own, wanted = self._counted_shapes()
         segments: dict[_Segment, list[Account]] = {}
         for case in cases:
-            if case.is_whole:
+            if self._is_whole(case):
                 segments.setdefault(case.segment, []).append(case.account)
         found: set[Swap] = set()
         for accounts in segments.values():
@@ -208,7 +210,7 @@ class _Trial:
         return [
             case
             for case in cases
-            if case.is_whole
+            if self._is_whole(case)
             and len(self._leads.get(case.segment, ())) > 1
             and not any(rival.swap.parts[1:] in self._leads for rival in case.rivals)
         ]

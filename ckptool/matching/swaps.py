@@ -118,6 +118,11 @@ class Side:
         self.slots = slots
         self._sorted = sorted(slots)
 
+    def has_below(self, start: str) -> bool:
+        """Whether some name begins with a text."""
+        at = bisect_left(self._sorted, start)
+        return at < len(self._sorted) and self._sorted[at].startswith(start)
+
     def under(self, head: Head) -> list[str]:
         """The names that begin with a head, and do not end there."""
         spelled = _Spelled.of(head)

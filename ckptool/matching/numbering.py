@@ -1,0 +1,55 @@
+"""Lists of modules whose numbers may have moved, so that equal ones do not mean the same layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptool.matching.accounts import Account, Ledger
+from ckptool.matching.swaps import ANY_NUMBER
+
+__all__ = ["renumbered"]
+
+
+def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
+    """Wanted names that a rule explains, yet may be meant by others of the file.
+
+    They are below a list (`blocks.`, by its name in the model) of which either side has numbers
+    that the other has not: `layers.{0..10}` is `blocks.{1..11}`, each the next, or its first ten
+    are `blocks.{1..10}`.
+
+    Raises:
+        OutOfBudget: there is more to look at than real names have.
+    """
+    swap = account.swap
+    known = account.sources.union(name for name, _ in account.unfit)
+    rest = [h for h in (account.domain if swap.old else ledger.left()[0]) if h not in known]
+    lost = {place for name in rest for place in _places(swap.image(name))}
+    lists = {start for start, number in lost if not ledger.want.has_below(f"{start}{number}.")}
+    if not lists:
+        return frozenset()
+    own, wanted = ledger.have.under(swap.old), ledger.want.under(swap.new)
+    ledger.spend(len(own) + len(wanted))
+    ours = _members(map(swap.image, own), lists)
+    theirs = _members(wanted, lists)
+    lists = {
+        start for start in lists if ours[start] - theirs[start] and theirs[start] - ours[start]
+    }
+    return frozenset(
+        name
+        for name in (account.targets if lists else ())
+        if any(start in lists for start, _ in _places(name))
+    )
+
+
+def _members(names: Iterable[str], lists: Iterable[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {start: set() for start in lists}
+    for name in names:
+        for start, number in _places(name):
+            if start in found:
+                found[start].add(number)
+    return found
+
+
+def _places(name: str) -> list[tuple[str, str]]:
+    """Where a name has numbers: what stands before each, and the number."""
+    return [(name[: found.start()], found[0]) for found in ANY_NUMBER.finditer(name)]
