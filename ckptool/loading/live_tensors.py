@@ -9,6 +9,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.model import Global, Opaque, Storage, TensorRef
+from ckptool.tensors.storages import memory_view
 
 if TYPE_CHECKING:
     import torch
@@ -173,10 +174,13 @@ class _Memory:
 
     def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
         """Stand for the first `size` bytes."""
-        import torch
-
         self.size = size
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._storage = storage
+        self._here: memoryview | None = None
+        if storage.device.type == "cpu" and size:
+            self._here = memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast(
+                "B"
+            )
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`."""
@@ -185,9 +189,19 @@ class _Memory:
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`."""
+        """Fill `buffer` from `offset`.
+
+        On the CPU not by torch, whose threads wait for each other at every block.
+        """
+        if self._here is not None:
+            buffer[:] = self._here[offset : offset + len(buffer)]
+        elif buffer:
+            self._move(offset, buffer)
+
+    def _move(self, offset: int, buffer: memoryview) -> None:
+        """The same from another device."""
         import torch
 
-        if buffer:
-            elements = torch.frombuffer(buffer, dtype=torch.uint8)
-            elements.copy_(self._bytes[offset : offset + len(buffer)])
+        there = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+        here = torch.frombuffer(buffer, dtype=torch.uint8)
+        here.copy_(there[offset : offset + len(buffer)])
