@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Change", "below", "differing", "escaped", "regex_of"]
+from ckptool.wrappers import WRAPPERS
+
+__all__ = ["Change", "below", "differing", "escaped", "moved_head", "regex_of"]
 
 Change = tuple[str, str]
 """A name before a step and after it."""
@@ -78,6 +80,23 @@ def below(front: str, rule: str) -> str:
     if not front or not arrow or not regex.startswith("^"):
         return rule
     return f"^{escaped(front)}{regex[1:]}=>{_literal(front)}{replacement}"
+
+
+def moved_head(full: str, bare: str, new: str) -> str:
+    """The whole name with that done to its head which made `new` of its bare name.
+
+    Wrappers inside stay where they are; those between the two are gone.
+    """
+    old, made, parts = bare.split("."), new.split("."), full.split(".")
+    same = 0
+    while same < min(len(old), len(made)) - 1 and old[-1 - same] == made[-1 - same]:
+        same += 1
+    at = 0
+    for part in old[: len(old) - same]:
+        at = parts.index(part, at) + 1 if part in parts[at:] else at
+    while at < len(parts) and parts[at] in WRAPPERS and parts[at] != old[len(old) - same]:
+        at += 1
+    return ".".join([*made[: len(made) - same], *parts[at:]])
 
 
 def _does(rule: str, changes: Iterable[Change], others: Iterable[str]) -> bool:

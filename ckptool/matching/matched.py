@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.errors import UsageError
-from ckptool.matching.change_rules import below, escaped
+from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
@@ -18,7 +18,7 @@ from ckptool.matching.spelling import Respelled, spelled
 from ckptool.matching.unwrapping import is_average_counter
 from ckptool.matching.ways import Side, Way, chosen_way, fits
 from ckptool.paths import printable
-from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.name_rules import Rule, regex_rule
 from ckptool.wrappers import check_collisions
 
 __all__ = ["Match", "matched"]
@@ -168,12 +168,12 @@ class _Matching:
 
     def infer(self) -> None:
         """Pair names by the rules that those left over suggest."""
-        mine = {name: self.way.have.slots[full] for name, full in self.mine.items()}
-        wanted = {name: self.want[full] for name, full in self.wanted.items()}
+        mine = _told(self.mine, self.way.have.slots)
+        wanted = _told(self.wanted, self.want)
         short = {full: name for name, full in self.wanted.items()}
         back = {self.own[full]: name for name, full in self.mine.items()}
         for _ in range(_MOST_ROUNDS):
-            met = {short[w]: back[own] for w, own in self._met().items()}
+            met = {short[w]: back[own] for w, own in self._met().items() if short[w] in wanted}
             if len(met) in (len(mine), len(wanted)):
                 return
             found = inferred(mine, wanted, met)
@@ -277,11 +277,23 @@ class _Matching:
             names = tuple(self._full(name) for name in one.names)
             candidates = tuple(self._full(name, of_model=True) for name in one.candidates)
             if not taken.issuperset((*names, *candidates)):
-                mine = [self.mine[name] for name in one.names if name in self.mine]
-                front = _front(self.way.have, mine)
-                rules = tuple(below(front, rule) for rule in one.rules)
-                open_ones.append(Ambiguity(names, candidates, rules))
+                open_ones.append(Ambiguity(names, candidates, tuple(self._for_file(one))))
         return tuple(open_ones)
+
+    def _for_file(self, one: Ambiguity) -> Iterator[str]:
+        """Its rules as they are for the names of the file, whose wrappers are still there."""
+        own = {name: self.mine[name] for name in one.names if name in self.mine}
+        front = self.way.have.outer_front()
+        for rule in one.rules:
+            apply = regex_rule(rule).apply
+            changes = [
+                (full, front + moved_head(full.removeprefix(front), name, new))
+                for name, full in own.items()
+                if (new := apply(name)) is not None and new in self.wanted
+            ]
+            moved = {before for before, _ in changes}
+            others = [name for name in self.way.have.slots if name not in moved]
+            yield regex_of(changes, others, proposed=[below(front, rule)]) or rule
 
     def _full(self, name: str, *, of_model: bool = False) -> str:
         mine = self.own[self.mine[name]] if name in self.mine else name
@@ -333,13 +345,9 @@ class _Matching:
         ]
 
 
-def _front(side: Side, names: Iterable[str]) -> str:
-    """What was taken off in front of all of these names; empty where it was not only that."""
-    fronts = set()
-    for name in names:
-        bare = side.form.get(name, name).removeprefix(side.front)
-        fronts.add(name.removesuffix(bare) if name.endswith(bare) else "")
-    return fronts.pop() if len(fronts) == 1 else ""
+def _told(names: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """What stands under the names, but for the counters of averages, which tell nothing."""
+    return {name: slots[full] for name, full in names.items() if not is_average_counter(name)}
 
 
 def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:

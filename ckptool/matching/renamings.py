@@ -15,7 +15,7 @@ from ckptool.matching.change_rules import differing, regex_of
 from ckptool.matching.inference import InferredRule
 from ckptool.matching.report import Renaming
 from ckptool.matching.spelling import Respelled
-from ckptool.matching.ways import Way
+from ckptool.matching.ways import Way, without_front
 from ckptool.transforms.name_rules import Rule
 
 __all__ = ["Steps", "renamings", "rewritten"]
@@ -61,7 +61,7 @@ class Steps(NamedTuple):
         """The stations between the two names, which spell their ends so."""
         off, on = way.have.front, way.want.front
         unwrapped, fronted = way.have.form.get(ruled, ruled), way.want.form.get(wanted, wanted)
-        outer, inner = _without_front(ruled, unwrapped), _without_front(wanted, fronted)
+        outer, inner = without_front(ruled, unwrapped), without_front(wanted, fronted)
         bare, inferred = unwrapped.removeprefix(off), fronted.removeprefix(on)
         if off and on and bare != unwrapped and inferred != fronted:
             bare, inferred = f"{on}{bare}", fronted
@@ -78,16 +78,6 @@ class Steps(NamedTuple):
 
 
 _Stations = tuple[str, str, str, str, str, str, str]
-
-
-def _without_front(name: str, bare: str) -> str:
-    """The name without those of its wrappers that are before all else."""
-    if name.endswith(bare):
-        return bare
-    first, at = bare.partition(".")[0], 0
-    while name[at:].partition(".")[0] != first:
-        at = name.index(".", at) + 1
-    return name[at:]
 
 
 def _with_kept_front(ruled: str, wanted: str, stations: _Stations) -> _Stations:

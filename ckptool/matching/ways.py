@@ -17,7 +17,7 @@ from ckptool.matching.spelling import respellings
 from ckptool.matching.subtrees import moved
 from ckptool.matching.unwrapping import Bare, bare_forms, is_average_counter
 
-__all__ = ["Side", "Way", "chosen_way", "fits"]
+__all__ = ["Side", "Way", "chosen_way", "fits", "without_front"]
 
 _DEEPEST = 16
 """Components of a common front that are looked at."""
@@ -82,6 +82,15 @@ class Side:
                 text = text[: text.rfind(".", 0, -1) + 1]
         return text.split(".")[:-1]
 
+    def outer_front(self) -> str:
+        """What was taken off in front of every name, whatever went inside."""
+        fronts = {
+            name.removesuffix(without_front(name, short))
+            for short, name in self.names.items()
+            if not is_average_counter(short)
+        }
+        return fronts.pop() if len(fronts) == 1 else ""
+
     def without(self, front: Iterable[str]) -> Side:
         """The same with other components off in front."""
         return Side(self.slots, self.form, "".join(f"{part}." for part in front))
@@ -119,6 +128,16 @@ class Way:
     def is_complete(self) -> bool:
         """Whether every name of the model is met."""
         return self.score == len(self.want.slots)
+
+
+def without_front(name: str, bare: str) -> str:
+    """The name without those of its lost components that are before all else."""
+    if name.endswith(bare):
+        return bare
+    first, at = bare.partition(".")[0], 0
+    while name[at:].partition(".")[0] != first:
+        at = name.index(".", at) + 1
+    return name[at:]
 
 
 def fits(wanted: Slot, found: Slot) -> bool:

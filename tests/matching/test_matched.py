@@ -368,6 +368,20 @@ def test_an_ambiguity_is_decided_by_the_rule_that_it_tells():
     assert not decided.report.ambiguous
 
 
+@pytest.mark.parametrize("model", WRAPPINGS)
+@pytest.mark.parametrize("file", WRAPPINGS)
+def test_so_it_is_with_wrappers_around_and_inside(file, model):
+    parts = [before(f"{part}.", WRAPPINGS[file](NET)) for part in ("raw", "ema")]
+    have, want = slots({**parts[0], **parts[1]}), slots(WRAPPINGS[model](NET))
+    report = matched(have, want).report
+    rules = {rule for one in report.ambiguous for rule in one.rules}
+    assert len(rules) >= 2
+    for rule in rules:
+        decided = matched(have, want, rules=[regex_rule(rule)])
+        assert decided.report.coverage == 1
+        assert len({own.partition(".")[0] for own in decided.pairs.values()}) == 1
+
+
 def test_nothing_at_all():
     match = matched({}, {})
     assert (match.pairs, match.renamed, match.report) == ({}, {}, MatchReport())
