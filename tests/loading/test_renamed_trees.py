@@ -1,0 +1,137 @@
+"""Names of random models, changed at random: what is concluded is never another tensor."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptool
+
+WORDS = ["encoder", "decoder", "attn", "mlp", "fc1", "fc2", "q", "k", "v", "norm", "model", "net"]
+NEW = {
+    "file": ["enc", "self_attn", "ffn", "lin1", "query", "stage", "body", "core", "module_list"],
+    "model": ["dec", "key", "blocks", "trunk", "out", "c1", "bert", "first", "mlp_module"],
+}
+"""No word of one side is one of the other: equal names are one tensor's."""
+
+sizes = st.sampled_from([2, 3, 4, 19, 23])
+
+
+@st.composite
+def leaves(draw):
+    out, into = draw(sizes), draw(sizes)
+    return draw(
+        st.sampled_from(
+            [
+                {"weight": (out, into), "bias": (out,)},
+                {"weight": (out,), "bias": (out,)},
+                {"weight": (out, into)},
+            ]
+        )
+    )
+
+
+def below(name, shapes):
+    return {f"{name}.{inner}": shape for inner, shape in shapes.items()}
+
+
+@st.composite
+def lists(draw, inside):
+    """Some modules alike, numbered."""
+    child, count, step = draw(inside), draw(st.integers(2, 4)), draw(st.sampled_from([1, 1, 2]))
+    return {k: v for n in range(count) for k, v in below(str(n * step), child).items()}
+
+
+@st.composite
+def branches(draw, inside):
+    """Some modules, named."""
+    names = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4, unique=True))
+    return {k: v for name in names for k, v in below(name, draw(inside)).items()}
+
+
+models = branches(
+    st.recursive(leaves(), lambda inner: lists(inner) | branches(inner), max_leaves=6)
+)
+
+
+@st.composite
+def changes(draw, names, side):
+    """The names as another writer has them; None for one that he has not."""
+    names = list(names)
+    for _ in range(draw(st.integers(0, 3))):
+        kind = draw(st.sampled_from(["word", "place", "prefix", "wrapper"]))
+        new = draw(st.sampled_from(NEW[side]))
+        paths = sorted({n.rpartition(".")[0] for n in names})
+        place = draw(st.sampled_from(paths))
+        parts = place.split(".")
+        depth = draw(st.integers(1, len(parts)))
+        old = parts[depth - 1]
+        if kind == "prefix":
+            names = [f"{new}.{name}" for name in names]
+        elif kind == "wrapper":
+            names = [f"module.{name}" for name in names]
+        elif old.isdigit() or any(new in name.split(".") for name in names):
+            continue
+        elif kind == "word":
+            names = [
+                ".".join([*(new if part == old else part for part in path.split(".")), leaf])
+                for path, _, leaf in (name.rpartition(".") for name in names)
+            ]
+        else:
+            before = ".".join(parts[:depth]) + "."
+            after = ".".join([*parts[: depth - 1], new]) + "."
+            names = [
+                after + name[len(before) :] if name.startswith(before) else name for name in names
+            ]
+    return names
+
+
+def told_apart(shapes):
+    """The same, no two modules of one name but those of one list."""
+    words = {}
+
+    def spelled(parts):
+        found = []
+        for depth, part in enumerate(parts):
+            place = tuple("#" if one.isdigit() else one for one in parts[: depth + 1])
+            found.append(part if part.isdigit() else f"{part}{words.setdefault(place, len(words))}")
+        return found
+
+    split = ((name.rpartition("."), shape) for name, shape in shapes.items())
+    return {".".join([*spelled(path.split(".")), leaf]): shape for (path, _, leaf), shape in split}
+
+
+@st.composite
+def cases(draw):
+    """Shapes by the file's names and by the model's, and which is which.
+
+    Of names that tell modules apart a part may be missing on one side. Of others it may not: what
+    is left would be named like it.
+    """
+    shapes = draw(models)
+    gone = draw(st.sampled_from(["file", "model", None]))
+    shapes = told_apart(shapes) if gone else shapes
+    own = draw(changes(shapes, "file"))
+    wanted = draw(changes(shapes, "model"))
+    names = list(own if gone == "file" else wanted)
+    place = draw(st.sampled_from(names)).split(".")
+    lost = ".".join(place[: draw(st.integers(1, len(place)))])
+    kept = {name for name in names if gone is None or not f"{name}.".startswith(f"{lost}.")}
+    rows = list(zip(own, wanted, shapes.values(), strict=True))
+    have = {mine: shape for mine, _, shape in rows if gone != "file" or mine in kept}
+    want = {theirs: shape for _, theirs, shape in rows if gone != "model" or theirs in kept}
+    return have, want, {theirs: mine for mine, theirs, _ in rows}
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_what_is_concluded_is_true(case):
+    have, want, truth = case
+    state = {name: torch.full(shape, float(n)) for n, (name, shape) in enumerate(have.items())}
+    matched, report = ckptool.match(state, want)
+    for name, tensor in matched.items():
+        assert tensor is state.get(truth[name]), (name, [one.rule for one in report.renamed])
+    told = {name for one in report.mismatched for name in (one.name,)}
+    assert set(report.missing_keys) == set(want) - set(matched) - told
+    taken = {truth[name] for name in matched} | {one.own for one in report.mismatched}
+    left = {name for name, _ in report.left_out}
+    assert set(report.unexpected_keys) == set(have) - taken - left
