@@ -178,9 +178,7 @@ class _Memory:
         self._storage = storage
         self._here: memoryview | None = None
         if storage.device.type == "cpu" and size:
-            self._here = memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast(
-                "B"
-            )
+            self._here = memory_view(storage.data_ptr(), size)
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`."""
