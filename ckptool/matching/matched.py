@@ -174,7 +174,7 @@ class _Matching:
         back = {self.own[full]: name for name, full in self.mine.items()}
         for _ in range(_MOST_ROUNDS):
             met = {short[w]: back[own] for w, own in self._met().items() if short[w] in wanted}
-            if len(met) in (len(mine), len(wanted)):
+            if not _may_meet(mine, wanted, met):
                 return
             found = inferred(mine, wanted, met)
             self._found = list(found.ambiguous)
@@ -348,6 +348,16 @@ class _Matching:
 def _told(names: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """What stands under the names, but for the counters of averages, which tell nothing."""
     return {name: slots[full] for name, full in names.items() if not is_average_counter(name)}
+
+
+def _may_meet(mine: Mapping[str, Slot], wanted: Mapping[str, Slot], met: Mapping[str, str]) -> bool:
+    """Whether anything that is left of the one has a shape for anything left of the other."""
+    used = set(met.values())
+    left = {slot.shape for name, slot in wanted.items() if name not in met}
+    found = {slot.shape for name, slot in mine.items() if name not in used}
+    if None in left or None in found or not left.isdisjoint(found):
+        return bool(left and found)
+    return () in left and (1,) in found
 
 
 def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:
