@@ -52,15 +52,18 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
         contested = met & equal
         if not contested or not all(name.startswith(front) for name in contested):
             continue
-        rivals = tuple(
+        rivals = [
             other
             for _, other, others, whole in found
             if (whole or len(others) >= len(met))
             and others & met
             and not other.startswith(front)
             and not front.startswith(other)
+        ]
+        outermost = tuple(
+            one for one in rivals if not any(one != at and one.startswith(at) for at in rivals)
         )
-        return Moved(front, score, frozenset(contested), rivals)
+        return Moved(front, score, frozenset(contested), outermost)
     return None
 
 
