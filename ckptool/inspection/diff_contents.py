@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import TorchMissing, UnsupportedFormat
-from ckptool.inspection.listing import RepeatedBytes, tie_key
+from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.sameness import same_by_checksum, same_content
+from ckptool.transforms.places import tie_key
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference

@@ -12,6 +12,7 @@ from ckptool.inspection.values import class_of, is_value, json_path, json_value,
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
 from ckptool.paths import name_of, selected, walk
+from ckptool.transforms.places import tie_key
 
 __all__ = [
     "Listing",
@@ -22,7 +23,6 @@ __all__ = [
     "ValueRow",
     "list_tensors",
     "tensor_row",
-    "tie_key",
 ]
 
 Progress = Callable[[int, int], None]
@@ -246,20 +246,6 @@ def tensor_row(
         sha256,
         tensor.numel,
         tied,
-    )
-
-
-def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:
-    """What two names share when they are one tensor; None for a tensor without a storage."""
-    if tensor.storage is None:
-        return None
-    return (
-        id(tensor.storage),
-        tensor.offset,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride,
-        tensor.flags,
     )
 
 

@@ -20,11 +20,12 @@ from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.computed import may_be_shared
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.inspection.listing import RepeatedBytes, tie_key
+from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.values import json_path
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.paths import name_of
+from ckptool.transforms.places import tie_key
 
 __all__ = ["HashedTensor", "hashed_tensors", "manifest_name", "read_manifest", "write_manifest"]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from ckptool.inspection.diff_contents import Meter
 from ckptool.inspection.diff_regions import Entry
-from ckptool.inspection.listing import RepeatedBytes, tie_key
+from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import TensorRef
+from ckptool.transforms.places import tie_key
 
 __all__ = ["Renames"]
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TorchMissing
-from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row, tie_key
+from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.summary import Info, info
 from ckptool.model import Path
 from ckptool.paths import resolve
+from ckptool.transforms.places import tie_key
 
 if TYPE_CHECKING:
     from ckptool.inspection.charting import Bar

@@ -16,7 +16,6 @@ from ckptool.inspection.listing import (
     StorageNames,
     TensorRow,
     tensor_row,
-    tie_key,
 )
 from ckptool.inspection.outliers import outliers, own_flags
 from ckptool.inspection.values import json_value
@@ -25,6 +24,7 @@ from ckptool.model import Path, TensorRef
 from ckptool.paths import listed, name_of, printable, resolve, selected, walk
 from ckptool.statedict import sections
 from ckptool.tensors.statistics import Measurer, Measures, measurable
+from ckptool.transforms.places import tie_key
 
 if TYPE_CHECKING:
     from ckptool.tensors.moments import Number

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.model import TensorRef
 from ckptool.statedict import Section, wrapped_names
+from ckptool.transforms.places import tie_key
 
 __all__ = ["Shape", "Slot", "Slots", "slots_of"]
 
@@ -55,7 +56,7 @@ def slots_of(section: Section) -> Slots:
     keeps `Parameter`s, as a pickled module does.
     """
     node = section.node
-    keys = {name: _tie_key(node[name]) for name in wrapped_names(node)}
+    keys = {name: _tie(node[name]) for name in wrapped_names(node)}
     counts: dict[Any, int] = {}
     for key in keys.values():
         counts[key] = counts.get(key, 0) + 1
@@ -65,13 +66,9 @@ def slots_of(section: Section) -> Slots:
     }
 
 
-def _tie_key(value: Any) -> Hashable:
+def _tie(value: Any) -> Hashable:
     """Equal for names of one tensor; None for what is no tensor."""
-    if not isinstance(value, TensorRef):
-        return None
-    if value.storage is None:
-        return id(value)
-    return id(value.storage), value.offset, value.shape, value.stride, value.dtype, value.flags
+    return (tie_key(value) or id(value)) if isinstance(value, TensorRef) else None
 
 
 def _slot(value: Any, tie: Hashable, is_module: bool) -> Slot:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_NAME
 from ckptool.model import TensorRef
 
-__all__ = ["Place", "place_of"]
+__all__ = ["Place", "place_of", "tie_key"]
 
 _MOST_WAYS = 64
 
@@ -123,3 +123,17 @@ def place_of(tensor: TensorRef) -> Place:
     """The place of a tensor that is plainly strided."""
     shape = tuple(size or 0 for size in tensor.shape)
     return Place(tensor.dtype, tensor.offset, shape, tensor.stride)
+
+
+def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:
+    """What two names share when they are one tensor; None for a tensor without a storage."""
+    if tensor.storage is None:
+        return None
+    return (
+        id(tensor.storage),
+        tensor.offset,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.flags,
+    )
