@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["loss_of", "same_elements"]
 
 _BLOCK = 1 << 15
-"""Elements looked at at a time: below what torch divides among threads, whose waiting for each other
-makes it slower by far where the machine is busy."""
+"""Elements looked at at a time: fewer than torch divides among threads, which wait for each other
+and are slower by far than one where the machine is busy."""
 
 
 def loss_of(state: State, name: str, dtype: str) -> Loss | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from threading import Lock
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.dtypes import PACKED
@@ -26,8 +27,13 @@ _PIECE = 16 << 20
 """Bytes that a thread reads at a time."""
 _SHARED = 8 << 20
 """Bytes in all from which a second thread takes its part."""
-_BLOCK = 4 << 20
-"""Bytes that are staged at a time, where elements must be cast, moved or put in another order."""
+_BLOCK = 1 << 15
+"""Elements that are cast or put in another order at a time: they stay in the processor's cache, and
+torch does not divide them among threads, which wait for each other."""
+_SENT = 1 << 22
+"""The same where they go to another device."""
+
+Job = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,82 +159,74 @@ def fill(fills: Iterable[Fill]) -> None:
     Raises:
         UnreadableFile: bytes cannot be read, though `check_bytes` could.
     """
-    rest: list[Fill] = []
-    direct: list[tuple[memoryview, ByteRange]] = []
+    shared: list[Job] = []
+    alone: list[Job] = []
+    size = 0
     for one in fills:
-        if not one.is_direct:
-            rest.append(one)
-        elif isinstance(one.source, TensorRef) and one.source.numel:
-            data = one.source.data
-            direct.append((memory_view(one.tensor.data_ptr(), data.length), data))
-    _read([(view, data) for view, data in direct if may_be_shared(data)])
-    for view, data in direct:
-        if not may_be_shared(data):
-            data.read_into(view)
-    for one in rest:
-        _stage(one)
+        ref = one.source
+        if isinstance(ref, TensorRef) and ref.storage is not None and ref.storage.data is not None:
+            if one.is_direct and may_be_shared(ref.storage.data):
+                shared.extend(_reads(one, ref))
+                size += ref.nbytes
+            else:
+                alone.extend(_reads(one, ref) if one.is_direct else [partial(_stage, one, ref)])
+        elif not isinstance(ref, TensorRef):
+            alone.append(partial(_copy, one.tensor, ref))
+    _do(shared, threads=2 if size >= _SHARED else 1)
+    _do(alone, threads=1)
 
 
-def _read(runs: Sequence[tuple[memoryview, ByteRange]]) -> None:
-    """Read all runs, by two threads where there is much of it."""
-    pieces = _Pieces(runs)
-    if sum(data.length for _, data in runs) < _SHARED:
-        pieces.read()
+def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
+    data = ref.data
+    view = memory_view(one.tensor.data_ptr(), data.length)
+    for start in range(0, data.length, _PIECE):
+        yield partial(data.read_into, view[start : start + _PIECE], start)
+
+
+def _do(jobs: Sequence[Job], *, threads: int) -> None:
+    """Do all of them; an error in one leaves those that nobody has begun undone."""
+    left = iter(jobs)  # of a list: taken by several threads one by one
+
+    def work() -> None:
+        try:
+            for job in left:
+                job()
+        except BaseException:
+            deque(left, 0)  # nobody takes another
+            raise
+
+    if threads == 1:
+        work()
         return
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(pieces.read)
-        pieces.read()
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+    for other in others:
         other.result()
 
 
-class _Pieces:
-    """Parts of runs that nobody has read yet, taken by threads in turn."""
-
-    def __init__(self, runs: Iterable[tuple[memoryview, ByteRange]]) -> None:
-        self._left = (
-            (view[start : start + _PIECE], data, start)
-            for view, data in runs
-            for start in range(0, data.length, _PIECE)
-        )
-        self._lock = Lock()
-
-    def read(self) -> None:
-        """Read pieces as long as there are some; an error leaves none for the other thread."""
-        try:
-            while True:
-                with self._lock:
-                    piece = next(self._left, None)
-                if piece is None:
-                    return
-                view, data, start = piece
-                data.read_into(view, start)
-        except BaseException:
-            with self._lock:
-                self._left.close()
-            raise
-
-
-def _stage(one: Fill) -> None:
+def _stage(one: Fill, ref: TensorRef) -> None:
     """Cast, move or rearrange the elements on their way, block by block."""
     import torch
 
     target = one.tensor.detach()
-    if not isinstance(one.source, TensorRef):
-        with torch.no_grad():
-            target.copy_(one.source.detach().reshape(target.shape))
-        return
-    count = max(1, _BLOCK // one.source.itemsize)
-    staged = torch.empty(
-        min(count, target.numel()), dtype=torch_dtype(one.source.dtype), device="cpu"
-    )
-    stream = _Stream(one.source)
+    count = _BLOCK if target.device.type == "cpu" else _SENT
+    staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
+    stream = _Stream(ref)
     with torch.no_grad():
         for part in _parts(target, count):
             block = staged[: part.numel()]
             stream.read_into(memory_view(block.data_ptr(), block.nbytes))
             part.copy_(block.view(part.shape))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 def _parts(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:

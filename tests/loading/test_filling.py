@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptool.errors import CorruptFile
-from ckptool.files import ByteRange, FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.loading import filling
 from ckptool.loading.filling import Fill, apart, can_fill, check_bytes, fill, stored_bytes
@@ -29,7 +28,7 @@ def stored(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 7), (2, 3, 4, 5), (1, 1, 9)])
-@pytest.mark.parametrize("block", [1, 8, 24, 1 << 20])
+@pytest.mark.parametrize("block", [1, 3, 6, 1 << 20])
 def test_every_element_goes_to_its_place(stored, monkeypatch, shape, block):
     monkeypatch.setattr(filling, "_BLOCK", block)
     source = torch.randn(shape)
@@ -70,20 +69,16 @@ def test_two_threads_read_what_is_large(stored, monkeypatch):
     assert all(torch.equal(targets[name], state[name]) for name in state)
 
 
-def test_an_error_in_one_thread_ends_the_other(monkeypatch):
-    monkeypatch.setattr(filling, "_SHARED", 1)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_leaves_what_nobody_has_begun(threads):
+    done = []
 
-    class Source:
-        name, size = "f", 64
+    def fail():
+        raise CorruptFile("no")
 
-        def read_into(self, offset, buffer):
-            raise CorruptFile("no")
-
-    monkeypatch.setattr(filling, "_PIECE", 8)
-    monkeypatch.setattr(filling, "may_be_shared", lambda data: True)
-    view = memoryview(bytearray(64))
     with pytest.raises(CorruptFile):
-        filling._read([(view, ByteRange(Source(), 0, 64))])
+        filling._do([fail, *[lambda: done.append(fail())] * 9], threads=threads)
+    assert done == []
 
 
 def test_what_is_not_plain_is_not_filled(stored):
@@ -134,12 +129,3 @@ def test_parts_of_a_tensor_are_checked_and_a_storage_only_once(stored):
     refs = stored({"a": whole[:2], "b": whole[3:], "s": torch.eye(3).to_sparse()})
     sparse = sum(tensor.nbytes for tensor in refs["s"].tensors_inside())
     assert stored_bytes(refs.items()) == 24 + sparse
-
-
-def test_a_file_that_was_closed_cannot_be_read(tmp_path):
-    (tmp_path / "f").write_bytes(bytes(8))
-    source = FileSource(tmp_path / "f")
-    data = ByteRange(source, 0, 8)
-    source.close()
-    with pytest.raises(ValueError, match="closed"):
-        filling._read([(memoryview(bytearray(8)), data)])
