@@ -11,6 +11,9 @@ from ckptool.matching.swaps import Side, Swap
 
 __all__ = ["Account", "Ledger", "OutOfBudget"]
 
+_COST = 50
+"""Of an account, counted in names that are looked at."""
+
 Pair = tuple[str, str]
 """A name of the file, and one that is wanted."""
 
@@ -69,10 +72,15 @@ class Ledger:
 
     def left(self) -> tuple[list[str], list[str]]:
         """The names of the file, and those wanted, that nothing meets."""
+        self.spend((len(self.have.slots) + len(self.want.slots)) // 10)
         return (
             [name for name in self.have.slots if name not in self.met],
             [name for name in self.want.slots if name not in self.pairs],
         )
+
+    def count_left(self) -> tuple[int, int]:
+        """How many they are."""
+        return len(self.have.slots) - len(self.met), len(self.want.slots) - len(self.pairs)
 
     def fits(self, own: str, wanted: str) -> bool:
         """Whether what the file has under a name can be loaded under the other."""
@@ -119,7 +127,7 @@ class Ledger:
 
     def _counted(self, swap: Swap) -> Account:
         names = self.have.under(swap.old) if swap.old else self.want.under(swap.new)
-        self.spend(len(names) + 1)
+        self.spend(len(names) + _COST)
         if swap.old:
             pairs = [(name, swap.image(name)) for name in names]
         else:
@@ -173,6 +181,7 @@ class Ledger:
         """
         if len(account.explained) > len(rival.explained) and not rival.full:
             return True
+        self.spend(len(rival.domain) + len(rival.targets) + len(account.explained))
         lost = sum(
             wanted not in rival.targets
             for own in rival.domain

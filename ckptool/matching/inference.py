@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ckptool.matching.accounts import Account, Ledger, OutOfBudget, Pair
-from ckptool.matching.prefixes import Contested, accepted_prefixes
+from ckptool.matching.accounts import Ledger, OutOfBudget
+from ckptool.matching.prefixes import accepted_prefixes
+from ckptool.matching.questions import Contested, ambiguities
 from ckptool.matching.replacements import accepted_replacements
 from ckptool.matching.report import Ambiguity
 from ckptool.matching.rule_text import rule_text, segment_text, swap_text
@@ -15,11 +16,6 @@ from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import Swap
 
 __all__ = ["Inferred", "InferredRule", "inferred"]
-
-_MOST_CONTESTED = 256
-"""Rules that are reported as not concluded; of names all alike there would be no end."""
-_MOST_RULES = 8
-"""That are proposed to decide one ambiguity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +49,19 @@ def inferred(
     against the others that give one of its names another meaning. The rest is `ambiguous`.
     """
     ledger = Ledger(have, want, pairs)
-    done: list[tuple[Swap, dict[str, str]]] = []
-    contested: list[Contested] = []
-    for look in (accepted_prefixes, accepted_replacements):
-        with suppress(OutOfBudget):
-            accepted, others = look(ledger)
-            done += accepted
-            contested += others
+    try:
+        done, contested = accepted_prefixes(ledger)
+    except OutOfBudget:
+        return Inferred()
+    with suppress(OutOfBudget):
+        for item in accepted_replacements(ledger):
+            if isinstance(item, Contested):
+                contested.append(item)
+            else:
+                done.append(item)
     return Inferred(
         tuple(_rules(ledger, done)),
-        tuple(_ambiguities(ledger, contested)),
+        tuple(ambiguities(ledger, contested)),
         _near(ledger, [swap for swap, _ in done]),
     )
 
@@ -98,41 +97,3 @@ def _near(ledger: Ledger, swaps: Iterable[Swap]) -> dict[str, str]:
                     near[wanted] = own
                     used.add(own)
     return near
-
-
-def _ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterable[Ambiguity]:
-    """Rules that share a name with one another are one question."""
-    questions: list[tuple[dict[Swap, list[Pair]], set[str], set[str]]] = []
-    for item in list(contested)[:_MOST_CONTESTED]:
-        hits = {
-            account.swap: found
-            for account in (item.account, *item.rivals)
-            if (found := ledger.hits(account))
-        }
-        if item.account.swap not in hits:
-            continue
-        own = {h for found in hits.values() for h, _ in found}
-        wanted = {w for found in hits.values() for _, w in found}
-        if any(own <= q[1] and wanted <= q[2] for q in questions):
-            continue
-        same = [q for q in questions if not (own.isdisjoint(q[1]) and wanted.isdisjoint(q[2]))]
-        for question in same:
-            questions.remove(question)
-            hits = question[0] | hits
-            own |= question[1]
-            wanted |= question[2]
-        questions.append((hits, own, wanted))
-    for hits, own, wanted in questions:
-        yield Ambiguity(
-            tuple(name for name in ledger.have.slots if name in own),
-            tuple(name for name in ledger.want.slots if name in wanted),
-            tuple(_deciding(ledger, hits)),
-        )
-
-
-def _deciding(ledger: Ledger, hits: Mapping[Swap, list[Pair]]) -> Iterable[str]:
-    by_size: list[Account] = sorted(map(ledger.account, hits), key=lambda a: -len(a.explained))
-    for account in by_size[:_MOST_RULES]:
-        text = rule_text(account.swap, dict(hits[account.swap]), ledger.have)
-        if text:
-            yield text

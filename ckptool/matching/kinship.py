@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from ckptool.matching.accounts import Ledger, OutOfBudget
+from ckptool.matching.accounts import Ledger
 from ckptool.matching.slots import Shape, Slot
 from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS
 
 __all__ = ["Kin", "kin_of", "sampled"]
 
-_MOST_KINDS = 10_000
-"""Of names that differ in more than their numbers; more are not looked at."""
 _MOST_NAMES = 4_000
 """That are asked what they are like; where there are more, some of each kind."""
-_MOST_KIN = 16
+_MOST_KIN = 8
 """Names that one name is like; where there are more it says nothing."""
 
 _Numbers = tuple[str, ...]
@@ -31,25 +29,23 @@ class Kin:
     """There are too many to tell."""
 
 
-def sampled(names: Iterable[str], slots: Mapping[str, Slot]) -> list[str]:
-    """Names of each kind, a few where there are many: those of a kind differ in numbers only.
+def sampled(names: Iterable[str], slots: Mapping[str, Slot]) -> tuple[list[str], bool]:
+    """Names of each kind, a few where there are many, and whether that is all the kinds.
 
-    Raises:
-        OutOfBudget: there are more kinds than models have.
+    Names of a kind have one shape and differ in numbers only.
     """
     kinds: dict[tuple[str, Shape], list[str]] = {}
     for name in names:
         shape = slots[name].shape
         if shape is not None and name.count(".") < MOST_PARTS:
             kinds.setdefault((ANY_NUMBER.sub("#", name), shape), []).append(name)
-    if len(kinds) > _MOST_KINDS:
-        raise OutOfBudget
-    most = max(1, _MOST_NAMES // max(1, len(kinds)))
+    if len(kinds) > _MOST_NAMES:
+        return [alike[0] for alike in kinds.values()][:: len(kinds) // _MOST_NAMES + 1], False
+    most = _MOST_NAMES // max(1, len(kinds))
     found: list[str] = []
     for alike in kinds.values():
-        step = -(-len(alike) // most)
-        found += alike[::step]
-    return found
+        found += alike[:: -(-len(alike) // most)]
+    return found, True
 
 
 def kin_of(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.numbering import renumbered
+from ckptool.matching.questions import Contested
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import MOST_PARTS, Swap, is_number, swap_between
 
-__all__ = ["Contested", "accepted_prefixes"]
+__all__ = ["accepted_prefixes"]
 
-
-@dataclass(frozen=True, slots=True)
-class Contested:
-    """A rule that is not concluded: others mean the same names as well, or too little proves it."""
-
-    account: Account
-    rivals: tuple[Account, ...] = ()
+_MOST_PREFIXES = 10_000
+"""That are looked at, those first that most names ask for."""
+_MOST_RIVALS = 8
+"""Of one rule; that is enough to leave it."""
 
 
 def accepted_prefixes(ledger: Ledger) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
@@ -78,12 +76,12 @@ class _Ends:
 
     def candidates(self) -> list[Swap]:
         """Every prefix that some name asks for, what most names ask for first."""
-        votes: dict[Swap, int] = {}
-        for prefix, is_own in self._prefixes():
-            head = tuple(prefix.split("."))
-            swap = Swap(head, ()) if is_own else Swap((), head)
-            votes[swap] = votes.get(swap, 0) + 1
-        return sorted(votes, key=lambda swap: -votes[swap])
+        votes = Counter(self._prefixes())
+        heads = (
+            (tuple(prefix.split(".")), own)
+            for (prefix, own), _ in votes.most_common(_MOST_PREFIXES)
+        )
+        return [Swap(head, ()) if own else Swap((), head) for head, own in heads]
 
     def _prefixes(self) -> Iterator[tuple[str, bool]]:
         ledger = self._ledger
@@ -100,24 +98,33 @@ class _Ends:
     def rivals(self, account: Account, hits: list[Pair]) -> tuple[Account, ...]:
         """The rules that give one of the names another meaning, and are not beaten."""
         ledger = self._ledger
-        found: dict[Swap, None] = {}
+        seen: set[Swap] = set()
+        rivals: list[Account] = []
         for own, wanted in hits:
-            tail = wanted if account.swap.old else own
-            others = [(other, wanted) for other in self._own.get(tail, ())]
-            others += [(own, other) for other in self._wanted.get(tail, ())]
-            if tail in ledger.have.slots:
-                others.append((tail, wanted))
-            if tail in ledger.want.slots:
-                others.append((own, tail))
-            if len(others) > 1:
-                ledger.spend(len(others))
-                found.update(
-                    (swap_between(*pair), None)
-                    for pair in others
-                    if self._is_other(account, pair, (own, wanted))
-                )
-        rivals = map(ledger.account, found)
-        return tuple(rival for rival in rivals if not ledger.beats(account, rival))
+            for pair in self._others(account, own, wanted):
+                swap = swap_between(*pair)
+                if swap not in seen:
+                    seen.add(swap)
+                    rival = ledger.account(swap)
+                    if not ledger.beats(account, rival):
+                        rivals.append(rival)
+            if len(rivals) >= _MOST_RIVALS:
+                break
+        return tuple(rivals)
+
+    def _others(self, account: Account, own: str, wanted: str) -> list[Pair]:
+        """What one of the two may mean besides the other, as the ends of names say."""
+        tail = wanted if account.swap.old else own
+        others = [(other, wanted) for other in self._own.get(tail, ())]
+        others += [(own, other) for other in self._wanted.get(tail, ())]
+        if len(others) == 1:
+            return []
+        self._ledger.spend(4 * len(others))
+        if tail in self._ledger.have.slots:
+            others.append((tail, wanted))
+        if tail in self._ledger.want.slots:
+            others.append((own, tail))
+        return [pair for pair in others if self._is_other(account, pair, (own, wanted))]
 
     def _is_other(self, account: Account, pair: Pair, mine: Pair) -> bool:
         """Whether a pair is another meaning, and of a name that the rule itself leaves alone."""
@@ -135,14 +142,18 @@ def _ending(
     found: dict[str, list[str]] = {}
     if not tails:
         return found
+    count = 0
     for name in slots:
         at, parts = name.find("."), 0
         while at >= 0 and parts < MOST_PARTS:
             tail = name[at + 1 :]
             if tail in tails:
-                ledger.spend(1)
                 found.setdefault(tail, []).append(name)
+                count += 1
             at, parts = name.find(".", at + 1), parts + 1
+        if count > 10_000:
+            ledger.spend(count)
+            count = 0
     return found
 
 
@@ -154,7 +165,7 @@ def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:
     """
     tails = [w if account.swap.old else h for h, w in hits]
     modules = {tail.rpartition(".")[0] for tail in tails}
-    is_all = len(hits) in map(len, ledger.left())
+    is_all = len(hits) in ledger.count_left()
     if all(is_number(part) for module in modules for part in module.split(".") if part):
         return account.full and is_all
     if len(modules) == 1:

@@ -10,7 +10,7 @@ from itertools import islice
 from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.kinship import Kin, kin_of, sampled
 from ckptool.matching.numbering import renumbered
-from ckptool.matching.prefixes import Contested
+from ckptool.matching.questions import Contested
 from ckptool.matching.slots import Shape
 from ckptool.matching.swaps import Head, Swap, is_number, swap_between
 
@@ -40,23 +40,20 @@ class _Case:
         return self.account.swap.parts[1:]
 
 
-def accepted_replacements(
-    ledger: Ledger,
-) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
-    """Take what is beyond doubt into the ledger; say what it was, and what is contested.
+def accepted_replacements(ledger: Ledger) -> Iterator[tuple[Swap, dict[str, str]] | Contested]:
+    """Take what is beyond doubt into the ledger and say what it was; then what is contested.
 
     Raises:
-        OutOfBudget: the names suggest more rules than real ones do.
+        OutOfBudget: the names suggest more rules than real ones do; what was said before stands.
     """
     trial = _Trial(ledger)
-    done: list[tuple[Swap, dict[str, str]]] = []
-    contested: list[Contested] = []
     for is_open in (True, False):
         cases = trial.cases(is_open=is_open)
         while concluded := trial.concluded(cases):
-            done += concluded
-        contested += [Contested(case.account, case.rivals) for case in cases if case.is_mutual]
-    return done, contested
+            yield from concluded
+        for case in cases:
+            if case.is_mutual:
+                yield Contested(case.account, case.rivals)
 
 
 class _Trial:
@@ -68,11 +65,15 @@ class _Trial:
         own, wanted = ledger.left()
         self._own: dict[str, Kin] = {}
         self._wanted: dict[str, Kin] = {}
+        self._moved: dict[Swap, frozenset[str]] = {}
+        self._is_sample = False
+        """Whether there are kinds of names that were not asked what they are like."""
         if own and wanted:
-            sample = sampled(own, have)
-            self._own = kin_of(sample, have, want, ledger.fits, ledger)
-            sample = sampled(wanted, want)
-            self._wanted = kin_of(sample, want, have, lambda w, h: ledger.fits(h, w), ledger)
+            names, every = sampled(own, have)
+            self._own = kin_of(names, have, want, ledger.fits, ledger)
+            names, every_wanted = sampled(wanted, want)
+            self._wanted = kin_of(names, want, have, lambda w, h: ledger.fits(h, w), ledger)
+            self._is_sample = not (every and every_wanted)
         self._leads: dict[_Segment, set[Head]] = {}
         """Before which components a segment was replaced, by rules that were accepted."""
         self._shapes: tuple[Counter[Shape], Counter[Shape]] | None = None
@@ -86,6 +87,7 @@ class _Trial:
         ledger = self._ledger
         swaps: dict[Swap, Swap] = {}
         for own, wanted in self._suggested():
+            ledger.spend(10)
             if own not in ledger.met and wanted not in ledger.pairs:
                 whole = swap_between(own, wanted)
                 swap = whole if is_open else swap_between(own, wanted, is_open=False)
@@ -104,19 +106,20 @@ class _Trial:
     def _case(self, account: Account, whole: Account) -> _Case:
         """`whole`: the account of the same rule for any numbers."""
         ledger = self._ledger
-        shifted = renumbered(ledger, whole) | renumbered(ledger, account)
+        shifted = self._renumbered(account) | self._renumbered(whole)
         others: dict[Swap, None] = {}
         crowds, mutual, sure = 0, 0, 0
         for own, wanted in ledger.hits(account):
             a, b = self._own.get(own), self._wanted.get(wanted)
-            if wanted in shifted or (a is None and b is None):
-                continue
-            crowds += (a is not None and a.crowded) or (b is not None and b.crowded)
             if a is not None and b is not None and wanted in a.names and own in b.names:
                 mutual += 1
                 sure += len(a.names) == len(b.names) == 1
+            if wanted in shifted:
+                continue
+            crowds += (a is not None and a.crowded) or (b is not None and b.crowded)
             pairs = [(own, other) for other in (a.names if a else ()) if other != wanted]
             pairs += [(other, wanted) for other in (b.names if b else ()) if other != own]
+            ledger.spend(len(pairs))
             for pair in pairs:
                 if not self._is_inner(account, pair, own):
                     others[swap_between(*pair)] = None
@@ -128,6 +131,11 @@ class _Trial:
         modules = tuple(islice(_deep_modules(ledger, account, shifted), 2))
         return _Case(account, rivals, shifted, is_crowded, bool(mutual), modules)
 
+    def _renumbered(self, account: Account) -> frozenset[str]:
+        if account.swap not in self._moved:
+            self._moved[account.swap] = renumbered(self._ledger, account)
+        return self._moved[account.swap]
+
     @staticmethod
     def _is_inner(account: Account, pair: Pair, own: str) -> bool:
         """Whether the rule itself explains what the pair has in the place of its own name."""
@@ -136,6 +144,8 @@ class _Trial:
     def concluded(self, cases: Sequence[_Case]) -> list[tuple[Swap, dict[str, str]]]:
         """Take what can be accepted now, by the strongest kind of evidence that there is."""
         cases = [case for case in cases if self._hits(case)]
+        if self._is_sample:
+            cases = [case for case in cases if self._is_whole(case)]
         open_ = [case for case in cases if not (case.rivals or case.is_crowded)]
         modules: dict[_Segment, set[str]] = {}
         for case in open_:

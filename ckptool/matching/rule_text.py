@@ -129,9 +129,11 @@ def _cover(inside: Iterable[_Parts], outside: Collection[_Parts]) -> list[str]:
         for name in list(rest):
             head = name[:depth]
             if head not in taken:
+                if len(found) > _MOST_HEADS:
+                    return []
                 found[_head(head) + (r"\." if len(name) > depth else "$")] = None
                 rest.discard(name)
-        if not rest or len(found) > _MOST_HEADS:
+        if not rest:
             break
         # a name that others go on from, or that the numbers alone tell apart
         for name in [name for name in rest if len(name) <= depth]:

@@ -1,0 +1,104 @@
+"""What is not concluded about names, as questions that a rule of the user's would answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.report import Ambiguity
+from ckptool.matching.rule_text import rule_text, segment_text
+from ckptool.matching.swaps import Swap
+
+__all__ = ["Contested", "ambiguities"]
+
+_MOST_CONTESTED = 64
+"""Rules that are reported as not concluded; of names all alike there would be no end."""
+_MOST_RULES = 8
+"""That are proposed to decide one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contested:
+    """A rule that is not concluded: others mean the same names as well, or too little proves it."""
+
+    account: Account
+    rivals: tuple[Account, ...] = ()
+
+
+@dataclass
+class _Question:
+    """Names that rules share with one another."""
+
+    hits: dict[Swap, list[Pair]] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    wanted: set[str] = field(default_factory=set)
+    rules: tuple[str, ...] = ()
+
+    def add(self, swap: Swap, hits: list[Pair]) -> None:
+        self.hits[swap] = hits
+        self.own.update(h for h, _ in hits)
+        self.wanted.update(w for _, w in hits)
+
+    def take(self, other: _Question) -> None:
+        self.hits = other.hits | self.hits
+        self.own |= other.own
+        self.wanted |= other.wanted
+
+
+def ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[Ambiguity]:
+    """The questions, each with rules any one of which decides it; of names that nothing meets."""
+    asked = list(_segments(ledger, contested))
+    told = {swap for question in asked for swap in question.hits}
+    rest = [item for item in contested if item.account.swap not in told]
+    asked += _shared(ledger, rest[:_MOST_CONTESTED])
+    for question in asked:
+        yield Ambiguity(
+            tuple(name for name in ledger.have.slots if name in question.own),
+            tuple(name for name in ledger.want.slots if name in question.wanted),
+            question.rules or tuple(_deciding(ledger, question)),
+        )
+
+
+def _segments(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[_Question]:
+    """One for rules without rivals that replace the same components in several places."""
+    segments: dict[object, list[Swap]] = {}
+    for item in contested:
+        if ledger.hits(item.account) and not any(map(ledger.hits, item.rivals)):
+            segments.setdefault(item.account.swap.parts[1:], []).append(item.account.swap)
+    for swaps in segments.values():
+        question = _Question()
+        for swap in swaps:
+            question.add(swap, ledger.hits(ledger.account(swap)))
+        names = {h: w for hits in question.hits.values() for h, w in hits}
+        if len(swaps) > 1 and (text := segment_text(swaps[0], names, ledger.have)):
+            question.rules = (text,)
+            yield question
+
+
+def _shared(ledger: Ledger, contested: Sequence[Contested]) -> list[_Question]:
+    questions: list[_Question] = []
+    for item in contested:
+        mine = ledger.hits(item.account)
+        if not mine or any(all(h in q.own and w in q.wanted for h, w in mine) for q in questions):
+            continue  # none of its names is left, or it is a lesser rule about the same
+        question = _Question()
+        for account in (item.account, *item.rivals):
+            if hits := ledger.hits(account):
+                question.add(account.swap, hits)
+        for other in questions[:]:
+            if not (
+                question.own.isdisjoint(other.own) and question.wanted.isdisjoint(other.wanted)
+            ):
+                questions.remove(other)
+                question.take(other)
+        questions.append(question)
+    return questions
+
+
+def _deciding(ledger: Ledger, question: _Question) -> Iterator[str]:
+    by_size = sorted(question.hits, key=lambda swap: -len(question.hits[swap]))
+    for swap in by_size[:_MOST_RULES]:
+        text = rule_text(swap, dict(question.hits[swap]), ledger.have)
+        if text:
+            yield text
