@@ -84,6 +84,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
         and not tensor.is_inference()
+        and not any(size > 1 and not step for size, step in _axes(tensor))  # torch refuses
     )
 
 
@@ -103,10 +104,14 @@ def apart(tensors: Iterable[torch.Tensor]) -> set[int]:
     return alone
 
 
+def _axes(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """The size and the stride of each dimension."""
+    return zip(tensor.shape, tensor.stride(), strict=True)
+
+
 def _span(tensor: torch.Tensor) -> tuple[str, int, int, int]:
     """Its device, the addresses from and to that it looks at, and which it is."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * step for size, step in steps) if tensor.numel() else -1
+    last = sum((size - 1) * step for size, step in _axes(tensor)) if tensor.numel() else -1
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (last + 1) * tensor.element_size(), id(tensor)
 

@@ -39,18 +39,23 @@ class Snapshot:
         """Look at the model; of the tensors that are `copied` the elements are kept too."""
         self._modules = [_Attributes(module) for module in model.modules()]
         self._tensors = [_Held(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
-        self._extra = [(module, _extra_state(module)) for module in model.modules() if _has(module)]
+        self._extra = [_Extra(module) for module in model.modules() if _has(module)]
 
     def restore(self) -> None:
-        """Put everything back, the same objects as before. What is not copied is left alone."""
-        for attributes in self._modules:
-            attributes.restore()
-        for module, state in self._extra:
-            # Its attributes are what they were; what they hold may have been changed in place.
-            if not _equal(module.get_extra_state(), state):
-                module.set_extra_state(state)
-        for held in self._tensors:
-            held.restore()
+        """Put everything back, the same objects as before. What is not copied is left alone.
+
+        Where a part cannot be put back, the others are all the same; the first error is raised.
+        """
+        failed: list[Exception] = []
+        parts: tuple[_Attributes | _Extra | _Held, ...]
+        parts = (*self._modules, *self._extra, *self._tensors)
+        for part in parts:
+            try:
+                part.restore()
+            except Exception as error:  # an extra state's setter may raise anything
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
 
 class _Attributes:
@@ -115,7 +120,7 @@ class _Held:
         self.content = None
         if copied and not is_lazy(tensor) and not tensor.is_meta:
             home = self.data.device if is_spread(tensor) else "cpu"
-            self.content = self.data.to(home, copy=True)
+            self.content = _unrepeated(self.data).to(home, copy=True)
 
     def restore(self) -> None:
         import torch
@@ -129,7 +134,32 @@ class _Held:
             tensor.requires_grad_(self.requires_grad)
         if self.content is not None:
             with torch.no_grad():
-                self.data.copy_(self.content)
+                _unrepeated(self.data).copy_(self.content)
+
+
+def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements that an expanded tensor repeats: those can be written to."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not step:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+class _Extra:
+    """The extra state of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._state = _extra_state(module)
+
+    def restore(self) -> None:
+        # The module's attributes are what they were; what they hold may have been changed in place.
+        if not _equal(self._module.get_extra_state(), self._state):
+            self._module.set_extra_state(self._state)
 
 
 def _has(module: torch.nn.Module) -> bool:

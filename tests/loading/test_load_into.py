@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptool
 from ckptool.errors import CheckpointWarning, MatchError, UsageError
@@ -359,6 +360,15 @@ def test_hooks_see_real_tensors_before_and_loaded_ones_after(trained, file):
     assert same(model.conv.bias, trained.conv.bias)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_activation_checkpointing(tmp_path, device):
+    source = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with torch.device(device):
+        model = nn.Sequential(*map(checkpoint_wrapper, (nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    assert load_into(model, saved(tmp_path / "f.pth", source.state_dict())).coverage == 1.0
+    assert_loaded(model, source)
+
+
 def test_a_model_with_a_loading_of_its_own_is_asked(trained, file):
     class Own(Net):
         calls = 0
@@ -452,6 +462,41 @@ def test_tens_of_thousands_of_modules_with_a_loading_of_their_own():
         layer.weight.data.normal_()
     load_into(model, source.state_dict())
     assert_loaded(model, source)
+
+
+def test_what_is_no_model():
+    with pytest.raises(UsageError, match="a model to load into is wanted, not a dict"):
+        load_into({}, {})
+
+
+def test_an_optimizer_goes_with_its_model(tmp_path):
+    def trained_pair():
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(list(model.parameters()))
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    source, theirs = trained_pair()
+    ckptool.save(tmp_path / "f.pth", model=source, optimizer=theirs)
+    model, own = trained_pair()
+    report = load_into(model, tmp_path / "f.pth", optimizer=own)
+    assert (report.optimizer.by, report.optimizer.matched) == ("names", 4)
+    assert_loaded(model, source)
+    for one, other in zip(source.parameters(), model.parameters(), strict=True):
+        assert same(theirs.state[one]["exp_avg"], own.state[other]["exp_avg"])
+
+
+def test_an_optimizer_over_parameters_that_are_replaced():
+    model = nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(UsageError, match="others take the place of") as caught:
+        load_into(
+            model,
+            {"model": {}, "optimizer": {}} | nn.Linear(2, 2).state_dict(),
+            optimizer=optimizer,
+        )
+    assert "load the model, build the optimizer" in caught.value.hint
 
 
 def test_in_inference_mode():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckptool
 from ckptool.errors import CorruptFile, MatchError, UnreadableFile
 from ckptool.files import FileSource
 from ckptool.loading import filling, installing, torch_loading
@@ -298,6 +299,29 @@ def test_an_interrupt_in_the_last_step_waits_for_its_end(file, monkeypatch, numb
     assert all(
         torch.equal(model.state_dict()[name], state[name]) for name in ("conv.weight", "head.bias")
     )
+
+
+def test_an_optimizer_is_put_back_with_its_model(tmp_path, monkeypatch):
+    def trained():
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    source, theirs = trained()
+    ckptool.save(tmp_path / "f.pth", model=source, optimizer=theirs)
+    model, optimizer = trained()
+    untouched = Untouched(model, optimizer)
+
+    def fill(fills):
+        filling.fill(fills)
+        raise UnreadableFile("the disk is gone")
+
+    monkeypatch.setattr(installing, "fill", fill)
+    with pytest.raises(UnreadableFile):
+        load_into(model, tmp_path / "f.pth", optimizer=optimizer)
+    untouched.check()
 
 
 def test_the_walk_over_many_names_is_undone_too(file, monkeypatch):

@@ -60,6 +60,30 @@ def test_an_extra_state_that_was_changed_in_place_is_set_again():
     assert model.deep == {"list": [1]}
 
 
+def test_what_cannot_be_put_back_keeps_nothing_else_from_it():
+    class Refusing(Whole):
+        def set_extra_state(self, state):
+            raise ZeroDivisionError
+
+    model = Refusing()
+    weight = model.weight.detach().clone()
+    snapshot = Snapshot(model, copied=everything)
+    model.deep["list"].append(2)
+    model.weight.data.zero_()
+    with pytest.raises(ZeroDivisionError):
+        snapshot.restore()
+    assert torch.equal(model.weight, weight)
+
+
+def test_elements_that_are_repeated_are_put_back_once():
+    model = nn.Module()
+    model.register_buffer("mean", torch.ones(2, 1).expand(2, 3))
+    snapshot = Snapshot(model, copied=everything)
+    model.mean[:, 0] = 5
+    snapshot.restore()
+    assert model.mean.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
 def test_what_is_not_copied_keeps_its_elements():
     model = Whole()
     snapshot = Snapshot(model, copied=lambda tensor: tensor is not model.weight)
