@@ -80,6 +80,7 @@ def inputs(size: int, tensors: int) -> Inputs:
         edited,
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
         FOLDER,
+        size,
     )
 
 

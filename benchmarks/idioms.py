@@ -1,13 +1,22 @@
-"""The programs that are run beside ckptool, as people write them. Arguments: source, target."""
+"""The programs that are run beside ckptool, as people write them. Arguments: source, target.
+
+Those that fill a model take the size of the file instead of a target, and print how long that took.
+"""
 
 from __future__ import annotations
 
 __all__ = [
     "CAST",
+    "CKPTOOL_FILL",
+    "CKPTOOL_FILL_META",
     "CKPTOOL_LOAD",
     "CKPTOOL_LOAD_MAPPED",
+    "CKPTOOL_MATCH",
     "COMPARE",
+    "CONSUME",
     "CONVERT",
+    "FILL",
+    "FILL_META",
     "LIST",
     "LOAD",
     "LOAD_MAPPED",
@@ -96,4 +105,66 @@ state = ckptool.load_state_dict(sys.argv[1])
 CKPTOOL_LOAD_MAPPED = """
 import sys, ckptool
 state = ckptool.load_state_dict(sys.argv[1], mmap=True)
+"""
+
+FILL = """
+import sys, time, torch
+from benchmarks.decoder import decoder
+model = decoder(int(sys.argv[2]))
+start = time.perf_counter()
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+model.load_state_dict(state)
+print(time.perf_counter() - start)
+"""
+
+CKPTOOL_FILL = """
+import sys, time, torch, ckptool
+from benchmarks.decoder import decoder
+model = decoder(int(sys.argv[2]))
+start = time.perf_counter()
+ckptool.load_into(model, sys.argv[1])
+print(time.perf_counter() - start)
+"""
+
+FILL_META = """
+import sys, time, torch
+from benchmarks.decoder import decoder
+model = decoder(int(sys.argv[2]), device="meta")
+start = time.perf_counter()
+state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+model.load_state_dict(state, assign=True)
+print(time.perf_counter() - start)
+"""
+
+CKPTOOL_FILL_META = """
+import sys, time, torch, ckptool
+from benchmarks.decoder import decoder
+model = decoder(int(sys.argv[2]), device="meta")
+start = time.perf_counter()
+ckptool.load_into(model, sys.argv[1])
+print(time.perf_counter() - start)
+"""
+
+CKPTOOL_MATCH = """
+import sys, time, torch, ckptool
+count, weight = int(sys.argv[1]), torch.zeros(2, 3)
+file = {f"module.backbone.layers.{index}.weight": weight.clone() for index in range(count)}
+model = {f"layers.{index}.weight": (2, 3) for index in range(count)}
+start = time.perf_counter()
+_, report = ckptool.match(file, model)
+print(time.perf_counter() - start)
+assert report.coverage == 1.0
+"""
+
+CONSUME = """
+import sys, time, torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+count, weight = int(sys.argv[1]), torch.zeros(2, 3)
+file = {f"module.backbone.layers.{index}.weight": weight.clone() for index in range(count)}
+start = time.perf_counter()
+consume_prefix_in_state_dict_if_present(file, "module.")
+consume_prefix_in_state_dict_if_present(file, "backbone.")
+print(time.perf_counter() - start)
 """

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYERS", "hollow", "large", "many", "single"]
+__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "shapes", "single"]
 
 LAYERS = 37
 """With six tensors each, and three beside them: 225."""

@@ -27,7 +27,9 @@ PAGE = """# Benchmarks
 `make bench` made this page: whole processes, run in turn (A B A B ...), {repeats} times each.
 Seconds are medians of wall time; "ckptool / it" is the median of the rounds' own ratios, below 1
 where ckptool is faster. Memory is the highest peak of any run. Inputs lie in the page cache. What
-ckptool and `cp && sync` write is on the disk when they end; the torch idioms do not sync.
+ckptool and `cp && sync` write is on the disk when they end; the torch idioms do not sync. Of what
+fills a model or matches names the seconds are those of that part alone, inside a process that has
+imported torch and built the model before.
 
 {machine}
 

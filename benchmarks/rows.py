@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import idioms
+from benchmarks.inputs import HALF, shapes
 from benchmarks.timing import Command, Measured, measure, ratio, warm
 
 __all__ = ["Inputs", "Result", "Row", "rows", "run_row"]
@@ -35,6 +37,8 @@ class Inputs:
     """By bytes; the largest is hollow."""
     many: dict[int, Path]
     folder: Path
+    size: int
+    """Bytes that the large files were made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,8 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         *diff_rows(inputs),
         *value_rows(inputs),
         *load_rows(inputs.large),
+        *fill_rows(inputs.large, inputs.size),
+        match_row(inputs.many),
     )
 
 
@@ -340,3 +346,38 @@ def load_rows(source: Path) -> Iterator[Row]:
             most_times=1.0,
             peak_beside=True,
         )
+
+
+def fill_rows(source: Path, size: int) -> Iterator[Row]:
+    """A model filled, without the time that building it takes; names are other than the file's."""
+    ours = Command.program("load_into", idioms.CKPTOOL_FILL, source, size, tells=True)
+    theirs = Command.program(
+        "torch.load(mmap=True), load_state_dict", idioms.FILL, source, size, tells=True
+    )
+    yield Row(
+        "`load_into(model)`, large file",
+        source,
+        (ours, theirs),
+        beside=theirs.label,
+        most_times=1.0,
+        most_bytes=HALF * sum(map(math.prod, shapes(size).values())) + 300 * MB,
+    )
+    ours = Command.program("load_into", idioms.CKPTOOL_FILL_META, source, size, tells=True)
+    theirs = Command.program(
+        "torch.load(mmap=True), load_state_dict(assign=True)",
+        idioms.FILL_META,
+        source,
+        size,
+        tells=True,
+    )
+    yield Row("`load_into(model)` on `meta`, large file", source, (ours, theirs), most_seconds=1.0)
+
+
+def match_row(many: dict[int, Path]) -> Row:
+    """Names alone: a wrapper and a prefix to take off each."""
+    count = max(many)
+    ours = Command.program("match", idioms.CKPTOOL_MATCH, count, tells=True)
+    theirs = Command.program(
+        "consume_prefix_in_state_dict_if_present, told both", idioms.CONSUME, count, tells=True
+    )
+    return Row(f"`match`, {count:,} names", many[count], (ours, theirs), most_seconds=2.0)

@@ -29,6 +29,8 @@ class Command:
     arguments: tuple[str, ...]
     ends: int = 0
     """The exit code of a run that went well."""
+    tells: bool = False
+    """Whether its last line of output is how many seconds the part took that counts."""
 
     @classmethod
     def ckptool(cls, *arguments: object, ends: int = 0) -> Command:
@@ -42,9 +44,10 @@ class Command:
         return cls(label, tuple(map(str, arguments)))
 
     @classmethod
-    def program(cls, label: str, text: str, *arguments: object) -> Command:
+    def program(cls, label: str, text: str, *arguments: object, tells: bool = False) -> Command:
         """A Python program given as text."""
-        return cls(label, (sys.executable, "-c", text.strip(), *map(str, arguments)))
+        words = (sys.executable, "-c", text.strip(), *map(str, arguments))
+        return cls(label, words, tells=tells)
 
     @classmethod
     def copy(cls, source: Path, target: Path) -> Command:
@@ -97,7 +100,7 @@ def measure(
 
 
 def run(command: Command) -> Sample:
-    """One run; its output goes nowhere.
+    """One run; its output goes nowhere, unless it tells its time.
 
     Raises:
         RuntimeError: it ended otherwise than it should; its standard error is in the message.
@@ -106,11 +109,12 @@ def run(command: Command) -> Sample:
     process = subprocess.Popen(
         command.arguments,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if command.tells else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
     )
     with process:
+        output = process.stdout.read() if process.stdout else b""
         error = process.stderr.read() if process.stderr else b""
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -118,7 +122,8 @@ def run(command: Command) -> Sample:
     if process.returncode != command.ends:
         words = shlex.join(command.arguments)
         raise RuntimeError(f"{words} exited {process.returncode}: {error.decode()[-2000:]}")
-    return Sample(seconds, usage.ru_maxrss * RSS_UNIT)
+    told = float(output.split()[-1]) if command.tells else seconds
+    return Sample(told, usage.ru_maxrss * RSS_UNIT)
 
 
 def ratio(ours: Measured, theirs: Measured) -> float:

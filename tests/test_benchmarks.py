@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.decoder import decoder
 from benchmarks.inputs import hollow, large, many, shapes, single
 from benchmarks.report import growth, refresh, table
 from benchmarks.rows import MB, Inputs, Result, Row, clear, rows
@@ -117,6 +118,23 @@ def test_a_command_may_end_with_a_finding():
         measure([Command("fine", (sys.executable, "-c", ""), ends=1)], 1, lambda: None)
 
 
+def test_a_program_may_tell_the_time_that_counts():
+    program = Command.program("told", "print('warm'); print(0.25)", tells=True)
+    assert measure([program], 1, lambda: None)[0].samples[0].seconds == 0.25
+
+
+def test_the_decoder_takes_the_large_file(tmp_path):
+    import torch
+
+    size = 20 * MB
+    large(tmp_path / "large.pth", size)
+    state = torch.load(tmp_path / "large.pth", map_location="cpu", mmap=True)
+    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    model = decoder(size)
+    assert list(model.load_state_dict(state)) == [[], []]
+    assert {one.device.type for one in decoder(size, device="meta").parameters()} == {"meta"}
+
+
 def test_the_ratio_is_of_rounds_not_of_medians():
     assert ratio(timed(OURS, 1, 10, 3), timed(THEIRS, 2, 20, 1)) == 0.5
 
@@ -167,7 +185,7 @@ def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    inputs = Inputs(*files, edited, many, Path("out"))
+    inputs = Inputs(*files, edited, many, Path("out"), 20 * MB)
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
