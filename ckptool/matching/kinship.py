@@ -28,6 +28,10 @@ class Kin:
     crowded: bool = False
     """There are too many to tell."""
 
+    def has(self, name: str) -> bool:
+        """Whether a name may be among them."""
+        return self.crowded or name in self.names
+
 
 def sampled(names: Iterable[str], slots: Mapping[str, Slot]) -> tuple[list[str], bool]:
     """Names of each kind, a few where there are many, and whether that is all the kinds.

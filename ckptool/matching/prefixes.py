@@ -127,12 +127,34 @@ class _Ends:
         return [pair for pair in others if self._is_other(account, pair, (own, wanted))]
 
     def _is_other(self, account: Account, pair: Pair, mine: Pair) -> bool:
-        """Whether a pair is another meaning, and of a name that the rule itself leaves alone."""
-        if pair == mine or pair[0] == pair[1] or not self._ledger.fits(*pair):
+        """Whether a pair is another meaning, and of a name that the rule itself leaves alone.
+
+        Not where that name ends with more of yet another, which nothing meets either.
+        """
+        ledger = self._ledger
+        if pair == mine or pair[0] == pair[1] or not ledger.fits(*pair):
             return False
-        if pair[0] == mine[0]:
-            return pair[1] not in account.targets
-        return pair[0] not in account.sources
+        tail = min(*pair, key=len)
+        own, wanted = pair
+        if own == mine[0]:
+            return wanted not in account.targets and (
+                wanted in ledger.pairs
+                or not any(
+                    h in ledger.have.slots and ledger.fits(h, wanted) for h in _longer(wanted, tail)
+                )
+            )
+        return own not in account.sources and (
+            own in ledger.met
+            or not any(w in ledger.want.slots and ledger.fits(own, w) for w in _longer(own, tail))
+        )
+
+
+def _longer(name: str, tail: str) -> Iterator[str]:
+    """What a name ends with, itself aside, that is longer than one of its ends."""
+    at, parts = name.find("."), 0
+    while 0 <= at < len(name) - len(tail) - 1 and parts < MOST_PARTS:
+        yield name[at + 1 :]
+        at, parts = name.find(".", at + 1), parts + 1
 
 
 def _ending(

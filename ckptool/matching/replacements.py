@@ -121,7 +121,7 @@ class _Trial:
             pairs += [(other, wanted) for other in (b.names if b else ()) if other != own]
             ledger.spend(len(pairs))
             for pair in pairs:
-                if not self._is_inner(account, pair, own):
+                if self._is_other(account, pair, own):
                     others[swap_between(*pair)] = None
                     others[swap_between(*pair, is_open=False)] = None
         rivals = tuple(
@@ -136,10 +136,16 @@ class _Trial:
             self._moved[account.swap] = renumbered(self._ledger, account)
         return self._moved[account.swap]
 
-    @staticmethod
-    def _is_inner(account: Account, pair: Pair, own: str) -> bool:
-        """Whether the rule itself explains what the pair has in the place of its own name."""
-        return pair[1] in account.targets if pair[0] == own else pair[0] in account.sources
+    def _is_other(self, account: Account, pair: Pair, own: str) -> bool:
+        """Whether a pair is another meaning, and of a name that the rule itself leaves alone.
+
+        Not where that name is more like others still, if nothing meets it.
+        """
+        if pair[0] == own:
+            kin = None if pair[1] in self._ledger.pairs else self._wanted.get(pair[1])
+            return pair[1] not in account.targets and (kin is None or kin.has(own))
+        kin = None if pair[0] in self._ledger.met else self._own.get(pair[0])
+        return pair[0] not in account.sources and (kin is None or kin.has(pair[1]))
 
     def concluded(self, cases: Sequence[_Case]) -> list[tuple[Swap, dict[str, str]]]:
         """Take what can be accepted now, by the strongest kind of evidence that there is."""
