@@ -177,15 +177,13 @@ class Ledger:
         """Whether a rule is better than another that gives one of the names another meaning.
 
         It explains strictly more, and the other leaves something of its own unexplained; or the
-        other takes away from names that are met more than it gives.
+        other explains nothing that is left, and takes away from names that are met.
         """
         if len(account.explained) > len(rival.explained) and not rival.full:
             return True
-        self.spend(len(rival.domain) + len(rival.targets) + len(account.explained))
-        lost = sum(
+        self.spend(len(rival.domain) + len(rival.explained))
+        return not self.hits(rival) and any(
             wanted not in rival.targets
             for own in rival.domain
             for wanted in self.targets.get(own, ())
         )
-        new = sum(wanted not in self.pairs for wanted in rival.targets)
-        return lost > 0 and new - lost < len(self.hits(account))
