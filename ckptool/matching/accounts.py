@@ -68,6 +68,7 @@ class Ledger:
         for wanted, own in pairs.items():
             self.targets.setdefault(own, []).append(wanted)
         self._accounts: dict[Swap, Account] = {}
+        self._hits: dict[Swap, list[Pair]] = {}
         self._budget = 2_000_000 + 20 * (len(have) + len(want))
 
     def left(self) -> tuple[list[str], list[str]]:
@@ -103,6 +104,7 @@ class Ledger:
 
     def meet(self, found: Mapping[str, str]) -> None:
         """Take pairs, wanted to own, as concluded."""
+        self._hits.clear()
         self.pairs.update(found)
         self.met.update(found.values())
         for wanted, own in found.items():
@@ -110,6 +112,7 @@ class Ledger:
 
     def take_back(self, found: Mapping[str, str]) -> None:
         """Undo `meet` of pairs that nothing else meets."""
+        self._hits.clear()
         for wanted, own in found.items():
             del self.pairs[wanted]
             self.met.discard(own)
@@ -171,7 +174,11 @@ class Ledger:
 
     def hits(self, account: Account) -> list[Pair]:
         """What a rule explains of the names that are left."""
-        return [(h, w) for h, w in account.explained if h not in self.met and w not in self.pairs]
+        if account.swap not in self._hits:
+            self._hits[account.swap] = [
+                (h, w) for h, w in account.explained if h not in self.met and w not in self.pairs
+            ]
+        return self._hits[account.swap]
 
     def beats(self, account: Account, rival: Account) -> bool:
         """Whether a rule is better than another that gives one of the names another meaning.

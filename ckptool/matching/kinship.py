@@ -67,7 +67,7 @@ def kin_of(
         OutOfBudget: there is more to look at than real names have.
     """
     names = list(names)
-    index = _index({end for name in names for end in _ends(name)}, names, slots, others, ledger)
+    index = _index(names, slots, others, ledger)
     return {
         name: found
         for name in names
@@ -75,33 +75,46 @@ def kin_of(
     }
 
 
-_Index = dict[tuple[str, Shape | None], dict[_Numbers, list[str]]]
+class _Ending:
+    """The names that end alike, under one shape, and those of them that have some numbers."""
+
+    __slots__ = ("_numbered", "names")
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._numbered: dict[_Numbers, list[str]] | None = None
+
+    def numbered(self, numbers: _Numbers) -> list[str]:
+        if self._numbered is None:
+            self._numbered = {}
+            for name in self.names:
+                self._numbered.setdefault(_numbers(name), []).append(name)
+        return self._numbered.get(numbers, [])
+
+
+_Index = dict[Shape | None, dict[str, _Ending]]
 
 
 def _index(
-    ends: set[str],
-    names: Iterable[str],
-    slots: Mapping[str, Slot],
-    others: Mapping[str, Slot],
-    ledger: Ledger,
+    names: Iterable[str], slots: Mapping[str, Slot], others: Mapping[str, Slot], ledger: Ledger
 ) -> _Index:
-    leaves = {(name.rpartition(".")[2], _rounded(slots[name].shape)) for name in names}
-    unknown = {leaf for leaf, _ in leaves}
-    index: _Index = {}
+    """What of `others` ends like some of the names."""
+    index: _Index = {None: {}}
+    for name in names:
+        ends = index.setdefault(_rounded(slots[name].shape), {})
+        for end in _ends(name):
+            ends.setdefault(end, _Ending())
+            index[None].setdefault(end, _Ending())
     entries = 0
     for other, slot in others.items():
-        shape = _rounded(slot.shape)
-        leaf = other.rpartition(".")[2]
-        if not (leaf in unknown if shape is None else (leaf, shape) in leaves):
-            continue
-        numbers = _numbers(other)
+        ends = index.get(_rounded(slot.shape), {})
         at = len(other)
-        while at >= 0:  # as `_ends`; here most of the time goes
+        while ends and at >= 0:  # as `_ends`; here most of the time goes
             at = other.rfind(".", 0, at)
-            end = other[at + 1 :]
-            if end not in ends:
+            found = ends.get(other[at + 1 :])
+            if found is None:
                 break
-            index.setdefault((end, shape), {}).setdefault(numbers, []).append(other)
+            found.names.append(other)
             entries += 1
     ledger.spend(entries)
     return index
@@ -131,9 +144,9 @@ def _nearest(
 ) -> Kin | None:
     numbers = _numbers(name)
     for end in reversed(list(_ends(name))):
-        found = [at for key in (_rounded(shape), None) if (at := index.get((end, key)))]
-        alike = (other for at in found for other in at.get(numbers, ()))
-        every = (other for at in found for others in at.values() for other in others)
+        found = [at for key in (_rounded(shape), None) if (at := index[key][end]).names]
+        alike = (other for at in found for other in at.numbered(numbers))
+        every = (other for at in found for other in at.names)
         for group in (alike, every):
             seen = list(islice(group, 4 * _MOST_KIN))
             kin = tuple(other for other in seen if other != name and fits(name, other))
