@@ -143,7 +143,7 @@ class Conversion:
         return checkpoint if self.like is None else self._fitted(checkpoint)
 
     def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
-        from ckptool.loading.references import reference
+        from ckptool.loading.fitting.references import reference
         from ckptool.matching.fitting import fitted
 
         wanted = reference(self.like, key=self.like_key)

@@ -14,7 +14,7 @@ from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
-from ckptool.loading.factory import referred
+from ckptool.loading.fitting.factory import referred
 from ckptool.matching import Allowance
 from ckptool.writing import target_format
 

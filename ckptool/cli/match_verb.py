@@ -12,8 +12,8 @@ from ckptool.cli.console import print_document, print_lines, say, settle, stdout
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
 from ckptool.formats.identify_kinds import as_argument, unused
-from ckptool.loading.factory import referred
-from ckptool.loading.references import reference
+from ckptool.loading.fitting.factory import referred
+from ckptool.loading.fitting.references import reference
 from ckptool.matching import Allowance, MatchReport, Problem
 from ckptool.matching.fitting import compared, match_of
 from ckptool.render.terminal import Look

@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptool.loading.models import target_of
-from ckptool.loading.optimizer import planned_optimizer
-from ckptool.loading.plans import planned
-from ckptool.loading.states import stated
+from ckptool.loading.fitting.models import target_of
+from ckptool.loading.fitting.plans import planned
+from ckptool.loading.fitting.states import stated
+from ckptool.loading.optimizers.planning import planned_optimizer
 
 
 @contextmanager

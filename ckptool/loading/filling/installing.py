@@ -1,0 +1,252 @@
+"""A matched state dict put into a model: planned first, then all of it or none."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import MatchError, UnreadableFile, UsageError
+from ckptool.loading.filling.assigning import Assigned
+from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
+from ckptool.loading.filling.spreading import spread_like
+from ckptool.loading.filling.torch_loading import torch_load
+from ckptool.loading.filling.undoing import Snapshot, held_back
+from ckptool.loading.filling.watching import unwatched
+from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.plans import metadata_for
+from ckptool.loading.fitting.shards import without_hidden
+from ckptool.loading.fitting.states import State
+from ckptool.loading.memory import memory_of
+from ckptool.matching import Match
+from ckptool.paths import listed, printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Installation"]
+
+_KEPT = 128 << 20
+"""Bytes of tensors that are copied before a file is read over them, so that an error on the way is
+undone, though the file could be read a moment ago. A larger model would need its own size again."""
+_CHECKED = 1 << 30
+"""Bytes up to which a file is checked before it is loaded, where the caller does not say."""
+
+Undo = Callable[[], None]
+
+
+class Installation:
+    """What is to be done to one model. It is made without touching anything."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        target: Target,
+        state: State,
+        match: Match,
+        *,
+        assign: bool | None = None,
+        mapped: bool = False,
+    ) -> None:
+        """Decide how each tensor gets its elements.
+
+        On the meta device, and with `assign`, it is another tensor that takes its place. A plain
+        tensor that no hook of torch's looks at is filled straight from the file. The rest is up to
+        torch: it gets tensors that are made of the file. `mapped`: the state maps the file.
+
+        Raises:
+            UsageError: tensors on the meta device are not to be assigned.
+        """
+        self._model, self._target, self._state, self._match = model, target, state, match
+        self._unwatched = unwatched(model)
+        self._assign, self._mapped = assign, mapped
+        entries, pairs = target.entries, match.pairs
+        self._assigned = [
+            name for name in pairs if name in entries and (assign or entries[name].is_meta)
+        ]
+        if assign is False and self._assigned:
+            raise UsageError(
+                f"{_called(self._assigned)} on the meta device, where nothing can be copied to",
+                hint="assign=None or assign=True",
+            )
+        self.assigned = frozenset(id(entries[name]) for name in self._assigned)
+        """The `id`s of the tensors that others take the place of."""
+        self._storages: set[int] | None = None
+        self._fills = self._filled(frozenset(self._assigned))
+
+    def run(self, *, verify: bool | None, between: Callable[[], Undo] | None = None) -> None:
+        """Do it all; whatever is raised, the model is as it was, and what `between` did undone.
+
+        `between` is called before the first tensor is filled from the file.
+
+        Raises:
+            MatchError: torch itself, or a hook of the model's, refuses what it is given.
+            CorruptFile, UnreadableFile: the file is damaged.
+        """
+        self._check(verify)
+        given = self._given()
+        snapshot = Snapshot(self._model, copied=self._kept())
+        undo: Undo | None = None
+        filled = False
+        try:
+            self._load(given)
+            undo = between() if between is not None else None
+            with held_back():
+                self._fill()
+                filled = True
+        except BaseException:
+            if not filled:
+                with held_back():
+                    snapshot.restore()
+                    if undo is not None:
+                        undo()
+            raise
+
+    def _filled(self, assigned: frozenset[str]) -> list[Fill]:
+        """What is filled without torch's doing, each tensor once."""
+        entries = self._target.entries
+        found: dict[int, Fill] = {}
+        for name, own in self._match.pairs.items():
+            tensor = entries.get(name)
+            if tensor is None or name in assigned or id(tensor) not in self._unwatched:
+                continue
+            ref = self._state.ref(own)
+            source = self._state.value(own) if ref is None else ref
+            if can_fill(tensor, source) and not self._is_own(source):
+                found.setdefault(id(tensor), Fill(own, tensor, source))
+        alone = apart(one.tensor for one in found.values())
+        return [one for key, one in found.items() if key in alone]
+
+    def _is_own(self, source: Any) -> bool:
+        """Whether a tensor in memory looks at one of the model's own storages."""
+        import torch
+
+        if self._state.tree.format != "memory" or not isinstance(source, torch.Tensor):
+            return False
+        if self._storages is None:
+            places = map(memory_of, self._target.entries.values())
+            self._storages = {place.storage for place in places if place}
+        place = memory_of(source)
+        return place is not None and place.storage in self._storages
+
+    def _check(self, verify: bool | None) -> None:
+        """Read what will be read, so that damage is met before the model is touched."""
+        assigned = frozenset(self._assigned) if self._mapped and not verify else frozenset()
+        read = (
+            (own, self._state.ref(own))
+            for name, own in self._match.pairs.items()
+            if name not in assigned
+        )
+        refs = {own: ref for own, ref in read if ref is not None}
+        if verify or (verify is None and stored_bytes(refs.items()) <= _CHECKED):
+            check_bytes(refs.items())
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Refuse a file that something writes to meanwhile."""
+        for source in self._state.tree.sources:
+            source.check_unchanged()
+
+    def _given(self) -> OrderedDict[str, Any]:
+        """The state dict for torch. What is not its to fill is there itself: a copy onto itself."""
+        entries, slots = self._target.entries, self._target.slots
+        filled = {id(one.tensor) for one in self._fills}
+        assigned, made = frozenset(self._assigned), Assigned(cast=self._assign is None)
+        given: OrderedDict[str, Any] = OrderedDict()
+        for name, own in self._match.pairs.items():
+            tensor = entries.get(name)
+            if tensor is not None and id(tensor) in filled:
+                given[name] = tensor
+                continue
+            value = self._state.value(own)
+            if tensor is not None:
+                value = spread_like(tensor, value)
+            if tensor is not None and name in assigned:
+                value = made.made(tensor, slots[name].tie, value)
+            elif self._is_own(value):  # torch would read it when it has changed already
+                value = value.detach().clone()
+            given[name] = value
+        return given
+
+    def _kept(self) -> Callable[[torch.Tensor], bool]:
+        """Which tensors must be copied to be put back."""
+        filled = {id(one.tensor) for one in self._fills}
+        if sum(one.tensor.nbytes for one in self._fills) <= _KEPT:
+            return lambda tensor: id(tensor) not in self.assigned
+        given = {id(self._target.entries.get(name)) for name in self._match.pairs} - filled
+        alone = self._unwatched - (given - self.assigned)
+        return lambda tensor: id(tensor) not in alone
+
+    def _load(self, given: OrderedDict[str, Any]) -> None:
+        """Have torch load what it is given, with all that hooks do."""
+        found = metadata_for(self._state, self._target, self._match)
+        metadata = {path: dict(held) for path, held in (found or {}).items()}
+        real: list[tuple[torch.nn.Module, str, torch.Tensor | None]] = []
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            held = (*module._parameters.items(), *module._buffers.items())
+            if not self.assigned.isdisjoint(id(tensor) for _, tensor in held):
+                metadata.setdefault(path, {})["assign_to_params_buffers"] = True
+                real.extend((module, *one) for one in held)
+        try:
+            missing, unexpected = torch_load(self._model, given, metadata or None)
+        except RuntimeError as error:
+            told = str(error)
+            if not told.startswith("Error(s) in loading state_dict"):
+                raise
+            raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
+        if not self._assign:
+            self._copy_into_real(real)
+        self._check_answer(missing, unexpected)
+
+    def _copy_into_real(self, held: list[tuple[torch.nn.Module, str, torch.Tensor | None]]) -> None:
+        """Tensors that torch assigned beside those on the meta device: those keep their place."""
+        import torch
+
+        for module, name, tensor in held:
+            if tensor is None or tensor.is_meta or id(tensor) in self.assigned:
+                continue
+            home: dict[str, Any] = module._parameters
+            home = home if name in home else module._buffers
+            given = home.get(name)
+            if given is not None and given is not tensor:
+                with torch.no_grad():
+                    tensor.copy_(given)
+                home[name] = tensor
+
+    def _check_answer(self, missing: list[str], unexpected: list[str]) -> None:
+        """Refuse where torch, or a hook, could not place what it was given."""
+        report = self._match.report
+        known = {*report.missing_keys, *(name for name, _ in report.kept)}
+        known.update(one.name for one in report.mismatched)
+        lost = [name for name in missing if without_hidden(name) not in known]
+        if lost or unexpected:
+            what = "missing" if lost else "unexpected"
+            raise self._refused(f"{_called(lost or unexpected)} {what} once its hooks have run")
+
+    def _refused(self, reason: str) -> MatchError:
+        report = self._match.report
+        return MatchError(
+            f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
+            file=report.file or None,
+            report=report,
+        )
+
+    def _fill(self) -> None:
+        """Fill the tensors that are left; from here on nobody interrupts."""
+        try:
+            fill(self._fills)
+            self._check_unchanged()
+        except (UnreadableFile, OSError) as error:
+            if sum(one.tensor.nbytes for one in self._fills) <= _KEPT:
+                raise
+            raise UnreadableFile(
+                f"could not be read to its end, and the model is filled in part: {error}",
+                file=self._state.file or None,
+                hint="load a file that is whole before the model is used",
+            ) from error
+
+
+def _called(names: list[str]) -> str:
+    """Names as the subject of a sentence, a long list cut."""
+    shown = listed(printable(name) for name in names)
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,166 @@
+"""`load_into`: a whole model out of whatever file there is, or nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import UsageError, warn
+from ckptool.loading.filling.installing import Installation
+from ckptool.loading.fitting.models import Target, target_of
+from ckptool.loading.fitting.plans import planned
+from ckptool.loading.fitting.shards import without_hidden
+from ckptool.loading.fitting.states import Source, stated
+from ckptool.loading.optimizers.planning import planned_optimizer
+from ckptool.matching import Allowance, Allowed, MatchReport
+from ckptool.paths import listed, printable
+from ckptool.tensors import require_torch
+from ckptool.tensors.placement import MapLocation
+from ckptool.transforms.name_rules import Rule
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load_into"]
+
+
+def load_into(
+    model: torch.nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    allow_missing: Allowed = None,
+    allow_unexpected: Allowed = None,
+    allow_mismatched: Allowed = False,
+    allow_lossy_cast: Allowed = False,
+    min_coverage: float | None = None,
+    rules: Iterable[Rule | str] = (),
+    prefixes: Iterable[str] = (),
+    map_location: MapLocation = "cpu",
+    assign: bool | None = None,
+    verify: bool | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    key: Any = None,
+    optimizer_key: Any = None,
+    optimizer_order: str | None = None,
+) -> MatchReport:
+    """Load the whole of a file, or a state dict, into `model`; or change nothing and say why.
+
+    Names are made to fit as `match` does it: wrappers on either side, prefixes, known and inferred
+    renames. The plan is judged before the model is touched, and whatever goes wrong later (a hook
+    of the model's that raises, Ctrl-C) leaves it bit for bit as it was. All that torch does when it
+    loads is done: hooks, versions, extra state, lazy parameters.
+
+    A model on the `meta` device is filled by assignment over the privately mapped file: nothing is
+    copied, and **the file must not be truncated or written to while the model lives**, which would
+    end the process or change its numbers. Names that are one tensor in the model stay one; those
+    that only the file ties become two.
+
+    Args:
+        model: On any device, in any wrapper.
+        source: A file, an open checkpoint, a state dict, or a dict that holds one.
+        strict: False allows missing and unexpected names, as torch does.
+        allow_missing: True, or globs of the model's names that may be missing in the file.
+        allow_unexpected: True, or globs of the file's names that the model need not have.
+        allow_mismatched: True, or globs of names whose shape may differ: those are not loaded.
+        allow_lossy_cast: True, or globs of names whose numbers may change, being of another type.
+        min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
+        rules: `REGEX=>REPL`, applied to the file's names before anything else.
+        prefixes: `OLD=NEW`, as well.
+        map_location: Where tensors go that are assigned, as `torch.load` takes it.
+        assign: None: on the meta device alone; True: everywhere, with the types of the file.
+        verify: Whether the file is read and held against its checksums before the model is
+            touched. None: where it has at most 1 GiB to load and is not mapped.
+        optimizer: Loaded from the same file, by the names of its parameters.
+        key: Which state dict of the source, as `load_state_dict` takes it.
+        optimizer_key: Which optimizer's state, where there are several.
+        optimizer_order: `"position"`: the optimizer is over the same parameters in the same order.
+
+    Raises:
+        MatchError: it does not fit; `report` says all about it, `hint` what helps.
+        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
+        CorruptFile: its bytes are not what they were when it was written.
+        AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
+        NameCollision: `rules` make two names one.
+        DeviceError: `map_location` sends a tensor to a device that is not here.
+        UsageError: `model` is no module, or `assign=False` and it is on the meta device.
+        TorchMissing: torch is not installed.
+    """
+    require_torch()
+    _check_model(model)
+    target = target_of(model)
+    mapped = any(tensor.is_meta for tensor in target.entries.values())
+    place = map_location if mapped or assign else "cpu"
+    allowance = Allowance(
+        strict=strict,
+        missing=allow_missing,
+        unexpected=allow_unexpected,
+        mismatched=allow_mismatched,
+        lossy_cast=allow_lossy_cast,
+        min_coverage=min_coverage,
+    )
+    with stated(source, key=key, map_location=place, mmap=mapped) as state:
+        match = planned(state, target, rules=rules, prefixes=prefixes)
+        if assign:  # what takes the place of a tensor is of its own type
+            match = replace(match, report=match.report.with_changes(cast=()))
+        installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
+        between = None
+        if optimizer is not None:
+            _check_optimizer(optimizer, installation)
+            plan = planned_optimizer(
+                optimizer,
+                _named(model, target),
+                state,
+                match,
+                key=optimizer_key,
+                order=optimizer_order,
+                allow_lossy_cast=allow_lossy_cast,
+            )
+            match = replace(match, report=match.report.with_changes(optimizer=plan.report))
+            between = plan.apply
+        refusal = allowance.refusal(match.report)
+        if refusal is not None:
+            raise refusal
+        installation.run(verify=verify, between=between)
+        return _finished(model, target, match.report)
+
+
+def _check_model(model: Any) -> None:
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"a model to load into is wanted, not a {type(model).__name__}",
+            hint="load_into(model, path)",
+        )
+
+
+def _check_optimizer(optimizer: Any, installation: Installation) -> None:
+    groups = getattr(optimizer, "param_groups", ())
+    if any(
+        id(parameter) in installation.assigned for group in groups for parameter in group["params"]
+    ):
+        raise UsageError(
+            "the optimizer is over parameters that others take the place of",
+            hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
+        )
+
+
+def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:
+    """The model's name of each parameter, by its `id`."""
+    named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
+    for name, parameter in model.named_parameters():  # FSDP's are no entries
+        named.setdefault(id(parameter), without_hidden(name))
+    return named
+
+
+def _finished(model: torch.nn.Module, target: Target, report: MatchReport) -> MatchReport:
+    """The report, with what is still on the meta device, of which the caller is warned."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, tensor in every if tensor.is_meta]
+    if not left:
+        return report
+    note = f"without elements, on the meta device: {listed(map(printable, left))}"
+    warn(f"{target.label} is loaded, but for some tensors that are {note}")
+    return report.with_changes(notes=(*report.notes, note))

@@ -1,0 +1,226 @@
+"""A model as it was, to be put back where loading into it fails half way."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ckptool.loading.filling.spreading import is_spread
+from ckptool.loading.memory import Memory, memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Snapshot", "held_back", "tensors_of"]
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every parameter and buffer, once each, also those that no state dict has."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for tensor in list(held.values()):
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+class Snapshot:
+    """What a model is made of: its modules' attributes, its tensors, its extra states."""
+
+    def __init__(self, model: torch.nn.Module, *, copied: Callable[[torch.Tensor], bool]) -> None:
+        """Look at the model; of the tensors that are `copied` the elements are kept too."""
+        self._modules = [_Attributes(module) for module in model.modules()]
+        self._tensors = [_Held(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
+        self._extra = [_Extra(module) for module in model.modules() if _has(module)]
+
+    def restore(self) -> None:
+        """Put everything back, the same objects as before. What is not copied is left alone.
+
+        Where a part cannot be put back, the others are all the same; the first error is raised.
+        """
+        failed: list[Exception] = []
+        parts: tuple[_Attributes | _Extra | _Held, ...]
+        parts = (*self._modules, *self._extra, *self._tensors)
+        for part in parts:
+            try:
+                part.restore()
+            except Exception as error:  # an extra state's setter may raise anything
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+class _Attributes:
+    """The attributes of a module, and what its own containers hold."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._kind = type(module)
+        self._held = dict(vars(module))
+        self._inside = [
+            (value, value.copy() if value else ())
+            for value in self._held.values()
+            if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        if type(self._module) is not self._kind:
+            self._module.__class__ = self._kind
+        attributes = vars(self._module)
+        for name in [name for name in attributes if name not in self._held]:
+            del attributes[name]
+        attributes.update(self._held)
+        for container, content in self._inside:
+            _refill(container, content)
+
+
+_CONTAINERS = frozenset((dict, OrderedDict, set, list))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Make a dict, set or list hold what it held, where it does not."""
+    if _holds(container) == _holds(content):
+        return
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _holds(container: Any) -> list[Any]:
+    """What a container holds, by identity: tensors have no equality of one answer."""
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return [id(item) for item in container]
+
+
+@dataclass(slots=True, init=False)
+class _Held:
+    """A tensor, where its elements lie, and where wanted what they are."""
+
+    tensor: torch.Tensor
+    kind: type[Any]
+    data: torch.Tensor
+    memory: Memory | None
+    requires_grad: bool
+    content: torch.Tensor | None
+
+    def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
+        from torch.nn.parameter import is_lazy
+
+        self.tensor, self.kind = tensor, type(tensor)
+        self.data, self.memory = tensor.data, memory_of(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.content = None
+        if copied and not is_lazy(tensor) and not tensor.is_meta:
+            home = self.data.device if is_spread(tensor) else "cpu"
+            self.content = _unrepeated(self.data).to(home, copy=True)
+
+    def restore(self) -> None:
+        import torch
+
+        tensor = self.tensor
+        if type(tensor) is not self.kind or memory_of(tensor) != self.memory:
+            tensor.data = self.data
+        if type(tensor) is not self.kind:
+            tensor.__class__ = self.kind
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+        if self.content is not None:
+            with torch.no_grad():
+                _unrepeated(self.data).copy_(self.content)
+
+
+def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements that an expanded tensor repeats: those can be written to."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not step:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+class _Extra:
+    """The extra state of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._state = _extra_state(module)
+
+    def restore(self) -> None:
+        # The module's attributes are what they were; what they hold may have been changed in place.
+        if not _equal(self._module.get_extra_state(), self._state):
+            self._module.set_extra_state(self._state)
+
+
+def _has(module: torch.nn.Module) -> bool:
+    """Whether it has an extra state that can be set."""
+    import torch
+
+    base, kind = torch.nn.Module, type(module)
+    return (
+        kind.set_extra_state is not base.set_extra_state
+        and kind.get_extra_state is not base.get_extra_state
+    )
+
+
+def _extra_state(module: torch.nn.Module) -> Any:
+    """A copy of it, as loading may change what it holds in place; itself where there is none."""
+    state = module.get_extra_state()
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # whatever an object's own copying raises
+        return state
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two extra states are the same, as far as that can be told."""
+    import torch
+
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # whatever an object's own comparing raises
+        return False
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Ctrl-C, and a request to end that the program handles, only count when this is through."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread
+        return
+    came: list[tuple[Callable[..., Any], int]] = []
+    before: dict[int, Callable[..., Any]] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((before[number], number))
+
+    try:
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before[number] = handler
+                signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for handler, number in came:
+        handler(number, None)

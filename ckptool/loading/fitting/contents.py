@@ -1,0 +1,127 @@
+"""What the elements of a state dict's entries say: looked at in blocks, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptool.dtypes import NOT_IN_TORCH, PACKED
+from ckptool.loading.fitting.losses import Loss, lost
+from ckptool.loading.fitting.states import State
+from ckptool.tensors import materialise, torch_dtype
+from ckptool.tensors.sameness import same_by_checksum, same_content
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptool.model import TensorRef
+
+__all__ = ["loss_of", "same_elements"]
+
+_BLOCK = 1 << 15
+"""Elements looked at at a time: fewer than torch divides among threads, which wait for each other
+and are slower by far than one where the machine is busy."""
+
+
+def loss_of(state: State, name: str, dtype: str) -> Loss | None:
+    """What becomes of the elements under `name` in another type.
+
+    None where that cannot be told: on the meta device, or of no plain array of elements, or where
+    torch does not compute with the types.
+
+    Raises:
+        CorruptFile, DeviceError: the elements cannot be read.
+    """
+    blocks = _blocks(state, name)
+    if blocks is None:
+        return None
+    loss, target = Loss(), torch_dtype(dtype)
+    try:
+        for block in blocks:
+            loss.add(lost(block, target))
+    except (RuntimeError, TypeError):  # of the back end, which has no such operation
+        return None
+    return loss
+
+
+def same_elements(state: State, one: str, other: str) -> bool:
+    """Whether two entries of a state dict have the same elements, byte for byte.
+
+    Of what has no elements here (the meta device) that is taken to be so; where torch cannot tell,
+    not.
+
+    Raises:
+        CorruptFile, DeviceError: the elements cannot be read.
+    """
+    refs = [state.ref(name) for name in (one, other)]
+    stored = [ref for ref in refs if ref is not None and ref.has_content]
+    if len(stored) == 2 and len({(ref.dtype, ref.shape) for ref in stored}) == 1:
+        known = same_by_checksum(stored[0], stored[1])
+        return same_content(stored[0], stored[1]) if known is None else known
+    values = state.value(one), state.value(other)
+    return values[0] is values[1] or _same_values(*values)
+
+
+def _same_values(a: Any, b: Any) -> bool:
+    import torch
+
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    if a.is_meta or b.is_meta:
+        return a.shape == b.shape
+    try:
+        if a.dtype != b.dtype or a.numel() != b.numel():
+            return False
+        if not (_is_plain(a) and _is_plain(b)):
+            return torch.equal(a, b)
+        shape = tuple(a.shape) or (1,)
+        pairs = ((a.detach().view(shape)[at], b.detach().view(shape)[at]) for at in _cuts(shape))
+        return all(torch.equal(_bytes(x), _bytes(y.to(x.device))) for x, y in pairs)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _bytes(block: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return block.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _blocks(state: State, name: str) -> Iterator[torch.Tensor] | None:
+    """The elements of an entry in some order; a file is read block by block."""
+    import torch
+
+    ref = state.ref(name)
+    if ref is not None and ref.has_content and ref.is_contiguous and _is_sliceable(ref):
+        shape = tuple(size or 0 for size in ref.shape)
+        return (materialise(ref[at] if at else ref) for at in _cuts(shape))
+    value = state.value(name)
+    if not isinstance(value, torch.Tensor) or value.is_meta or not _is_plain(value):
+        return None
+    return (value.detach()[at] for at in _cuts(tuple(value.shape)))
+
+
+def _is_sliceable(ref: TensorRef) -> bool:
+    return ref.dtype not in PACKED and ref.dtype not in NOT_IN_TORCH
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _cuts(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Indexes that together take every element once, each a block."""
+    row = prod(shape[1:])
+    if not shape or shape[0] * row <= _BLOCK:
+        yield ()
+    elif row <= _BLOCK:
+        step = _BLOCK // max(row, 1)
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step),)
+    else:
+        for at in range(shape[0]):
+            for rest in _cuts(shape[1:]):
+                yield (at, *rest)

@@ -1,0 +1,84 @@
+"""What names are to fit, however the caller gives it: a model, a state dict, shapes, a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import UsageError
+from ckptool.loading.fitting.live_slots import live_slots
+from ckptool.loading.fitting.models import Target, target_of
+from ckptool.loading.fitting.states import stated
+from ckptool.matching import Slot, Slots
+from ckptool.tensors import require_torch
+
+__all__ = ["target_like"]
+
+
+_REFERENCE = "the reference"
+"""What messages call what has no name."""
+_HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
+
+
+def target_like(like: Any, *, key: Any = None) -> Target:
+    """What `like` wants; `key` chooses the state dict where it holds several.
+
+    A model on any device; a state dict, or a dict of name to shape; a file or an open checkpoint,
+    of which the header alone is read; names alone.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        UnreadableFile: the file cannot be opened as a checkpoint.
+        AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
+        UsageError: it is none of these.
+    """
+    require_torch()
+    import torch
+
+    if isinstance(like, torch.nn.Module):
+        return target_of(like)
+    if isinstance(like, Mapping) and all(map(_is_shape, like.values())):
+        return Target(_REFERENCE, _of_shapes(like))
+    if isinstance(like, Mapping) and key is None and _is_flat(like):
+        return Target(_REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
+    if isinstance(like, (str, os.PathLike, Checkpoint, Mapping)):
+        with stated(like, key=key) as state:
+            return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
+    if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
+        return Target(_REFERENCE, _of_names(like))
+    raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+
+
+def _is_flat(like: Mapping[Any, Any]) -> bool:
+    """Whether it is a state dict of tensors alone."""
+    import torch
+
+    return all(
+        isinstance(value, torch.Tensor) and isinstance(name, str) for name, value in like.items()
+    )
+
+
+def _is_shape(value: Any) -> bool:
+    if isinstance(value, Slot):
+        return True
+    sizes = value if isinstance(value, (tuple, list)) else (None,)
+    return all(type(size) is int and size >= 0 for size in sizes)
+
+
+def _of_shapes(shapes: Mapping[Any, Any]) -> Slots:
+    slots = {
+        name: shape if isinstance(shape, Slot) else Slot(tuple(shape))
+        for name, shape in shapes.items()
+    }
+    return {**_of_names(slots), **slots}
+
+
+def _of_names(names: Iterable[Any]) -> Slots:
+    slots: Slots = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
+        slots[name] = Slot()
+    return slots

@@ -1,0 +1,114 @@
+"""Which entry of a state dict goes where in a model, and what its elements say of that."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.loading.fitting.contents import loss_of, same_elements
+from ckptool.loading.fitting.losses import Loss
+from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.shards import without_hidden
+from ckptool.loading.fitting.states import State
+from ckptool.matching import Cast, Match, matched
+from ckptool.transforms.metadata import moved_metadata
+from ckptool.transforms.name_rules import Rule, rules_of
+
+__all__ = ["metadata_for", "planned"]
+
+_NO_ENTRY = "a plain value, which no model takes"
+
+
+def planned(
+    state: State,
+    target: Target,
+    *,
+    rules: Iterable[Rule | str] = (),
+    prefixes: Iterable[str] = (),
+) -> Match:
+    """Match the names, then look into the elements where a cast, or an untied tie, may lose some.
+
+    Raises:
+        NameCollision: the rules make two names one.
+        UsageError: a text that is no rule.
+        CorruptFile, DeviceError: the elements cannot be read.
+    """
+    found = matched(
+        state.slots,
+        target.slots,
+        rules=rules_of(rules, prefixes),
+        metadata=state.metadata,
+        file=state.file,
+        model=target.label,
+    )
+    untied = tuple(_untied(state, target, found.pairs))
+    apart = frozenset(name for group in untied for name in group)
+    report = found.report.with_changes(
+        cast=_judged(state, found.report.cast),
+        tied=tuple(group for group in found.report.tied if not apart.intersection(group)),
+        untied=untied,
+        left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
+    )
+    return replace(found, report=report)
+
+
+def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
+    """Casts by what the elements are, where their types alone could lose something."""
+    losses: dict[tuple[str, str], Loss | None] = {}
+    judged = []
+    for cast in casts:
+        if cast.lossy:
+            key = cast.own, cast.after
+            if key not in losses:
+                losses[key] = loss_of(state, *key)
+            loss = losses[key]
+            if loss is not None:
+                cast = replace(cast, lossy=bool(str(loss)), loss=str(loss))
+        judged.append(cast)
+    return tuple(judged)
+
+
+def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Names that are one tensor in the model, and have several contents in the file."""
+    groups: dict[Hashable, list[str]] = {}
+    for name in pairs:
+        tie = target.slots[name].tie
+        if tie is not None:
+            groups.setdefault(tie, []).append(name)
+    for names in groups.values():
+        first, *others = dict.fromkeys(pairs[name] for name in names)
+        if not all(_is_same(state, first, other) for other in others):
+            yield tuple(names)
+
+
+def _is_same(state: State, one: str, other: str) -> bool:
+    tie = state.slots[one].tie
+    tied = tie is not None and tie == state.slots[other].tie
+    return tied or same_elements(state, one, other)
+
+
+def metadata_for(state: State, target: Target, match: Match) -> OrderedDict[str, Any] | None:
+    """The file's `_metadata` under the paths of the model's modules; None where it has none.
+
+    A version follows the names below its module. A module of the model without names of its own
+    has the version that the model gives it.
+    """
+    if state.metadata is None:
+        return None
+    own = {**match.renamed, **{old: new for new, old in reversed(match.pairs.items())}}
+    entries = {path: held for path, held in state.metadata.items() if isinstance(held, dict)}
+    followed = moved_metadata(entries, own, lambda path: path)
+    if target.metadata is None:
+        return OrderedDict(followed)
+    made: OrderedDict[str, Any] = OrderedDict()
+    holders = {name.rpartition(".")[0] for name in target.slots}
+    for path, default in target.metadata.items():
+        clean = without_hidden(path)
+        held = followed.get(path, followed.get(clean))
+        if held is not None:
+            made[path] = held
+        elif clean not in holders:
+            made[path] = default
+    return made

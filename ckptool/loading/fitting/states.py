@@ -1,0 +1,218 @@
+"""The state dict that a model is to be filled from, wherever it is: a file, or memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
+from ckptool.loading.fitting.boxes import Boxes
+from ckptool.loading.fitting.live_slots import live_slots
+from ckptool.loading.fitting.shards import without_hidden
+from ckptool.loading.load import opened
+from ckptool.loading.tree import TreeMaker
+from ckptool.matching import Slots, slots_of
+from ckptool.model import OrderedMap, TensorRef
+from ckptool.paths import listed
+from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
+from ckptool.tensors import is_one_part, only_a_part, require_torch
+from ckptool.tensors.placement import MapLocation
+from ckptool.transforms.selection import plain_state_dict
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Source", "State", "stated"]
+
+Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
+"""A file, an open checkpoint, a state dict, or a dict that holds one."""
+
+
+class State:
+    """One state dict: what it has by name, and how to get at it. Made by `stated`."""
+
+    def __init__(
+        self,
+        tree: Checkpoint,
+        section: Section,
+        boxes: Boxes | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Look at the names; `options` as `TreeMaker`'s. Nothing is read yet."""
+        self.tree = tree
+        """All of the file. Of memory what stands for it: tensors without bytes."""
+        self.section = section
+        """Which part of `tree` it is."""
+        self.root: OrderedMap = plain_state_dict(tree, section)
+        """The entries as they are loaded: of a pickled module, detached."""
+        self._originals = {} if boxes is None else boxes.originals
+        self._containers = {} if boxes is None else boxes.containers
+        self.slots: Slots = _slots(section, self._originals)
+        """The model's own entries; not plain values that a script put beside them."""
+        self._options = options
+        self._maker: TreeMaker | None = None
+
+    @property
+    def file(self) -> str:
+        """The path, for messages; empty for memory."""
+        return self.tree.path
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Its `_metadata`: module path to version; None where it has none.
+
+        Wrappers that keep their component out of the names do not keep it out of this: a module
+        inside one is also here under the path that its names have.
+        """
+        held = self.root.metadata
+        if not isinstance(held, Mapping):
+            return None
+        given = held if self.tree.format == "memory" else self.made(held)
+        made = {path: entry for path, entry in given.items() if isinstance(path, str)}
+        holders = {name.rpartition(".")[0] for name in self.slots}
+        inside = {
+            clean: entry
+            for path, entry in made.items()
+            if path not in holders and (clean := without_hidden(path)) in holders and clean != path
+        }
+        return {**made, **inside}
+
+    @property
+    def refs(self) -> dict[str, TensorRef | None]:
+        """Each of `slots` as it lies in the file; None for what is in memory, or no tensor."""
+        return {name: self.ref(name) for name in self.slots}
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The names of plain values among the entries, which no model takes."""
+        return tuple(str(name) for name in self.root if name not in self.slots)
+
+    def ref(self, name: str) -> TensorRef | None:
+        """One of `refs`."""
+        node = self.root[name]
+        return node if _is_stored(node, self._originals) else None
+
+    def value(self, name: str) -> Any:
+        """What stands under one of `slots`: a tensor, or an extra state.
+
+        Of a file it is made where `map_location` says, each tensor once, and what shares memory in
+        the file shares it; what is made is kept until `forget`. Of memory it is the object itself.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load_state_dict`.
+        """
+        node = self.root[name]
+        if _is_stored(node, self._originals) and is_one_part(node):
+            raise only_a_part(node, name)
+        if id(node) in self._containers:
+            return self._containers[id(node)]
+        if self._maker is None:
+            self._maker = TreeMaker(self.root, originals=self._originals, **self._options)
+        return self._maker.made(node, (name,))
+
+    def made(self, node: Any, **options: Any) -> Any:
+        """What stands for any node of `tree`, tensors made; read anew whenever it is asked for.
+
+        Of memory it is new containers around the objects themselves. `options` in place of those
+        of `stated`.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load`.
+        """
+        maker = TreeMaker(node, originals=self._originals, **{**self._options, **options})
+        try:
+            return maker.made(node)
+        finally:
+            maker.forget()
+
+    def forget(self) -> None:
+        """Let go of the values that were made."""
+        if self._maker is not None:
+            self._maker.forget()
+            self._maker = None
+
+
+@contextmanager
+def stated(
+    source: Source | torch.nn.Module,
+    *,
+    key: Any = None,
+    map_location: MapLocation = "cpu",
+    mmap: bool = False,
+) -> Iterator[State]:
+    """The one state dict in `source`, or the one under `key`; a file is open meanwhile.
+
+    `map_location` and `mmap` are for what a file holds; tensors in memory stay where they are.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
+        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
+        UsageError: it is nothing that has a state dict.
+    """
+    require_torch()
+    import torch
+
+    options = {"map_location": map_location, "mmap": mmap}
+    if isinstance(source, torch.nn.Module):
+        source = source.state_dict()
+    if isinstance(source, Mapping):
+        boxes = Boxes()
+        state = _chosen(boxes.checkpoint(source), key, boxes, options)
+        try:
+            yield state
+        finally:
+            state.forget()
+        return
+    if not isinstance(source, (str, os.PathLike, Checkpoint)):
+        raise UsageError(
+            f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
+        )
+    with opened(source) as checkpoint:
+        state = _chosen(checkpoint, key, None, options)
+        if state.section.unread:
+            warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
+        try:
+            yield state
+        finally:
+            state.forget()
+
+
+def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: dict[str, Any]) -> State:
+    try:
+        section = model_state_dict(tree, key)
+    except AmbiguousName:
+        raise
+    except NotFound:
+        if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
+            raise
+        section = Section((), "state_dict", tree.root, tree.root)
+    return State(tree, section, boxes, options)
+
+
+def _is_one(root: Any, *, in_memory: bool) -> bool:
+    """Whether it is a state dict all the same: of a model without tensors, or of odd ones."""
+    if isinstance(root, OrderedMap) and root.metadata is not None:
+        return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
+    return in_memory and isinstance(root, dict) and (not root or is_flat(root))
+
+
+def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
+    """As `slots_of`; what is in memory tells for itself what it is."""
+    if not originals:
+        return slots_of(section)
+    nodes = {name: section.node[name] for name in wrapped_names(section.node)}
+    slots = live_slots({name: originals.get(id(node)) for name, node in nodes.items()})
+    stored = [name for name, node in nodes.items() if _is_stored(node, originals)]
+    if stored:  # of an open checkpoint, in a dict with tensors in memory
+        of_file = slots_of(section)
+        slots.update((name, of_file[name]) for name in stored)
+    return slots
+
+
+def _is_stored(node: Any, originals: Mapping[int, Any]) -> bool:
+    return isinstance(node, TensorRef) and id(node) not in originals

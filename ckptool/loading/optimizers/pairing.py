@@ -1,0 +1,259 @@
+"""Which parameter's state of a file goes to which parameter of an optimizer. Nothing is guessed.
+
+`Optimizer.load_state_dict` goes by position alone: parameters of one shape that stand in another
+order get each other's moments without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+
+from ckptool.inspection.doctor.optimizers import Shape
+from ckptool.loading.optimizers.names import Place, Reading
+from ckptool.loading.optimizers.saved import Kept, Names, Saved, is_flat
+from ckptool.model import TensorRef
+from ckptool.paths import counted, listed, printable
+from ckptool.patterns import families
+
+__all__ = ["Pairing", "Wanted", "by_names", "by_position", "by_shapes"]
+
+_VOUCH = (
+    'optimizer_order="position" vouches that the optimizer was built over its parameters in the '
+    "order of the file"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The parameters of the optimizer that is to be filled, group after group."""
+
+    places: tuple[Place, ...]
+    sizes: tuple[int, ...]
+    """How many parameters each group has."""
+
+    @property
+    def groups(self) -> int:
+        """How many there are."""
+        return len(self.sizes)
+
+    def numbers(self) -> list[range]:
+        """The numbers of the parameters of each group."""
+        ends = accumulate(self.sizes)
+        return [range(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What goes where, or why nothing should."""
+
+    by: str
+    """`names`, `shapes` or `position`."""
+    groups: tuple[int, ...] = ()
+    """For each group of the optimizer that of the file."""
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """By the number of a parameter what is kept of it; not where that is nothing."""
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def by_names(saved: Saved, names: Names, reading: Reading, wanted: Wanted) -> Pairing:
+    """Each parameter of the file goes to the one that its name leads to."""
+    difference = _disputed(reading) or _unlike(names, reading, wanted)
+    difference = difference or _other_groups(saved, reading, wanted)
+    if difference or len(saved.groups) != wanted.groups:
+        return Pairing("names", problems=(_misfit(saved, wanted, difference),))
+    numbers = [number for number in reading.found if number is not None]
+    pairs = dict(sorted(zip(numbers, saved.parameters, strict=True)))
+    kept = {number: one for number, one in pairs.items() if one.state is not None}
+    if numbers != sorted(numbers) and any(is_flat(one.state) for one in kept.values()):
+        text = "the optimizer keeps one state of all its parameters, which have another order"
+        return Pairing("names", problems=(f"{text} in the file",))
+    filled = {wanted.places[number].group: one.group for number, one in pairs.items()}
+    empty = (number for number, group in enumerate(saved.groups) if not group)
+    groups = tuple(filled[at] if at in filled else next(empty) for at in range(wanted.groups))
+    moved = "the groups of the optimizer stand in another order than those of the file"
+    notes = (moved,) if groups != tuple(sorted(groups)) else ()
+    return Pairing("names", groups, kept, tuple(_other_shapes(kept, wanted)), notes)
+
+
+def by_position(saved: Saved, wanted: Wanted) -> Pairing:
+    """Each parameter of the file goes to the one in its place, as its user says."""
+    if problem := _other_counts(saved, wanted):
+        return Pairing("position", problems=(problem,))
+    kept = {at: one for at, one in enumerate(saved.parameters) if one.state is not None}
+    groups = tuple(range(wanted.groups))
+    return Pairing("position", groups, kept, tuple(_other_shapes(kept, wanted)))
+
+
+def by_shapes(saved: Saved, wanted: Wanted) -> Pairing:
+    """Each state goes to the only parameter of its group that has its shape."""
+    if problem := _other_counts(saved, wanted):
+        return Pairing("shapes", problems=(problem,))
+    pairs: dict[int, Kept] = {}
+    open_states: list[Kept] = []
+    problems: list[str] = []
+    for group, numbers in zip(saved.groups, wanted.numbers(), strict=True):
+        states = [one for one in group if one.state is not None]
+        left = _only_ones(states, wanted, numbers, pairs)
+        problems += _without_parameter(left, wanted, numbers)
+        open_states += left
+    if open_states and not problems:
+        problems.append(_undecided(saved, open_states, wanted))
+    kept = dict(sorted(pairs.items()))
+    problems += _other_shapes(kept, wanted)
+    return Pairing("shapes", tuple(range(wanted.groups)), kept, tuple(problems))
+
+
+def _only_ones(
+    states: list[Kept], wanted: Wanted, numbers: range, pairs: dict[int, Kept]
+) -> list[Kept]:
+    """Add to `pairs` what the shapes of a group decide; what they leave open is returned."""
+    if len(states) == 1 and len(numbers) == 1:
+        pairs[numbers[0]] = states[0]
+        return []
+    having: dict[Shape | None, list[int]] = {}
+    for number in numbers:
+        having.setdefault(wanted.places[number].shape, []).append(number)
+    if None in having:  # a lazy parameter could be of any shape
+        return states
+    shapes = Counter(one.likely_shape for one in states)
+    if None in shapes:  # so could be what is kept of one
+        return states
+    left = []
+    for one in states:
+        shape = one.likely_shape
+        if shapes[shape] == 1 and len(having.get(shape, ())) == 1:
+            pairs[having[shape][0]] = one
+        else:
+            left.append(one)
+    return left
+
+
+def _disputed(reading: Reading) -> str | None:
+    if not reading.disputed:
+        return None
+    names = listed(reading.disputed, 3)
+    return f"{names} could be either of two parameters, with or without a wrapper in its name"
+
+
+def _unlike(names: Names, reading: Reading, wanted: Wanted) -> str | None:
+    """The first names that only one of the two has."""
+    met: set[int] = set()
+    alone = []
+    for name, number in zip(names, reading.found, strict=True):
+        if number is None or number in met:
+            alone.append(name)
+        else:
+            met.add(number)
+    lacking = [place.name for number, place in enumerate(wanted.places) if number not in met]
+    found = ((alone, "file"), (lacking, "optimizer"))
+    first = [f"{printable(some[0])} is in the {whose} only" for some, whose in found if some]
+    return " and ".join(first) or None
+
+
+def _other_groups(saved: Saved, reading: Reading, wanted: Wanted) -> str | None:
+    """The first two parameters that share a group in one of the two alone."""
+    sides = ("the file", "the optimizer")
+    firsts: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+    for one, number in zip(saved.parameters, reading.found, strict=True):
+        if number is None:
+            continue
+        here = wanted.places[number].group
+        for side, (own, other) in enumerate(((one.group, here), (here, one.group))):
+            first, before = firsts[side].setdefault(own, (other, number))
+            if first != other:
+                both = " and ".join(printable(wanted.places[at].name) for at in (before, number))
+                return (
+                    f"{both} are in one group of {sides[side]}, and in groups {first} and {other} "
+                    f"of {sides[1 - side]}"
+                )
+    return None
+
+
+def _misfit(saved: Saved, wanted: Wanted, difference: str | None) -> str:
+    """Counts, where they differ, and the first difference."""
+    mine, theirs = len(wanted.places), len(saved.parameters)
+    sizes = (
+        f"the file has {counted(theirs, 'parameter')} in {counted(len(saved.groups), 'group')}, "
+        f"the optimizer {mine:,} in {wanted.groups:,}"
+    )
+    if difference is None:
+        return sizes
+    if (theirs, len(saved.groups)) == (mine, wanted.groups):
+        return f"the file's optimizer is of other parameters or groups: {difference}"
+    return f"{sizes}; first difference: {difference}"
+
+
+def _other_counts(saved: Saved, wanted: Wanted) -> str | None:
+    """Without names: the first group of another size."""
+    there = tuple(len(group) for group in saved.groups)
+    if wanted.sizes == there:
+        return None
+    for number, (mine, theirs) in enumerate(zip(wanted.sizes, there, strict=False)):
+        if mine != theirs:
+            return _misfit(saved, wanted, f"group {number} has {theirs:,} there and {mine:,} here")
+    return _misfit(saved, wanted, None)
+
+
+def _other_shapes(kept: dict[int, Kept], wanted: Wanted) -> Iterator[str]:
+    """State of another shape than the parameter that it would go to."""
+    wrong: list[tuple[str, str]] = []
+    for number, one in kept.items():
+        place, shape = wanted.places[number], one.shape
+        if is_flat(one.state):
+            yield from _other_length(one, wanted)
+        elif shape is not None and place.shape is not None and shape != place.shape:
+            text = f"is of shape {list(shape)}, and the parameter of {list(place.shape)}"
+            wrong.append((place.name, text))
+    if wrong:
+        first = families(wrong)[0]
+        rest = len(wrong) - len(first.names)
+        more = f"; so it is with {counted(rest, 'more parameter')}" if rest else ""
+        yield f"the state of {printable(first.label)} {wrong[first.numbers[0]][1]}{more}"
+
+
+def _other_length(one: Kept, wanted: Wanted) -> Iterator[str]:
+    """LBFGS: one vector over all parameters."""
+    shapes = [place.shape for place in wanted.places]
+    vector = one.state.get("prev_flat_grad")
+    if isinstance(vector, TensorRef) and None not in shapes:
+        length = sum(prod(size or 0 for size in shape) for shape in shapes if shape is not None)
+        if vector.numel != length:
+            yield (
+                f"the state is of {counted(vector.numel, 'number')} in all, and the parameters "
+                f"have {length:,}"
+            )
+
+
+def _without_parameter(left: list[Kept], wanted: Wanted, numbers: range) -> Iterator[str]:
+    """Shapes of which a group has fewer parameters than there are states."""
+    having = Counter(wanted.places[number].shape for number in numbers)
+    if None in having:
+        return
+    states = Counter(one.shape for one in left if one.shape is not None)
+    for shape, count in states.items():
+        if count > having[shape]:
+            yield (
+                f"the file has {counted(count, 'state')} of shape {list(shape or ())} in group "
+                f"{left[0].group}, and the optimizer {counted(having[shape], 'parameter')} of it"
+            )
+
+
+def _undecided(saved: Saved, left: list[Kept], wanted: Wanted) -> str:
+    """Which states could be several parameters', and what would decide."""
+    states = sum(one.state is not None for one in saved.parameters)
+    told = (
+        f"the file does not name the parameters of its optimizer, and {len(left):,} of its "
+        f"{counted(states, 'state')} could be of several"
+    )
+    shape = left[0].likely_shape
+    group = wanted.numbers()[left[0].group]
+    alike = [wanted.places[at].name for at in group if wanted.places[at].shape == shape]
+    if len(alike) > 1:
+        labels = [family.label for family in families((name, None) for name in alike)]
+        told += f" ({listed(labels, 3)}: of one shape)"
+    return f"{told}; {_VOUCH}"

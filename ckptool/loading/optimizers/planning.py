@@ -1,0 +1,231 @@
+"""The state of an optimizer, matched with its parameters before anything of it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import MatchError, UsageError
+from ckptool.loading.filling.reading import check_bytes
+from ckptool.loading.fitting.states import State
+from ckptool.loading.memory import shape_of
+from ckptool.loading.optimizers.kind import other_kind
+from ckptool.loading.optimizers.names import Place, Reading, bare_names, read_names
+from ckptool.loading.optimizers.pairing import (
+    Pairing,
+    Wanted,
+    by_names,
+    by_position,
+    by_shapes,
+)
+from ckptool.loading.optimizers.saved import Names, Saved, Unchosen, saved_optimizer
+from ckptool.loading.optimizers.state import Maker, casts, holds_inert, unmade
+from ckptool.loading.optimizers.undo import layers, remembered
+from ckptool.matching import Allowed, Cast, Match, OptimizerReport
+from ckptool.paths import counted, listed, printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OptimizerPlan", "planned_optimizer"]
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerPlan:
+    """What is to become of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    report: OptimizerReport
+    _maker: Maker | None = None
+
+    def apply(self) -> Callable[[], None]:
+        """Load the state, by the optimizer's own `load_state_dict`; what is returned undoes it.
+
+        Its hooks run, as do those of a wrapper. Whatever raises leaves it as it was.
+
+        Raises:
+            MatchError: the report has problems.
+            CorruptFile: bytes of the state are not what they were when the file was written.
+            DeviceError, UnsupportedFormat: a tensor cannot be made here.
+        """
+        if self._maker is None or self.report.problems:
+            raise MatchError("; ".join(self.report.problems))
+        check_bytes(self._maker.stored())
+        undo = remembered(self.optimizer)
+        try:
+            self.optimizer.load_state_dict(self._maker.state_dict(self.optimizer))
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+
+def planned_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[int, str],
+    state: State,
+    match: Match,
+    *,
+    key: Any = None,
+    order: str | None = None,
+    allow_lossy_cast: Allowed = False,
+) -> OptimizerPlan:
+    """How the state of an optimizer in the file of `state` goes into this one.
+
+    `named` has the model's name of each parameter by its `id`, `match` says which name of the
+    file that is. Parameters are matched by the names that the file keeps of them; without such by
+    the shapes that the state tells, where each shape of a group is one parameter's alone; with
+    `order="position"` by position, for which the caller vouches. `key` is the address of the
+    optimizer where the file has several.
+
+    Raises:
+        UsageError: what is given is no optimizer, or the order no word that is known.
+        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
+        CorruptFile: elements cannot be read that a cast may change.
+    """
+    if order not in (None, "position"):
+        raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
+        raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    wanted = Wanted(
+        tuple(_places(optimizer, named)), tuple(len(g["params"]) for g in optimizer.param_groups)
+    )
+    report = OptimizerReport("names", 0, len(parameters))
+    try:
+        saved = saved_optimizer(state.tree, state.section, key)
+    except Unchosen as error:
+        return OptimizerPlan(optimizer, replace(report, problems=(str(error),)))
+    pairing = _paired(saved, state, wanted, match, order)
+    report = replace(report, by=pairing.by, notes=tuple(_notes(saved, optimizer, pairing)))
+    names = [place.name for place in wanted.places]
+    whole = _unfit(parameters, names) or other_kind(saved, optimizer)
+    unmakeable = unmade(saved, pairing.kept)
+    problems = (whole,) if whole else (*pairing.problems, *((unmakeable,) if unmakeable else ()))
+    if problems:
+        return OptimizerPlan(optimizer, replace(report, problems=problems))
+    cast: tuple[Cast, ...] = ()
+    if _casts(optimizer):
+        cast = tuple(casts(state, saved, pairing.kept, parameters, names))
+    report = replace(
+        report, matched=len(pairing.kept), cast=cast, problems=tuple(_lossy(cast, allow_lossy_cast))
+    )
+    bare = bare_names(named.values())
+    known = [bare.get(named.get(id(param), "")) for param in parameters]
+    return OptimizerPlan(
+        optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, known)
+    )
+
+
+def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Iterator[Place]:
+    """The optimizer's parameters, group after group."""
+    for number, group in enumerate(optimizer.param_groups):
+        own_names = group.get("param_names") or [None] * len(group["params"])
+        for at, (parameter, own) in enumerate(zip(group["params"], own_names, strict=False)):
+            name = named.get(id(parameter))
+            shown = name or own or f"parameter {at} of group {number}"
+            yield Place(number, shown, name is not None, own, shape_of(parameter))
+
+
+def _paired(saved: Saved, state: State, wanted: Wanted, match: Match, order: str | None) -> Pairing:
+    """By names where they lead somewhere, else by position or shapes."""
+
+    def read(names: Names) -> Reading:
+        return read_names(names, saved.parameters, wanted.places, match)
+
+    own = saved.names()
+    lists = [own] if own else saved.names_beside(state.tree.root)
+    readings = {reading: names for names in lists if _leads_anywhere(reading := read(names)) or own}
+    best = [reading for reading in readings if reading.is_whole] or list(readings)
+    if len(best) == 1 and (best[0].is_whole or order is None):
+        return by_names(saved, readings[best[0]], best[0], wanted)
+    if order is None:
+        return by_shapes(saved, wanted)
+    for reading in best:
+        for at, number in enumerate(reading.found):
+            if number not in (None, at):
+                name = printable(readings[reading][at])
+                text = f"the file's names contradict the order: {name} is parameter {at:,} there"
+                return Pairing("position", problems=(f"{text}, and {number:,} here",))
+    return by_position(saved, wanted)
+
+
+def _leads_anywhere(reading: Reading) -> bool:
+    """Whether the names are of parameters at all: a file may hold a list of classes as well."""
+    return any(number is not None for number in reading.found)
+
+
+def _unfit(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
+    """Parameters that no state can be put beside."""
+    for parameter, name in zip(parameters, names, strict=True):
+        if parameter.is_meta:
+            return (
+                f"the optimizer's {printable(name)} is on the meta device, and loading puts "
+                "another in its place: load the model, build the optimizer, then load again with it"
+            )
+        if hasattr(parameter, "placements"):
+            return (
+                f"the optimizer's {printable(name)} is a DTensor, of which every rank has a part: "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict loads such state"
+            )
+    return None
+
+
+def _casts(optimizer: Any) -> bool:
+    """Whether the state is put into the types of the parameters, as torch does it."""
+    import torch
+
+    *_, innermost = layers(optimizer)
+    return type(innermost).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+
+def _lossy(cast: Sequence[Cast], allowed: Allowed) -> Iterator[str]:
+    """What a cast loses that may not be lost."""
+    lossy = [one for one in cast if one.lossy and not _is_allowed(one.name, allowed)]
+    if lossy:
+        first = lossy[0]
+        more = f", and of {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
+        yield (
+            f"of the optimizer's state {printable(first.name)} does not survive {first.before} -> "
+            f"{first.after} ({first.loss}){more}; allow_lossy_cast=True takes that"
+        )
+
+
+def _is_allowed(name: str, allowed: Allowed) -> bool:
+    if allowed is None or isinstance(allowed, bool):
+        return bool(allowed)
+    globs = (allowed,) if isinstance(allowed, str) else allowed
+    parameter = name.partition("/")[0]
+    return any(fnmatchcase(one, glob) for one in (name, parameter) for glob in globs)
+
+
+def _notes(saved: Saved, optimizer: torch.optim.Optimizer, pairing: Pairing) -> Iterator[str]:
+    """What is worth knowing, and no reason to refuse."""
+    yield from pairing.notes
+    if saved.strays:
+        count = counted(len(saved.strays), "parameter")
+        yield f"the file keeps state of {count} that no group of its optimizer has: left out"
+    for number, group in enumerate(saved.options):
+        inert = [str(key) for key, node in group.items() if holds_inert(node)]
+        if inert:
+            yield (
+                f"group {number} keeps its own {listed(inert)}: in the file that is an object, "
+                "which is never made"
+            )
+    for number, own in enumerate(pairing.groups):
+        mine, theirs = optimizer.param_groups[number], saved.options[own]
+        bound = [key for key in ("capturable", "fused") if theirs.get(key) and not mine.get(key)]
+        if bound:  # torch takes them over too, and step() fails on a device that has no such
+            yield f"group {number} is {' and '.join(bound)} now, as the file has it"
+    told = [_decoupled(groups) for groups in (saved.options, optimizer.param_groups)]
+    if None not in told and told[0] != told[1]:
+        yield f"the file's optimizer had decoupled_weight_decay={told[0]}, this one has {told[1]}"
+
+
+def _decoupled(groups: Sequence[Mapping[Any, Any]]) -> bool | None:
+    """What tells AdamW from Adam, since torch 2.7."""
+    found = {group.get("decoupled_weight_decay") for group in groups}
+    (only,) = found if len(found) == 1 else (None,)
+    return only if isinstance(only, bool) else None

@@ -1,0 +1,1 @@
+"""A model, its optimizer and values beside them as a file: `save`."""

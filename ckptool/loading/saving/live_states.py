@@ -1,0 +1,290 @@
+"""State dicts of live models, optimizers and their like, whole and under the model's own names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import UsageError, warn
+from ckptool.loading.saving.bare_names import bare_names, renamed_state
+from ckptool.paths import counted
+from ckptool.wrappers import Rename, strip_names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LiveStates", "is_optimizer"]
+
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+class LiveStates:
+    """Takes state dicts, and remembers what is to be saved in the place of what.
+
+    Where a model or its optimizer is spread over several processes, each makes the same calls: the
+    parts are gathered, and kept in the process that `writes`.
+    """
+
+    def __init__(self, *, writes: bool) -> None:
+        """Nothing is taken yet."""
+        self.instead: dict[int, Any] = {}
+        """By `id`, what stands for an object: its state dict, or the whole of a spread tensor."""
+        self._writes = writes
+        self._modules: list[torch.nn.Module] = []
+        self._orders: dict[int, list[str]] = {}
+        self._optimizers: list[Any] = []
+        self._alive: list[Any] = []
+
+    def of_model(self, model: Any) -> Mapping[Any, Any]:
+        """The state dict of a module, or one that was taken already; wrapper names are off.
+
+        Raises:
+            UsageError: it is neither.
+            NameCollision: two names would become one.
+        """
+        import torch
+
+        if isinstance(model, torch.nn.Module):
+            return self._of_module(model, bare_names(model))
+        if isinstance(model, Mapping):
+            return _stripped(model)
+        raise UsageError(
+            f"model= takes a module or its state dict, not a {type(model).__name__}",
+            hint="several models: save(path, model=one, other=another)",
+        )
+
+    def gather(self, root: Any) -> None:
+        """Look through a tree for what has a state dict, and for tensors that are spread.
+
+        An `AveragedModel` among it keeps its own names: those go with its counter. Optimizers come
+        last, when all modules are known that may have their parameters.
+        """
+        seen = {id(root)}
+        self._look_through([root], seen)
+        while self._optimizers:
+            optimizer = self._optimizers.pop(0)
+            state = self._of_optimizer(optimizer)
+            self._put(optimizer, state)
+            self._look_through([state], seen)
+
+    def _look_through(self, todo: list[Any], seen: set[int]) -> None:
+        while todo:
+            for inner in reversed([*self._held(todo.pop())]):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    todo.append(inner)
+
+    def _held(self, node: Any) -> Iterable[Any]:
+        """What a node holds; of one that something stands for, that."""
+        import torch
+
+        if isinstance(node, dict):
+            return node.values()
+        if isinstance(node, _CONTAINERS):
+            return node
+        if id(node) in self.instead:
+            return ()
+        if _is_spread(node):
+            self._put(node, self._whole(node))
+        elif isinstance(node, torch.nn.Module):
+            names = bare_names(node, averages=False)
+            return (self._put(node, self._of_module(node, names)),)
+        elif is_optimizer(node):
+            self._optimizers.append(node)
+        elif _has_state(node):
+            return (self._put(node, node.state_dict()),)
+        return ()
+
+    def _put(self, node: Any, instead: Any) -> Any:
+        self.instead[id(node)] = instead
+        self._alive.append((node, instead))
+        return instead
+
+    def _of_optimizer(self, optimizer: Any) -> Any:
+        """What its `state_dict()` gives, with `param_names` in its groups.
+
+        The names are those of the first module that has all of its parameters; else those that the
+        optimizer itself was given, wrappers off.
+        """
+        owner = self._owner(optimizer)
+        if owner is not None and any(_shards(owner)):
+            return _of_sharded(optimizer, owner, self._orders[id(owner)])
+        if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
+            optimizer.consolidate_state_dict(to=0)
+            if not self._writes:
+                return {}
+        state = optimizer.state_dict()
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            return state
+        names = _own_names(groups) if owner is None else _names_in(optimizer, groups, owner)
+        return {**state, "param_groups": _named(groups, names)}
+
+    def _owner(self, optimizer: Any) -> torch.nn.Module | None:
+        """The module whose parameters it trains; a warning where there are some, and none has."""
+        wanted = {id(parameter) for parameter in _parameters(optimizer)}
+        strange = []
+        for module in self._modules:
+            rest = wanted - set(map(id, module.parameters()))
+            if not rest:
+                return module
+            strange.append(len(rest))
+        if strange and wanted:
+            warn(
+                f"an optimizer is saved without the names of its parameters: {min(strange):,} of "
+                f"{counted(len(wanted), 'parameter')} are none of the model's"
+            )
+        return None
+
+    def _of_module(self, model: torch.nn.Module, bare: Rename) -> Mapping[Any, Any]:
+        """Of tied parameters that are spread, the whole is made once."""
+        self._modules.append(model)
+        with _unsharded(model):
+            state = model.state_dict()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        wholes: dict[int, Any] = {}
+        for name, value in state.items():
+            if _is_spread(value):
+                key = id(parameters.get(name, value))
+                if key not in wholes:
+                    wholes[key] = self._whole(value)
+                self._put(value, wholes[key])
+        renamed = renamed_state(state, bare)
+        self._orders[id(model)] = list(renamed)
+        return renamed
+
+    def _whole(self, tensor: Any) -> Any:
+        """All of a DTensor, on the CPU; gathered in every process, kept in one."""
+        whole = tensor.full_tensor().detach()
+        return whole.cpu() if self._writes else whole.new_empty(0)
+
+
+def _is_spread(node: Any) -> bool:
+    import torch
+
+    return isinstance(node, torch.Tensor) and callable(getattr(type(node), "full_tensor", None))
+
+
+def is_optimizer(node: Any) -> bool:
+    """Whether it is one, of torch's or of the same form."""
+    return _has_state(node) and isinstance(getattr(node, "param_groups", None), list)
+
+
+def _has_state(node: Any) -> bool:
+    return not isinstance(node, type) and callable(getattr(type(node), "state_dict", None))
+
+
+# FullyShardedDataParallel (the first: of `fully_shard` the parameters are DTensors)
+
+
+def _shards(model: torch.nn.Module) -> Iterator[Any]:
+    """The modules of it that are `FullyShardedDataParallel`; whoever made them has imported it."""
+    home = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(home, "FullyShardedDataParallel", None)
+    return (module for module in model.modules() if kind is not None and isinstance(module, kind))
+
+
+@contextmanager
+def _unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """Have FSDP give whole tensors, on the CPU of the first rank where that is another device.
+
+    On the CPU itself torch 2.13 reads freed memory if it is told to move what is there already.
+    """
+    sharded = list(_shards(model))
+    if not sharded:
+        yield
+        return
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    moves = all(module.compute_device.type != "cpu" for module in sharded)
+    with FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
+        FullOptimStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
+    ):
+        yield
+
+
+def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) -> dict[str, Any]:
+    """The state of an optimizer over shards, per parameter and by position.
+
+    Parameters that are parts of a flat one come in the `order` of the model's names, as a plain
+    optimizer has them.
+    """
+    from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+
+    with _unsharded(model):
+        by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    bare = bare_names(model)
+    flat = any(isinstance(parameter, FlatParameter) for parameter in _parameters(optimizer))
+    rank = {name: at for at, name in enumerate(order)} if flat else {}
+    positions: dict[str, int] = {}
+    groups = []
+    for group in by_name.get("param_groups", ()):
+        names = sorted(group["params"], key=lambda name: rank.get(bare(name), 0))
+        params = [positions.setdefault(name, len(positions)) for name in names]
+        groups.append({**group, "params": params, "param_names": [bare(name) for name in names]})
+    state = by_name.get("state", {})
+    return {
+        "state": {at: state[name] for name, at in positions.items() if name in state},
+        "param_groups": groups,
+    }
+
+
+# Names
+
+
+def _stripped(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A state dict without wrapper names, as far as the names themselves tell them."""
+    import torch
+
+    names = [
+        name
+        for name, value in state.items()
+        if isinstance(name, str)
+        and (isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state")
+    ]
+    found = strip_names(names)
+    return renamed_state(state, lambda name: found.renamed.get(name, name), found.rename_module)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_in(
+    optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module
+) -> list[list[str]] | None:
+    """The model's names of the parameters of each group; None where `groups` are other ones."""
+    bare = bare_names(model)
+    known: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known.setdefault(id(parameter), bare(name))
+    live = [group["params"] for group in optimizer.param_groups]
+    if [len(params) for params in live] != [len(group["params"]) for group in groups]:
+        return None
+    return [[known[id(parameter)] for parameter in params] for params in live]
+
+
+def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
+    """The names that the optimizer was made with, wrappers off; None where it has none."""
+    names = [group.get("param_names") for group in groups]
+    given = [name for group in names for name in group or ()]
+    if None in names or not all(isinstance(name, str) for name in given):
+        return None
+    renamed = strip_names(dict.fromkeys(given)).renamed
+    return [[renamed.get(name, name) for name in group or ()] for group in names]
+
+
+def _named(groups: list[dict[str, Any]], names: list[list[str]] | None) -> list[dict[str, Any]]:
+    if names is None:
+        return groups
+    return [{**group, "param_names": own} for group, own in zip(groups, names, strict=True)]

@@ -1,0 +1,119 @@
+"""`save`: a model, its optimizer and what else belongs to a run, as one file of plain data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import NotRepresentable, TargetExists, UsageError
+from ckptool.loading.saving.freezing import frozen
+from ckptool.loading.saving.live_states import LiveStates, is_optimizer
+from ckptool.loading.saving.ranks import Ranks
+from ckptool.tensors.runtime import require_torch
+from ckptool.writing import FLAT, Receipt, target_format
+from ckptool.writing import save as written
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    overwrite: bool = True,
+    **values: Any,
+) -> Receipt:
+    """Write a checkpoint that a bare `torch.load` takes, `weights_only=True` and on any machine.
+
+    It is a dict: `state_dict` of the model, `optimizer`, and the values by their names (`epoch`,
+    `step`, `scheduler`, `scaler`, `ema`, `rng`, `config`, ...). The file appears whole or not at
+    all; what it replaces stays until then. Missing folders are made; what a link leads to is
+    replaced, and the link stays.
+
+    The state dict has the names of the model inside all wrappers, with its `_metadata`; tensors are
+    detached and tagged `cpu`, what shared memory shares it, and of a large storage only what
+    tensors see is written. Nothing is copied as a whole on the way. The optimizer's is torch's own
+    form, with the names of the parameters as `param_names` of each group. Any other module,
+    optimizer, scheduler or scaler among the values, at whatever depth, becomes its state dict; an
+    `AveragedModel` there keeps its own names, which go with its counter.
+
+    Under `torch.distributed` every rank calls it: sharded parameters are gathered, rank 0 writes
+    what it was given, the others wait (as long as the timeout of the process group lets them), and
+    what goes wrong is raised in all of them.
+
+    Args:
+        path: Where to. A name that ends in `.safetensors` makes such a file, of a model alone.
+        model: A module, wrapped or not; or its state dict, whose wrapper names go.
+        optimizer: Its parameters are found in `model`, or in another module among the values.
+        overwrite: Replace a file that is there.
+        values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
+            `dtype`, and list, tuple, dict, OrderedDict, set and Counter of those; numpy scalars
+            become numbers.
+
+    Returns:
+        What was written; the same on every rank.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        NotRepresentable: a value is of another kind, a tensor has no elements here; the message
+            names the place. Nothing was written.
+        NameCollision: two names of the model would become one without its wrappers.
+        UsageError: there is nothing to save, or two things of one name.
+        TargetExists: the file is there, and `overwrite` is False; or it is a folder.
+        NoSpace: the disk cannot hold it.
+        WriteDenied: the system does not let us write there.
+        FileBusy: another process is writing the file.
+        WriteError: another rank failed.
+    """
+    require_torch()
+    ranks = Ranks()
+    states = ranks.each(lambda: _taken(model, optimizer, values, ranks))
+    return ranks.first(lambda: _write(_named(path), *states, overwrite=overwrite))
+
+
+def _taken(
+    model: Any, optimizer: Any, values: dict[str, Any], ranks: Ranks
+) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Everything by name, and what is saved in the place of what: each rank gives its part."""
+    states = LiveStates(writes=ranks.writes)
+    tree: dict[str, Any] = {}
+    if model is not None:
+        if "state_dict" in values:
+            text = "a value is called 'state_dict', as is what is saved of the model"
+            raise UsageError(text, hint="give it another name")
+        tree["state_dict"] = states.of_model(model)
+    if optimizer is not None:
+        if not is_optimizer(optimizer):
+            raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
+        tree["optimizer"] = optimizer
+    tree.update(values)
+    if not tree:
+        raise UsageError("there is nothing to save", hint="ckptool.save(path, model=model)")
+    states.gather(tree)
+    return tree, states.instead
+
+
+def _named(path: Any) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a path is wanted, not a {type(path).__name__}")
+    return os.fsdecode(path)
+
+
+def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrite: bool) -> Receipt:
+    checkpoint = frozen(tree, instead=instead, file=path)
+    is_flat = target_format(checkpoint, path) in FLAT
+    try:
+        receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
+    except TargetExists as error:
+        hint = "overwrite=True replaces it" if os.path.isfile(path) else error.hint
+        raise TargetExists(error.message, file=path, hint=hint) from error
+    except NotRepresentable as error:
+        hint = "save the model alone, or a .pth file" if is_flat else error.hint
+        raise NotRepresentable(error.message, file=path, hint=hint) from error
+    return replace(receipt, source="")

@@ -1,0 +1,148 @@
+"""The user's own code that builds a model."""
+
+import sys
+
+import pytest
+import torch
+
+from ckptool.errors import FileMissing, UsageError
+from ckptool.loading.fitting.factory import built, is_factory, referred
+from ckptool.loading.fitting.references import reference
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.fc = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+
+class Needy(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+class Box:
+    small = Net(2)
+
+made = []
+wide = Net(16)
+weights = wide.state_dict()
+number = 3
+
+def build():
+    made.append(torch.get_default_device() if hasattr(torch, "get_default_device") else None)
+    return Net()
+
+def reading():
+    net = Net()
+    net.fc.weight.sum().item()
+    return net
+
+def loud():
+    print("building")
+    return Net()
+
+def broken():
+    raise ValueError("no data\\nhere")
+
+def leaving():
+    raise SystemExit(2)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A working directory with a module of the user's."""
+    name = f"net_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_class_is_built_on_the_meta_device(home):
+    net = built(f"{home}:Net")
+    assert {value.device.type for value in net.state_dict().values()} == {"meta"}
+    assert reference(net).label == "Net"
+    assert reference(net).slots["fc.weight"].shape == (8, 4)
+
+
+def test_a_function_is_called_once_where_that_works(home):
+    assert type(built(f"{home}:build")).__name__ == "Net"
+    assert len(sys.modules[home].made) == 1
+
+
+def test_what_needs_numbers_is_built_as_it_is(home):
+    assert built(f"{home}:reading").fc.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("name", "width"), [("wide", 16), ("Box.small", 2)])
+def test_a_model_that_is_there_is_taken(home, name, width):
+    assert reference(referred(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
+
+
+def test_a_state_dict_that_is_there_is_taken(home):
+    assert built(f"{home}:weights") is sys.modules[home].weights
+
+
+def test_what_the_code_prints_is_no_result(home, capsys):
+    built(f"{home}:loud")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_path_is_as_it_was(home):
+    before = list(sys.path)
+    built(f"{home}:Net")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", "raised ValueError: no data here"),
+        ("leaving", "raised SystemExit: 2"),
+        ("Needy", "raised TypeError: .*width"),
+        ("nothing", "returned a NoneType, and no model"),
+        ("number", "is a int, and neither a model"),
+        ("Gone", "has no attribute 'Gone'"),
+    ],
+)
+def test_what_goes_wrong_in_it_is_one_sentence(home, name, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        built(f"{home}:{name}")
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_module_that_is_not_there_or_is_a_file_name(home):
+    with pytest.raises(UsageError, match="importing gone_away raised ModuleNotFoundError"):
+        built("gone_away:Net")
+    with pytest.raises(UsageError) as caught:
+        built(f"{home}.py:Net")
+    assert caught.value.hint == f"{home}:..., without .py"
+
+
+def test_a_file_of_that_name_wins(home, tmp_path):
+    assert is_factory("net:Net")
+    torch.save({"w.x": torch.ones(2)}, tmp_path / "net:Net")
+    assert not is_factory("net:Net")
+    assert list(reference("net:Net").slots) == ["w.x"]
+
+
+@pytest.mark.parametrize(
+    "word", ["model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"]
+)
+def test_other_words_are_files(word):
+    assert not is_factory(word)
+    assert referred(word) == word
+
+
+def test_the_library_takes_no_such_word(home):
+    with pytest.raises(FileMissing):
+        reference(f"{home}:Net")
+    assert home not in sys.modules

@@ -1,0 +1,60 @@
+"""What a cast does to elements, counted and told in words."""
+
+import warnings
+
+import pytest
+import torch
+
+from ckptool.loading.fitting.losses import Loss, lost
+
+NAN, INF = float("nan"), float("inf")
+LOSSES = [
+    ([1, 2.5, 70000, 1e-9, 0.1], "float32", "float16",
+     "1 of 5 overflows, 1 becomes 0, 1 is rounded"),
+    ([65519.0, 65504.0], "float32", "float16", "1 of 2 is rounded"),
+    ([1, 2.5, 1e39, NAN, INF], "float64", "float32", "1 of 5 overflows"),
+    ([1.5, 2, 3e10, NAN, -1], "float32", "int32", "2 of 5 overflow, 1 is truncated"),
+    ([-0.5, -1.5], "float32", "uint8", "1 of 2 overflows, 1 is truncated"),
+    ([1, 2**24 + 1, 2**40], "int64", "float32", "1 of 3 is rounded"),
+    ([1, 2**40], "int64", "int32", "1 of 2 overflows"),
+    ([0, 1, 2], "int64", "bool", "1 of 3 overflows"),
+    ([0.0, 1.0, 0.5], "float32", "bool", "1 of 3 is truncated"),
+    ([70000, 3], "int32", "float16", "1 of 2 overflows"),
+    ([1 + 2j, 3], "complex64", "float32", "1 of 2 is truncated"),
+    ([1 + 1e-20j, 3e39], "complex128", "complex64", "1 of 2 overflows, 1 is rounded"),
+    ([1.0, 500.0, 0.3], "float32", "float8_e4m3fn", "1 of 3 overflows, 1 is rounded"),
+    ([3.7], "float32", "int8", "1 of 1 is truncated"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "before", "after", "words"), LOSSES)
+def test_what_is_lost_is_counted_and_told(values, before, after, words):
+    block = torch.tensor(values, dtype=getattr(torch, before))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert str(lost(block, getattr(torch, after))) == words
+
+
+KEPT = [
+    ([1.0, NAN, -INF, 0.0, -0.0], "float32", "bfloat16"),
+    ([1.0, 2.0, -3.0], "float32", "int64"),
+    ([1, 5], "uint64", "int32"),
+    ([0.5, 1.0], "float32", "complex64"),
+    ([3, 4], "int8", "complex64"),
+    ([3 + 0j], "complex64", "float16"),
+    ([True, False], "bool", "float32"),
+    ([], "float32", "float16"),
+]
+
+
+@pytest.mark.parametrize(("values", "before", "after"), KEPT)
+def test_what_is_not_lost_is_not_told(values, before, after):
+    loss = lost(torch.tensor(values, dtype=getattr(torch, before)), getattr(torch, after))
+    assert str(loss) == ""
+
+
+def test_losses_add_up():
+    total = Loss()
+    for values in ([1e9, 1.0], [0.1]):
+        total.add(lost(torch.tensor(values), torch.float16))
+    assert str(total) == "1 of 3 overflows, 1 is rounded"
