@@ -31,6 +31,7 @@ __all__ = [
     "Opaque",
     "OrderedMap",
     "Path",
+    "Shape",
     "Size",
     "Storage",
     "StorageRef",
@@ -42,6 +43,9 @@ __all__ = [
 
 Path = tuple[Any, ...]
 """The keys from the root to a node: strings and integers, rarely anything else hashable."""
+
+Shape = tuple[int | None, ...]
+"""Sizes of the dimensions; None where one is ragged."""
 
 STRIDED_KINDS = frozenset({"strided", "subclass", "numpy"})
 SPARSE_KINDS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")

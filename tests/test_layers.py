@@ -22,6 +22,7 @@ ROOMS = [
     "patterns",
     "wrappers",
     "statedict",
+    "optimizers",
     "symbolic",
     "formats",
     "tensors",

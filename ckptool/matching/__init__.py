@@ -10,7 +10,7 @@ from ckptool.matching.report import (
     OptimizerReport,
     Renaming,
 )
-from ckptool.matching.slots import Shape, Slot, Slots, slots_of
+from ckptool.matching.slots import Slot, Slots, slots_of
 
 __all__ = [
     "Allowance",
@@ -23,7 +23,6 @@ __all__ = [
     "OptimizerReport",
     "Problem",
     "Renaming",
-    "Shape",
     "Slot",
     "Slots",
     "matched",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Ledger
-from ckptool.matching.slots import Shape, Slot
+from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS
+from ckptool.model import Shape
 
 __all__ = ["Kin", "kin_of", "sampled"]
 

@@ -11,8 +11,8 @@ from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.kinship import Kin, kin_of, sampled
 from ckptool.matching.numbering import renumbered
 from ckptool.matching.questions import Contested
-from ckptool.matching.slots import Shape
 from ckptool.matching.swaps import Head, Swap, is_number, swap_between
+from ckptool.model import Shape
 
 __all__ = ["accepted_replacements"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.matching.slots import Shape
+from ckptool.model import Shape
 
 __all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "OptimizerReport", "Renaming"]
 

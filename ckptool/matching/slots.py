@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckptool.model import TensorRef
+from ckptool.model import Shape, TensorRef
 from ckptool.statedict import Section, wrapped_names
 from ckptool.transforms.places import tie_key
 
-__all__ = ["Shape", "Slot", "Slots", "slots_of"]
-
-Shape = tuple[int | None, ...]
+__all__ = ["Slot", "Slots", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)

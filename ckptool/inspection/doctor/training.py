@@ -11,18 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
-from ckptool.inspection.doctor.optimizers import (
-    Shape,
-    groups_of,
-    kept_by,
-    names_in,
-    options_of,
-    parameters,
-    reference_of,
-    shapes_in,
-    trained,
-)
+from ckptool.inspection.doctor.optimizers import parameters, reference_of, trained
 from ckptool.inspection.doctor.patient import Patient
+from ckptool.model import Shape
+from ckptool.optimizers import groups_of, kept_by, names_in, options_of, shapes_in
 from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ckptool.inspection.doctor.optimizers import OPTIONS, kept_by, options_of
 from ckptool.loading.optimizers.saved import Saved
+from ckptool.optimizers import OPTIONS, kept_by, options_of
 from ckptool.paths import listed
 
 if TYPE_CHECKING:

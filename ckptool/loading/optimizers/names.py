@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ckptool.errors import NameCollision
 from ckptool.loading.optimizers.saved import Kept, Names
-from ckptool.matching import Match, Shape, Slot, matched
+from ckptool.matching import Match, Slot, matched
+from ckptool.model import Shape
 from ckptool.wrappers import strip_names
 
 __all__ = ["Place", "Reading", "bare_names", "read_names"]

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
-from ckptool.inspection.doctor.optimizers import Shape
 from ckptool.loading.optimizers.names import Place, Reading
 from ckptool.loading.optimizers.saved import Kept, Names, Saved, is_flat
-from ckptool.model import TensorRef
+from ckptool.model import Shape, TensorRef
 from ckptool.paths import counted, listed, printable
 from ckptool.patterns import families
 

@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.doctor.optimizers import Shape, groups_of, model_of, shape_of
-from ckptool.model import Path, TensorRef
+from ckptool.model import Path, Shape, TensorRef
+from ckptool.optimizers import groups_of, model_of, shape_of
 from ckptool.paths import listed, name_of, printable, resolve
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
 

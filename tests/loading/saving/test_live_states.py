@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.loading.saving.test_save import loaded, loaded_again, net, trained
 
 from ckptool import save
 from ckptool.errors import CheckpointWarning
+from tests.loading.saving.test_save import loaded, loaded_again, net, trained
 from tests.tensors.judge import assert_same
 
 OPTIMIZERS = {

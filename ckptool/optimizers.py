@@ -1,0 +1,131 @@
+"""What the state dict of an optimizer says of the parameters that it was for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ckptool.errors import NameCollision
+from ckptool.model import Shape, TensorRef
+from ckptool.statedict import Section
+from ckptool.wrappers import strip_names
+
+__all__ = [
+    "OPTIONS",
+    "groups_of",
+    "kept_by",
+    "model_of",
+    "names_in",
+    "options_of",
+    "owner",
+    "shape_of",
+    "shapes_in",
+]
+
+_LIKE_PARAMETER = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta",
+    "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
+)  # fmt: skip
+"""Keys of an optimizer's state whose tensors have the shape of the parameter."""
+
+_FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
+"""Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
+that count. Torch keeps a 1 for the dimension that is gone, transformers nothing."""
+
+OPTIONS = (
+    "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
+    "step_sizes", "max_iter",
+)  # fmt: skip
+"""Options of torch's optimizers that `step()` takes from a group, and some kinds have not."""
+
+_COMMON_WORDS = re.compile(
+    r"optimi[sz]ers?|optim|opt|state_?dicts?|states?|models?|modules?|networks?|nets?|weights|"
+    r"params|[\W_]"
+)
+
+
+def groups_of(section: Section) -> list[list[Any]]:
+    """The numbers, or names, of the parameters of each group."""
+    held = [group.get("params") for group in section.node["param_groups"]]
+    return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
+
+
+def _key(held: Any) -> Any:
+    """What a group says of a parameter, as a key of `state`; anything odd is nobody's."""
+    return held if isinstance(held, (int, str)) else ("?", id(held))
+
+
+def names_in(section: Section) -> list[str]:
+    """The parameters' names in their order, without wrappers; none where the groups keep none."""
+    names = [name for group in section.node["param_groups"] for name in _texts(group)]
+    keys = [key for group in groups_of(section) for key in group]
+    if len(names) != len(keys):
+        names = [key for key in keys if isinstance(key, str)]
+    if len(names) != len(keys):
+        return []
+    try:
+        renamed = strip_names(names).renamed
+    except NameCollision:
+        return names
+    return [renamed.get(name, name) for name in names]
+
+
+def _texts(group: dict[Any, Any]) -> list[str]:
+    held = group.get("param_names")
+    return [one for one in held if isinstance(one, str)] if isinstance(held, (list, tuple)) else []
+
+
+def shapes_in(section: Section) -> dict[Any, Shape]:
+    """The shape that each parameter had, by its number or name, as far as the state tells."""
+    found = {key: shape_of(state) for key, state in section.node["state"].items()}
+    return {key: shape for key, shape in found.items() if shape is not None}
+
+
+def shape_of(state: Any) -> Shape | None:
+    """The shape of the parameter that this was kept of; None where that is not certain."""
+    if not isinstance(state, dict):
+        return None
+    for name in _LIKE_PARAMETER:
+        if isinstance(state.get(name), TensorRef):
+            shape: Shape = state[name].shape
+            return shape
+    for rows, columns, stop in _FACTORS:
+        row, column = state.get(rows), state.get(columns)
+        if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
+            return (*row.shape[:stop], column.shape[-1])
+    return None
+
+
+def kept_by(section: Section) -> set[str]:
+    """What it keeps of a parameter, of all that it keeps something of: `exp_avg`, `step`."""
+    states = section.node["state"].values()
+    held = (state.items() for state in states if isinstance(state, dict))
+    return {
+        key for items in held for key, value in items if isinstance(key, str) and value is not None
+    }
+
+
+def options_of(section: Section) -> set[str]:
+    """Those options of its groups that tell kinds of optimizers apart."""
+    return {name for name in OPTIONS if any(name in g for g in section.node["param_groups"])}
+
+
+def model_of(
+    section: Section, models: Sequence[Section], optimizers: Sequence[Section]
+) -> Section | None:
+    """Which of the models an optimizer is of; None where that is not certain.
+
+    One of each, or one of each of a name (`G` and `optG`).
+    """
+    whose = owner(section)
+    named = [one for one in models if whose and owner(one) == whose]
+    alike = [one for one in optimizers if owner(one) == whose]
+    if len(named) == len(alike) == 1:
+        return named[0]
+    return models[0] if not whose and len(models) == len(optimizers) == 1 else None
+
+
+def owner(section: Section) -> str:
+    """What a name says beside that it is a model or an optimizer: `d` of `optimizer_D`."""
+    return _COMMON_WORDS.sub("", "_".join(p for p in section.path if isinstance(p, str)).lower())
