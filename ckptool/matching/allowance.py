@@ -22,6 +22,7 @@ _MOST_FOLDED = 2000
 _MOST_NAMED = 3
 """Names that an argument lists."""
 _MOST_REMEDIES = 4
+_SMALL = 0.001
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -90,7 +91,7 @@ class Allowance:
         if least is not None and report.coverage < least and not _fits_nowhere(report):
             text = (
                 f"{_percent(report.coverage)} of the model's parameters are loaded; min_coverage "
-                f"asks for {100 * least:.6g} %"
+                f"asks for {100 * least:.6g}%"
             )
             yield Problem("coverage", text)
 
@@ -248,8 +249,12 @@ def _heading(report: MatchReport) -> str:
 
 
 def _percent(share: float) -> str:
-    """With one digit, and 100 only where nothing lacks."""
-    return f"{share if share == 1 else min(share, 0.999):.1%}".replace("%", " %")
+    """With one digit; never 0% of something, nor 100% where something lacks."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share < _SMALL:
+        return "<0.1%"
+    return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
 
 
 def _hint(problems: Sequence[Problem]) -> str | None:

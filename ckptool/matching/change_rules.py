@@ -91,6 +91,8 @@ def moved_head(full: str, bare: str, new: str) -> str:
     same = 0
     while same < min(len(old), len(made)) - 1 and old[-1 - same] == made[-1 - same]:
         same += 1
+    if not same:
+        return new
     at = 0
     for part in old[: len(old) - same]:
         at = parts.index(part, at) + 1 if part in parts[at:] else at

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.fronts import is_whole_front
 from ckptool.matching.kinship import Kin, kin_of, sampled
 from ckptool.matching.numbering import renumbered
 from ckptool.matching.questions import Contested
@@ -34,6 +35,8 @@ class _Case:
     """Some names are most like each other, from both sides."""
     modules: tuple[str, ...]
     """Two that agree in more than a leaf (`attn.q` of `attn.q.weight`), if there are so many."""
+    is_whole_front: bool
+    """What is below is the same on both sides, and nothing else is like it."""
 
     @property
     def segment(self) -> _Segment:
@@ -124,12 +127,13 @@ class _Trial:
                 if self._is_other(account, pair, own):
                     others[swap_between(*pair)] = None
                     others[swap_between(*pair, is_open=False)] = None
-        rivals = tuple(
-            rival for rival in map(ledger.account, others) if not ledger.beats(account, rival)
-        )
+        every = list(map(ledger.account, others))
+        rivals = tuple(rival for rival in every if not ledger.beats(account, rival))
         is_crowded = bool(crowds) and not (sure and account.full)
         modules = tuple(islice(_deep_modules(ledger, account, shifted), 2))
-        return _Case(account, rivals, shifted, is_crowded, bool(mutual), modules)
+        is_front = not (shifted or rivals) and all(rival.unfit for rival in every)
+        is_front = is_front and is_whole_front(ledger, account)
+        return _Case(account, rivals, shifted, is_crowded, bool(mutual), modules, is_front)
 
     def _renumbered(self, account: Account) -> frozenset[str]:
         if account.swap not in self._moved:
@@ -164,8 +168,9 @@ class _Trial:
             and len(modules[case.segment]) > 1
             and self._ledger.is_apt(case.account, len(self._hits(case)))
         ]
+        fronts = [case for case in open_ if case.is_whole_front]
         done = []
-        for case in strong or self._unique(open_) or self._alike(cases):
+        for case in strong or fronts or self._unique(open_) or self._alike(cases):
             found = {wanted: own for own, wanted in self._hits(case)}
             if found:
                 self._ledger.meet(found)

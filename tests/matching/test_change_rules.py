@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.matching.change_rules import below, regex_of
+from ckptool.matching.change_rules import below, moved_head, regex_of
 from ckptool.transforms.name_rules import regex_rule
 
 
@@ -45,3 +45,9 @@ def test_a_rule_for_names_that_have_more_in_front():
     assert below("module.", r"^a\.=>b.") == r"^module\.a\.=>module.b."
     assert below("", r"^a\.=>b.") == r"^a\.=>b."
     assert below("module.", r"\.a\.=>.b.") == r"\.a\.=>.b."
+
+
+def test_a_head_that_moves_leaves_the_wrappers_further_inside():
+    assert moved_head("s.a._orig_mod.w", "s.a.w", "t.a.w") == "t.a._orig_mod.w"
+    assert moved_head("a._orig_mod.w", "a.w", "b.w") == "b.w"
+    assert moved_head("a.a.module.module", "a.a.module", "module") == "module"

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import NameCollision, UsageError
@@ -408,6 +408,7 @@ def test_a_model_wrapped_anyhow_gets_its_own_tensors(names, mine, theirs):
 
 @settings(max_examples=300, deadline=None)
 @given(TREES, TREES)
+@example({"a", "a.a.module.a", "a.a.module.module"}, {"module"})
 def test_every_name_is_accounted_for_once(mine, theirs):
     match = matched(slots(sorted(mine)), slots(sorted(theirs)))
     report = match.report
