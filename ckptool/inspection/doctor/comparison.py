@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from ckptool.inspection.doctor.level import AVERAGED
 from ckptool.inspection.doctor.patient import Patient, metadata_of, tensors_of
+from ckptool.matching import Slot
 from ckptool.matching.counters import uncounted
+from ckptool.matching.inference import InferredRule, inferred
 from ckptool.matching.spelling import weight_norms
 from ckptool.model import TensorRef
 from ckptool.wrappers import WRAPPERS
@@ -46,6 +48,8 @@ class Comparison:
     """Changed on the way, in this order."""
     normed: tuple[str, ...] = ()
     """Those of `weight_norm` as a parametrization, which the reference has in the old form."""
+    rules: tuple[InferredRule, ...] = ()
+    """What the names that were left suggested beside."""
 
 
 def compared(patient: Patient) -> Comparison | None:
@@ -68,6 +72,7 @@ def compared(patient: Patient) -> Comparison | None:
         names = {name: _new_name(name, prefix) for name in found.unexpected}
         found = _with_weight_norm(_renamed(found, names))
         found = replace(found, prefixes=(*found.prefixes, prefix))
+    found = _with_rules(found)
     accepted = _uncounted(found, versions)
     missing = {name: held for name, held in found.missing.items() if name not in accepted}
     return replace(found, missing=missing)
@@ -91,6 +96,24 @@ def _with_weight_norm(found: Comparison) -> Comparison:
     found = _renamed(found, older)
     newer = {new: old for old, new in weight_norms(found.missing) if new in found.unexpected}
     return replace(_renamed(found, newer), normed=(*found.normed, *newer))
+
+
+def _with_rules(found: Comparison) -> Comparison:
+    """The same after what two sets of names leave no doubt about (`matching.inference`)."""
+    if not found.unexpected or not found.missing:
+        return found
+    have = {pair.name: _slot(pair.mine) for pair in found.pairs}
+    want = {pair.name: _slot(pair.wanted) for pair in found.pairs}
+    met = {name: name for name in have}
+    have.update((name, _slot(tensor)) for name, (_, tensor) in found.unexpected.items())
+    want.update((name, _slot(tensor)) for name, tensor in found.missing.items())
+    rules = tuple(rule for rule in inferred(have, want, met).rules if rule.rule)
+    names = {own: wanted for rule in rules for wanted, own in rule.pairs.items()}
+    return replace(_renamed(found, names), rules=rules)
+
+
+def _slot(tensor: TensorRef) -> Slot:
+    return Slot(tensor.shape, tensor.dtype)
 
 
 def _uncounted(found: Comparison, versions: dict[str, object]) -> set[str]:

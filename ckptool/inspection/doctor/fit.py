@@ -61,6 +61,7 @@ def fit(patient: Patient) -> Iterator[Found]:
         return
     yield from _prefixed(comparison)
     yield from _normed(comparison)
+    yield from _ruled(comparison)
     yield from _names(comparison)
     yield from _shapes(comparison)
     yield from _types(comparison)
@@ -105,6 +106,22 @@ def _normed(comparison: Comparison) -> Iterator[Found]:
             remedy="or build the model with torch.nn.utils.parametrizations.weight_norm",
         )
         yield Found(complaint, tuple(Need("map", rule) for rule in _TO_OLD_NORM))
+
+
+def _ruled(comparison: Comparison) -> Iterator[Found]:
+    """Names that are spelled otherwise, by a rule about which they leave no doubt."""
+    for rule in comparison.rules:
+        complaint = Complaint(
+            "renamed",
+            "fails",
+            f"names are spelled otherwise than in the reference: {printable(rule.text)}",
+            names_of(rule.pairs.values()),
+            "load_state_dict says: Missing key(s) in state_dict: "
+            f"{quoted_names(rule.pairs)} Unexpected key(s) in state_dict: "
+            f"{quoted_names(rule.pairs.values())}; with strict=False they are left out, without an "
+            "error",
+        )
+        yield Found(complaint, (Need("map", rule.rule),))
 
 
 def _names(comparison: Comparison) -> Iterator[Found]:

@@ -84,6 +84,46 @@ def test_a_prefix_comes_off_and_what_is_left_over_goes(diagnosed):
     Net().load_state_dict(mended(found), strict=True)
 
 
+def test_names_that_are_spelled_otherwise_are_mended_where_they_leave_no_doubt(diagnosed):
+    def layers(attention, head):
+        return OrderedDict(
+            {
+                **{
+                    f"module.layers.{at}.{attention}.{part}.weight": torch.randn(4, 4)
+                    for at in range(3)
+                    for part in ("query", "value")
+                },
+                **{
+                    f"module.layers.{at}.mlp.{part}.weight": torch.randn(at + 5, 4)
+                    for at in range(3)
+                    for part in ("up", "down")
+                },
+                f"module.{head}.weight": torch.randn(10, 4),
+            }
+        )
+
+    wanted = OrderedDict(
+        (name.removeprefix("module."), value) for name, value in layers("self_attn", "head").items()
+    )
+    root = layers("attn", "fc")
+    found = diagnosed(root, like=wanted)
+    fails = [one.kind for one in found.complaints if one.severity == "fails"]
+    assert fails == ["wrappers", "renamed", "renamed"]
+    state = mended(found)
+    assert state.keys() == wanted.keys()
+    assert torch.equal(
+        state["layers.2.self_attn.value.weight"], root["module.layers.2.attn.value.weight"]
+    )
+
+
+def test_names_that_could_be_either_are_missing_and_unexpected(diagnosed):
+    root = OrderedDict({f"{name}.weight": torch.ones(4, 4) for name in ("fc1", "fc2")})
+    wanted = OrderedDict({f"{name}.weight": torch.ones(4, 4) for name in ("up", "down")})
+    found = diagnosed(root, like=wanted)
+    assert {one.kind for one in found.complaints} >= {"missing", "unexpected"}
+    assert "renamed" not in {one.kind for one in found.complaints}
+
+
 def test_a_submodule_named_module_by_its_author_is_left_alone(complaint):
     def layers(name):
         return OrderedDict({f"{name}.weight": torch.ones(2, 2), "head.weight": torch.ones(2)})
