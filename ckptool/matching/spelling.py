@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Respelled", "respellings", "spelled", "weight_norms"]
+__all__ = ["Respelled", "has_old", "respellings", "spelled", "weight_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,12 @@ _AFFINE = {"gamma": "weight", "beta": "bias"}
 """The scale and shift of a normalisation as TensorFlow, and transformers before 2019, call them."""
 _ENDS = ("_g", "_orig", *_AFFINE)
 """Of names in an old spelling, or of the first that belongs to one."""
+
+
+def has_old(names: Collection[str]) -> bool:
+    """Whether some name may be in an old spelling; what stands before its end does not matter."""
+    text = "\n".join((*names, ""))
+    return any(f"{end}\n" in text for end in _ENDS)
 
 
 def respellings(names: Collection[str]) -> dict[str, Respelled]:

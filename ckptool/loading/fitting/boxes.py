@@ -88,8 +88,24 @@ class Boxes:
         return self._standing_for(node, Held())
 
     def _mapping(self, node: Mapping[Any, Any], box: dict[Any, Any]) -> dict[Any, Any]:
+        import torch
+
         self._boxes[id(node)] = box
-        box.update((key, self._box(value)) for key, value in node.items())
+        boxes, originals, alive = self._boxes, self.originals, self._alive
+        shapes: dict[Any, tuple[int, ...]] = {}
+        for key, value in node.items():
+            if type(value) is torch.Tensor and not value.is_nested and id(value) not in boxes:
+                # As `_box` does it; a state dict may have a hundred thousand of them.
+                tag, name = _tag(value.device), dtype_name(value)
+                shape = shapes.get(value.shape)
+                if shape is None:
+                    shape = shapes[value.shape] = tuple(value.shape)
+                made = TensorRef(name, shape, (), 0, None, tag)
+                boxes[id(value)], originals[id(made)] = made, value
+                alive.append(value)
+                box[key] = made
+            else:
+                box[key] = self._box(value)
         metadata = (
             node.metadata if isinstance(node, OrderedMap) else getattr(node, "_metadata", None)
         )

@@ -19,6 +19,7 @@ __all__ = ["target_like"]
 
 _REFERENCE = "the reference"
 """What messages call what has no name."""
+_WHOLE = frozenset((int,))
 _HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
 
 
@@ -63,22 +64,33 @@ def _is_flat(like: Mapping[Any, Any]) -> bool:
 def _is_shape(value: Any) -> bool:
     if isinstance(value, Slot):
         return True
-    sizes = value if isinstance(value, (tuple, list)) else (None,)
-    return all(type(size) is int and size >= 0 for size in sizes)
+    if not isinstance(value, (tuple, list)):
+        return False
+    return _WHOLE.issuperset(map(type, value)) and min(value, default=0) >= 0
 
 
 def _of_shapes(shapes: Mapping[Any, Any]) -> Slots:
-    slots = {
-        name: shape if isinstance(shape, Slot) else Slot(tuple(shape))
-        for name, shape in shapes.items()
-    }
-    return {**_of_names(slots), **slots}
+    """One slot for each shape, whichever names have it."""
+    made: dict[Any, Slot] = {}
+    slots: Slots = {}
+    for name, shape in shapes.items():
+        if isinstance(shape, Slot):
+            slots[name] = shape
+            continue
+        sizes = tuple(shape)
+        slot = made.get(sizes)
+        slots[name] = made.setdefault(sizes, Slot(sizes)) if slot is None else slot
+    _check(slots)
+    return slots
 
 
 def _of_names(names: Iterable[Any]) -> Slots:
-    slots: Slots = {}
+    names = list(names)
+    _check(names)
+    return dict.fromkeys(names, Slot())
+
+
+def _check(names: Iterable[Any]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
-        slots[name] = Slot()
-    return slots

@@ -30,6 +30,7 @@ def live_slots(
     tensors = live_tensors(values)
     ties = _ties(tensors)
     trained = {_place(one) for one in parameters} - {0}
+    made: dict[Any, Slot] = {}
     slots: Slots = {}
     for name in values:
         tensor = tensors.get(name)
@@ -39,8 +40,12 @@ def live_slots(
         # Asking whether a plain tensor is a Parameter is slow.
         trains = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
         trains = trains or (bool(trained) and _place(tensor) in trained)
-        kind = "parameter" if trains else rest
-        slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, ties.get(name))
+        key = shape_of(tensor), tensor.dtype, trains, ties.get(name)
+        slot = made.get(key)
+        if slot is None:
+            kind = "parameter" if trains else rest
+            slot = made[key] = Slot(key[0], dtype_name(tensor), kind, key[3])
+        slots[name] = slot
     return slots
 
 
@@ -51,7 +56,8 @@ def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
+        if isinstance(value, torch.Tensor)
+        and not (name.endswith("_extra_state") and name.rpartition(".")[2] == "_extra_state")
     }
 
 
@@ -69,6 +75,8 @@ def _place(tensor: torch.Tensor) -> int:
 def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
     """Names of one tensor, by identity or as the same elements, each with what they share."""
     places = {name: _place(tensor) for name, tensor in tensors.items()}
+    if len(set(places.values())) == len(places):
+        return {}
     met = Counter(places.values())
     keys: dict[str, Hashable] = {}
     for name, tensor in tensors.items():

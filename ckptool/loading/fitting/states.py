@@ -106,6 +106,8 @@ class State:
             DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load_state_dict`.
         """
         node = self.root[name]
+        if id(node) in self._originals:
+            return self._originals[id(node)]
         if _is_stored(node, self._originals) and is_one_part(node):
             raise only_a_part(node, name)
         if id(node) in self._containers:
