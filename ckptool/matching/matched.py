@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
-from ckptool.matching.renamings import Steps, renamings, rewritten
+from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.slots import Slot
 from ckptool.matching.spelling import Respelled, spelled
+from ckptool.matching.stations import Stations
 from ckptool.matching.unwrapping import is_average_counter
 from ckptool.matching.ways import Side, Way, chosen_way, fits
 from ckptool.paths import printable
@@ -27,6 +29,7 @@ _MOST_ROUNDS = 4
 """How often rules are looked for: each round may leave names that fit together only now."""
 _NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
 _NO_AVERAGE = "the file is of no average"
+_MEAN = "running_mean"
 _HINT = "make the rules narrower, or rename one of the two to something else first"
 
 
@@ -64,22 +67,21 @@ def matched(
     """
     rules = list(rules)
     ruled, idle = _ruled(have, rules, file)
-    way = chosen_way({new: have[own] for own, new in ruled.items()}, want)
+    way = chosen_way({ruled[own]: have[own] for own in have} if ruled else have, want)
     matching = _Matching(have, want, way, {new: own for own, new in ruled.items()})
     matching.meet()
     matching.infer()
     tied = matching.tie()
     kept, left_out = matching.excused(metadata)
-    steps = matching.steps(ruled)
+    direct = {**matching.wrong, **matching.direct}
     still = [name for name, own in matching.direct.items() if name == own]
-    found = renamings(steps, still, rules, matching.rules)
+    found = renamings(matching.stations(ruled), still, rules, matching.rules)
+    missing = matching.missing()
     report = MatchReport(
         file=file,
         model=model,
-        missing_keys=[
-            n for n in want if n not in matching.pairs and n not in matching.wrong and n not in kept
-        ],
-        unexpected_keys=matching.unexpected(left_out),
+        missing_keys=[name for name in missing if name not in kept],
+        unexpected_keys=[own for own in matching.unused() if own not in left_out],
         mismatched=matching.mismatches(),
         renamed=found,
         cast=matching.casts(),
@@ -91,16 +93,19 @@ def matched(
         **matching.counts(kept),
     )
     pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
-    direct = {own: name for name, own in {**matching.wrong, **matching.direct}.items()}
-    return Match(pairs, rewritten(have, direct, found, rules), report)
+    names = {own: name for name, own in direct.items()}
+    return Match(pairs, rewritten(have, names, found, rules), report)
 
 
 def _ruled(
     names: Iterable[str], rules: list[Rule], file: str
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What the user's rules make of the names, and which of them match nothing, in words."""
+    """What the user's rules make of the names, and which of them match nothing, in words.
+
+    Without rules nothing, not even what stays.
+    """
     if not rules:
-        return {name: name for name in names}, ()
+        return {}, ()
     idle = dict.fromkeys(range(len(rules)))
     ruled = {}
     for name in names:
@@ -128,77 +133,88 @@ class _Matching:
     want: Mapping[str, Slot]
     way: Way
     own: dict[str, str]
-    """Names that the user's rules gave, each with the name in the file."""
+    """Names that the user's rules gave, each with the name in the file; empty without rules."""
     pairs: dict[str, str] = field(default_factory=dict)
     """Name of the model to name in the file."""
     wrong: dict[str, str] = field(default_factory=dict)
     """The same of what does not fit by its shape."""
-    barred: dict[str, str] = field(default_factory=dict)
-    """The same of what is no tensor, and wanted as one."""
+    met: dict[str, str] = field(default_factory=dict)
+    """All names of which it is known what they are, bare ones: the model's to the file's.
+
+    Also of those that are no tensor, and wanted as one."""
     rules: list[InferredRule] = field(default_factory=list)
     direct: dict[str, str] = field(default_factory=dict)
     """The pairs without those that only a tie made."""
 
     def __post_init__(self) -> None:
         """Bring both sides to one spelling."""
-        way = self.way
-        self.old_mine = spelled(way.have.bare, way.want.bare)
-        self.old_wanted = spelled(way.want.bare, way.have.bare)
-        self.mine = _today(way.have, self.old_mine)
-        self.wanted = _today(way.want, self.old_wanted)
+        have, want = self.way.have, self.way.want
+        self.old_mine = _old(have, want)
+        self.old_wanted = _old(want, have)
+        self.mine = _today(have, self.old_mine)
+        self.wanted = _today(want, self.old_wanted)
+        self.files = self.mine
+        """Bare names of the file, each with the whole one, before the rules."""
+        if self.own:
+            self.files = {name: self.own[full] for name, full in self.mine.items()}
         self._found: list[Ambiguity] = []
 
     def meet(self) -> None:
         """Pair names that are equal."""
-        unsure = self.way.unsure
+        unsure, files = self.way.unsure, self.files
         for name, full in self.wanted.items():
-            if name in self.mine and name not in unsure:
-                self._pair(full, self.own[self.mine[name]])
+            own = files.get(name)
+            if own is not None and name not in unsure:
+                self._pair(full, own)
+                self.met[name] = name
 
     def _pair(self, name: str, own: str) -> None:
         wanted, found = self.want[name], self.have[own]
         if fits(wanted, found):
             self.pairs[name] = own
-        else:
-            (self.barred if found.shape is None else self.wrong)[name] = own
-
-    def _met(self) -> dict[str, str]:
-        """All names of which it is known what they are."""
-        return {**self.pairs, **self.wrong, **self.barred}
+        elif found.shape is not None:
+            self.wrong[name] = own
 
     def infer(self) -> None:
         """Pair names by the rules that those left over suggest."""
-        mine = _told(self.mine, self.way.have.slots)
-        wanted = _told(self.wanted, self.want)
-        short = {full: name for name, full in self.wanted.items()}
-        back = {self.own[full]: name for name, full in self.mine.items()}
+        left = {name: full for name, full in self.wanted.items() if name not in self.met}
+        used = set(self.met.values())
+        over = {name: own for name, own in self.files.items() if name not in used}
+        if not _may_meet(_told(over, self.have).values(), _told(left, self.want).values()):
+            return
+        mine, wanted = _told(self.files, self.have), _told(self.wanted, self.want)
+        for name in [name for name in self.met if name not in wanted]:
+            del self.met[name]
         for _ in range(_MOST_ROUNDS):
-            met = {short[w]: back[own] for w, own in self._met().items() if short[w] in wanted}
-            if not _may_meet(mine, wanted, met):
-                return
-            found = inferred(mine, wanted, met)
+            found = inferred(mine, wanted, self.met)
             self._found = list(found.ambiguous)
-            if not self._accept(found):
+            if not self._accept(found) or not self._may_go_on(mine, wanted):
                 return
+
+    def _may_go_on(self, mine: Mapping[str, Slot], wanted: Mapping[str, Slot]) -> bool:
+        used = set(self.met.values())
+        return _may_meet(
+            (slot for name, slot in mine.items() if name not in used),
+            (slot for name, slot in wanted.items() if name not in self.met),
+        )
 
     def _accept(self, found: Inferred) -> bool:
         """Take over new pairs; whether there were any."""
-        met = self._met()
-        before, taken = len(met), set(met.values())
+        before, taken = len(self.met), set(self.met.values())
         near = InferredRule("near", "", "", found.near)
         for rule in (*found.rules, near):
             new = {}
             for name, mine in rule.pairs.items():
-                full, own = self.wanted[name], self.own[self.mine[mine]]
-                if full in met or own in taken:
+                if name in self.met or mine in taken:
                     continue
+                full, own = self.wanted[name], self.files[mine]
                 self._pair(full, own)
-                met[full] = own
-                taken.add(own)
+                self.met[name] = mine
+                taken.add(mine)
                 new[full] = own
             if new and rule is not near:
                 self.rules.append(InferredRule(rule.kind, rule.text, rule.rule, new))
-        return len(met) > before
+        return len(self.met) > before
 
     def tie(self) -> tuple[tuple[str, ...], ...]:
         """Give all names of one tensor what one of them has; those tensors that are loaded."""
@@ -223,28 +239,30 @@ class _Matching:
 
         Torch's normalisations ask for none in an old state, and frozen ones take none.
         """
-        missing = [n for n in self.want if n not in self.pairs and n not in self.wrong]
+        missing = self.missing()
         free = uncounted(missing, self.pairs, metadata)
         kept = {
             name: _NOT_COUNTED if name in free else _NO_AVERAGE
             for name in missing
             if (name in free and beside(name) in self.want) or is_average_counter(name)
         }
-        taken = {*self.pairs.values(), *self.wrong.values()}
-        near = {self.pairs[name]: name for name in self.pairs if name.endswith("running_mean")}
+        unused = self.unused()
+        near = {own for name, own in self.pairs.items() if unused and name.endswith(_MEAN)}
         left_out = {}
-        for own in self.have:
-            if own in taken:
-                continue
+        for own in unused:
             if is_average_counter(own):
                 left_out[own] = "an AveragedModel counted its models there, and this is none"
             elif own.rpartition(".")[2] == BATCHES and beside(own) in near:
                 left_out[own] = "the model's normalisation counts no batches"
         return kept, left_out
 
-    def unexpected(self, left_out: Mapping[str, str]) -> list[str]:
-        """Names of the file that are nowhere else."""
-        taken = {*self.pairs.values(), *self.wrong.values(), *left_out}
+    def missing(self) -> list[str]:
+        """Names of the model that nothing is known of, nor of what they are tied to."""
+        return [n for n in self.want if n not in self.pairs and n not in self.wrong]
+
+    def unused(self) -> list[str]:
+        """Names of the file that nothing takes."""
+        taken = {*self.pairs.values(), *self.wrong.values()}
         return [own for own in self.have if own not in taken]
 
     def mismatches(self) -> tuple[Mismatch, ...]:
@@ -257,16 +275,14 @@ class _Matching:
 
     def casts(self) -> tuple[Cast, ...]:
         """Changes of the element type, lossy by what the types hold."""
-        both = (
-            (name, own, self.have[own].dtype, self.want[name].dtype)
-            for name in self.want
-            if (own := self.pairs.get(name)) is not None
-        )
-        return tuple(
-            Cast(name, own, before, after, not holds(after, before))
-            for name, own, before, after in both
-            if before != after and before is not None and after is not None
-        )
+        casts = []
+        for name in self.want:
+            own = self.pairs.get(name)
+            if own is not None:
+                before, after = self.have[own].dtype, self.want[name].dtype
+                if before != after and before is not None and after is not None:
+                    casts.append(Cast(name, own, before, after, not holds(after, before)))
+        return tuple(casts)
 
     def ambiguities(self) -> tuple[Ambiguity, ...]:
         """What is still open, under the names of the file and of the model."""
@@ -296,11 +312,8 @@ class _Matching:
             yield regex_of(changes, others, proposed=[below(front, rule)]) or rule
 
     def _full(self, name: str, *, of_model: bool = False) -> str:
-        mine = self.own[self.mine[name]] if name in self.mine else name
-        wanted = self.wanted.get(name, name)
-        if of_model:
-            return wanted if name in self.wanted else mine
-        return mine if name in self.mine else wanted
+        sides = (self.wanted, self.files) if of_model else (self.files, self.wanted)
+        return next((side[name] for side in sides if name in side), name)
 
     def _contested(self) -> Ambiguity:
         names = tuple(sorted(self.way.unsure))
@@ -314,50 +327,51 @@ class _Matching:
         tensors = {name: slot for name, slot in every.items() if slot.kind != "extra"}
         known = {name: slot for name, slot in tensors.items() if slot.kind == "parameter"}
         if not known or any(slot.kind == "tensor" for slot in tensors.values()):
-            known = tensors
+            known = tensors or every
         once: dict[Any, str] = {}
         for name, slot in known.items():
             tie = ("", name) if slot.tie is None else slot.tie
-            once[tie] = name if tie not in once or name in self.pairs else once[tie]
-        elements = [(known[name].elements, name in self.pairs) for name in once.values()]
+            if tie not in once or name in self.pairs:
+                once[tie] = name
+        sizes = {slot.shape: slot.elements for slot in known.values()}
+        if not any(sizes.values()):  # there is nothing to count but names
+            sizes, once = dict.fromkeys(sizes, 1), {name: name for name in known}
+        loaded = Counter(known[name].shape for name in once.values() if name in self.pairs)
+        parameters = Counter(known[name].shape for name in once.values())
         return {
-            "loaded": sum(count for count, is_met in elements if is_met),
-            "parameters": sum(count for count, _ in elements),
+            "loaded": sum(sizes[shape] * count for shape, count in loaded.items()),
+            "parameters": sum(sizes[shape] * count for shape, count in parameters.items()),
             "fitting": sum(name in self.pairs for name in every),
             "names": len(every),
         }
 
-    def steps(self, ruled: Mapping[str, str]) -> list[Steps]:
-        """How each name of the file becomes the model's."""
-        mine = {full: name for name, full in self.way.have.names.items()}
-        wanted = {full: name for name, full in self.way.want.names.items()}
-        return [
-            Steps.of(
-                own,
-                ruled[own],
-                name,
-                self.way,
-                self.old_mine.get(mine[ruled[own]]),
-                self.old_wanted.get(wanted[name]),
-            )
-            for name in self.want
-            if (own := self.direct.get(name) or self.wrong.get(name)) is not None and own != name
-        ]
+    def stations(self, ruled: Mapping[str, str]) -> Stations:
+        """How each name of the file becomes the model's, of those that change."""
+        both = ((name, self.direct.get(name) or self.wrong.get(name)) for name in self.want)
+        pairs = {name: own for name, own in both if own is not None and own != name}
+        return Stations.of(pairs, ruled, self.way, self.old_mine, self.old_wanted)
 
 
 def _told(names: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """What stands under the names, but for the counters of averages, which tell nothing."""
-    return {name: slots[full] for name, full in names.items() if not is_average_counter(name)}
+    found = {name: slots[full] for name, full in names.items()}
+    for counter in [name for name in found if name.endswith("n_averaged")]:
+        if is_average_counter(counter):
+            del found[counter]
+    return found
 
 
-def _may_meet(mine: Mapping[str, Slot], wanted: Mapping[str, Slot], met: Mapping[str, str]) -> bool:
+def _may_meet(mine: Iterable[Slot], wanted: Iterable[Slot]) -> bool:
     """Whether anything that is left of the one has a shape for anything left of the other."""
-    used = set(met.values())
-    left = {slot.shape for name, slot in wanted.items() if name not in met}
-    found = {slot.shape for name, slot in mine.items() if name not in used}
+    left = {slot.shape for slot in wanted}
+    found = {slot.shape for slot in mine}
     if None in left or None in found or not left.isdisjoint(found):
         return bool(left and found)
     return () in left and (1,) in found
+
+
+def _old(side: Side, other: Side) -> dict[str, Respelled]:
+    return spelled(side.respelled, other.names) if side.has_old else {}
 
 
 def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:

@@ -8,122 +8,45 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
-from typing import NamedTuple
 
 from ckptool.matching.change_rules import differing, regex_of
 from ckptool.matching.inference import InferredRule
 from ckptool.matching.report import Renaming
-from ckptool.matching.spelling import Respelled
-from ckptool.matching.ways import Way, without_front
+from ckptool.matching.stations import Column, Stations
 from ckptool.transforms.name_rules import Rule
 
-__all__ = ["Steps", "renamings", "rewritten"]
+__all__ = ["renamings", "rewritten"]
 
 _MOST_TRIED = 1_000_000
 """Names on which rules are tried in all; where there are more, renamings have no rule."""
 
 
-class Steps(NamedTuple):
-    """The stations of a name from the file to the model."""
-
-    own: str
-    ruled: str
-    """After the user's rules."""
-    outer: str
-    """Without wrappers in front."""
-    unwrapped: str
-    """Without any."""
-    bare: str
-    """Without a front, or with the model's instead."""
-    spelled: str
-    """In the model's spelling."""
-    inferred: str
-    """After the rules that were inferred."""
-    fronted: str
-    """With the model's front."""
-    inner: str
-    """With the wrappers that the model has inside."""
-    wanted: str
-    respelled: str
-    """What was done to the spelling, in words."""
-
-    @classmethod
-    def of(
-        cls,
-        own: str,
-        ruled: str,
-        wanted: str,
-        way: Way,
-        mine: Respelled | None,
-        theirs: Respelled | None,
-    ) -> Steps:
-        """The stations between the two names, which spell their ends so."""
-        off, on = way.have.front, way.want.front
-        unwrapped, fronted = way.have.form.get(ruled, ruled), way.want.form.get(wanted, wanted)
-        outer, inner = without_front(ruled, unwrapped), without_front(wanted, fronted)
-        bare, inferred = unwrapped.removeprefix(off), fronted.removeprefix(on)
-        if off and on and bare != unwrapped and inferred != fronted:
-            bare, inferred = f"{on}{bare}", fronted
-        spelled, text = bare, ""
-        if mine is not None and theirs is None:
-            spelled, text = mine.of(bare), f"{mine.old} -> {mine.new}"
-        elif theirs is not None and mine is None:
-            spelled = bare.removesuffix(theirs.new) + theirs.old
-            text = f"{theirs.new} -> {theirs.old}"
-        stations = outer, unwrapped, bare, spelled, inferred, fronted, inner
-        if unwrapped == fronted:
-            stations = _with_kept_front(ruled, wanted, stations)
-        return cls(own, ruled, *stations, wanted, text)
-
-
-_Stations = tuple[str, str, str, str, str, str, str]
-
-
-def _with_kept_front(ruled: str, wanted: str, stations: _Stations) -> _Stations:
-    """The stations with the wrappers in front that both ends have, where only wrappers differ."""
-    outer, unwrapped, bare, spelled, inferred, fronted, inner = stations
-    if len(outer) == len(ruled) or len(inner) == len(wanted):
-        return stations
-    off, on = ruled.removesuffix(outer).split("."), wanted.removesuffix(inner).split(".")
-    same = 0
-    while same < min(len(off), len(on)) - 1 and off[same] == on[same]:
-        same += 1
-    kept = "".join(f"{word}." for word in off[:same])
-    return (
-        kept + outer,
-        kept + unwrapped,
-        kept + bare,
-        kept + spelled,
-        kept + inferred,
-        kept + fronted,
-        kept + inner,
-    )
-
-
 def renamings(
-    steps: Sequence[Steps],
+    stations: Stations,
     still: Sequence[str],
     rules: Sequence[Rule],
     found: Sequence[InferredRule],
 ) -> tuple[Renaming, ...]:
     """By kind, in the order in which they are to be applied; `still` are names that stay."""
-    made = [*_by_user(steps, rules)]
-    stages = _Stages(steps, still)
-    made += stages.made("wrapper", "ruled", "outer")
-    made += stages.made("wrapper", "outer", "unwrapped")
-    made += stages.made("prefix", "unwrapped", "bare")
-    made += stages.made("known", "bare", "spelled")
+    made = [*_by_user(stations, rules)]
+    stages = _Stages(stations, still)
+    made += stages.made("wrapper", stations.ruled, stations.outer)
+    made += stages.made("wrapper", stations.outer, stations.unwrapped)
+    made += stages.made("prefix", stations.unwrapped, stations.bare)
+    made += stages.made("known", stations.bare, stations.spelled)
     made += stages.concluded(found)
-    made += stages.made("prefix", "inferred", "fronted")
-    made += stages.made("wrapper", "fronted", "inner")
-    made += stages.made("wrapper", "inner", "wanted")
+    made += stages.made("prefix", stations.inferred, stations.fronted)
+    made += stages.made("wrapper", stations.fronted, stations.inner)
+    made += stages.made("wrapper", stations.inner, stations.wanted)
     return tuple(made)
 
 
-def _by_user(steps: Sequence[Steps], rules: Sequence[Rule]) -> Iterator[Renaming]:
-    now = {step.own: step.own for step in steps if step.own != step.ruled}
-    whose = {step.own: step.wanted for step in steps}
+def _by_user(stations: Stations, rules: Sequence[Rule]) -> Iterator[Renaming]:
+    if not rules:
+        return
+    ends = zip(stations.own, stations.ruled, stations.wanted, strict=True)
+    whose = {own: wanted for own, ruled, wanted in ends if own != ruled}
+    now = {own: own for own in whose}
     for rule in rules:
         changed = {own: new for own, at in now.items() if (new := rule.apply(at) or at) != at}
         if changed:
@@ -134,70 +57,89 @@ def _by_user(steps: Sequence[Steps], rules: Sequence[Rule]) -> Iterator[Renaming
         now.update(changed)
 
 
+_Members = Sequence[int]
+"""Which of all the names, counted from 0."""
+
+
 class _Stages:
     """The names on their way, and how many of them rules may still be tried on."""
 
-    def __init__(self, steps: Sequence[Steps], still: Sequence[str]) -> None:
-        self._steps = steps
+    def __init__(self, stations: Stations, still: Sequence[str]) -> None:
+        self._stations = stations
         self._still = still
         self._left = _MOST_TRIED
+        self._every: tuple[tuple[str, str], ...] | None = None
 
-    def made(self, kind: str, before: str, after: str) -> Iterator[Renaming]:
+    def made(self, kind: str, before: Column, after: Column) -> Iterator[Renaming]:
         """One renaming for all names to which a step does the same."""
-        station = attrgetter(before, after)
-        groups: dict[str, list[Steps]] = {}
-        for step in self._steps:
-            old, new = station(step)
+        if before is after:
+            return
+        groups: dict[str, list[int]] = {}
+        texts = self._stations.respelled if kind == "known" else map(_text, before, after)
+        for at, (old, new, text) in enumerate(zip(before, after, texts, strict=True)):
             if old != new:
-                text = step.respelled if kind == "known" else _text(old, new)
-                groups.setdefault(text, []).append(step)
+                if text not in groups:
+                    groups[text] = []
+                groups[text].append(at)
         for text, members, rule in self._ruled(groups, before, after, {}):
-            yield Renaming(kind, text, tuple((s.own, s.wanted) for s in members), rule)
+            yield Renaming(kind, text, self._names(members), rule)
 
     def concluded(self, found: Sequence[InferredRule]) -> Iterator[Renaming]:
         """One renaming for each rule that was inferred."""
-        by_name = {step.wanted: step for step in self._steps} if found else {}
-        groups: dict[str, list[Steps]] = {}
+        if not found:
+            return
+        places = {name: at for at, name in enumerate(self._stations.wanted)}
+        groups: dict[str, list[int]] = {}
         proposed = {}
         kinds = {}
         for number, rule in enumerate(found):
             key = f"{number} {rule.text}"
-            groups[key] = [by_name[name] for name in rule.pairs if name in by_name]
+            groups[key] = [places[name] for name in rule.pairs if name in places]
             proposed[key], kinds[key] = rule.rule, rule
-        for key, members, text in self._ruled(groups, "spelled", "inferred", proposed):
-            names = tuple((step.own, step.wanted) for step in members)
-            yield Renaming(kinds[key].kind, kinds[key].text, names, text)
+        spelled, inferred = self._stations.spelled, self._stations.inferred
+        for key, members, text in self._ruled(groups, spelled, inferred, proposed):
+            yield Renaming(kinds[key].kind, kinds[key].text, self._names(members), text)
+
+    def _names(self, members: _Members) -> tuple[tuple[str, str], ...]:
+        own, wanted = self._stations.own, self._stations.wanted
+        if len(members) < len(own):
+            return tuple((own[at], wanted[at]) for at in members)
+        if self._every is None:
+            self._every = tuple(zip(own, wanted, strict=True))
+        return self._every
 
     def _ruled(
         self,
-        groups: Mapping[str, list[Steps]],
-        before: str,
-        after: str,
+        groups: Mapping[str, list[int]],
+        before: Column,
+        after: Column,
         proposed: Mapping[str, str],
-    ) -> Iterator[tuple[str, list[Steps], str]]:
+    ) -> Iterator[tuple[str, _Members, str]]:
         """The groups of a stage, each with a rule that does its change and touches no other name.
 
         The groups before it have changed by then.
         """
-        old, new = attrgetter(before), attrgetter(after)
-        moved: set[str] = set()
+        now = before
+        every = len(before) + len(self._still)
         for text, members in groups.items():
             rule = ""
-            every = len(self._steps) + len(self._still)
             if self._left >= every:
-                own = {step.own for step in members}
-                beside = (
-                    new(step) if step.own in moved else old(step)
-                    for step in (self._steps if len(own) < len(self._steps) else ())
-                    if step.own not in own
-                )
                 self._left -= every
+                if len(members) == len(before):
+                    changes, beside = list(zip(now, after, strict=True)), []
+                else:
+                    own = set(members)
+                    changes = [(now[at], after[at]) for at in members]
+                    beside = [name for at, name in enumerate(now) if at not in own]
                 rule = regex_of(
-                    [(old(step), new(step)) for step in members],
+                    changes,
                     chain(beside, self._still),
                     proposed=[proposed[text]] if text in proposed else [],
                 )
-                moved |= own
+                if len(groups) > 1:
+                    now = now.copy() if now is before else now
+                    for at in members:
+                        now[at] = after[at]
             yield text, members, rule
 
 
@@ -246,17 +188,17 @@ def rewritten(
         if one.kind != "rule" and one.rule
         for regex, _, replacement in (one.rule.partition("=>"),)
     ]
-    renamed = {}
-    for own in names:
-        new = matched.get(own)
-        if new is None:
+    renamed = {own: matched.get(own, "") for own in names}
+    for own in [own for own, new in renamed.items() if not new]:
+        if own in matched:
+            continue
+        new = own
+        for rule in rules:
+            new = rule.apply(new) or new
+        for replace, replacement in replacing:
+            new = replace(replacement, new)
+        if not new or new in taken:
             new = own
-            for rule in rules:
-                new = rule.apply(new) or new
-            for replace, replacement in replacing:
-                new = replace(replacement, new)
-            if not new or new in taken:
-                new = own
-            taken.add(new)
+        taken.add(new)
         renamed[own] = new
     return renamed

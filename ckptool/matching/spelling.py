@@ -84,12 +84,12 @@ def _affine(name: str, known: Collection[str]) -> Respelled | None:
     return Respelled(last, _AFFINE[last])
 
 
-def spelled(names: Collection[str], others: Collection[str]) -> dict[str, Respelled]:
+def spelled(found: Respellings, others: Collection[str]) -> dict[str, Respelled]:
     """The respellings of one side's names that matching is to go by.
 
     Not where the other side has the old spelling too: there a name is meant as it is.
     """
-    return {name: how for name, how in respellings(names).items() if name not in others}
+    return {name: how for name, how in found.items() if name not in others}
 
 
 def weight_norms(names: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptool.matching.slots import Slot
@@ -36,6 +36,8 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
 
     Where an equal name is not below the front it stays what it is, and the front is none.
     """
+    if not _doubled(longer):
+        return None
     equal = {name for name, slot in shorter.items() if name in longer and fits(longer[name], slot)}
     left = {name: slot for name, slot in shorter.items() if name not in equal}
     hits = Counter(
@@ -65,6 +67,19 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
         )
         return Moved(front, score, frozenset(contested), outermost)
     return None
+
+
+def _doubled(names: Iterable[str]) -> bool:
+    """Whether some name begins with a front twice, as one does that a front moves and is left."""
+    for name in names:
+        at = name.find(".") + 1
+        for _ in range(_DEEPEST):
+            if not at:
+                break
+            if name.startswith(name[:at], at):
+                return True
+            at = name.find(".", at) + 1
+    return False
 
 
 def _ends(slots: Mapping[str, Slot]) -> Iterator[tuple[str, str, Slot]]:

@@ -6,11 +6,12 @@ names of which there may be many, or which may be hostile.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 from ckptool.wrappers import WRAPPERS
 
-__all__ = ["Bare", "bare_forms", "is_average_counter", "wrapped_submodules"]
+__all__ = ["Bare", "bare_forms", "common_front", "is_average_counter", "wrapped_submodules"]
 
 Bare = Mapping[str, str]
 """A name to the same without some components, for those that change."""
@@ -21,6 +22,8 @@ _NOBODYS = frozenset(WRAPPERS) - {"module"}
 """Components that no layer is called."""
 _FRONT = "module."
 _INSIDE = ".module."
+_COUNTER = re.compile(r"(?:module\.)*n_averaged")
+"""As an average around the whole model has it."""
 
 
 def is_average_counter(name: str) -> bool:
@@ -38,7 +41,7 @@ def bare_forms(names: Collection[str]) -> list[Bare]:
     if outer and _distinct(names, outer):
         forms.append(outer)
     last = forms[-1]
-    inner = _without_submodules([last.get(name, name) for name in names])
+    inner = _without_submodules([last.get(name, name) for name in names] if last else names)
     if inner:
         both = {name: inner.get(last.get(name, name), last.get(name, name)) for name in names}
         changed = {name: new for name, new in both.items() if name != new}
@@ -61,25 +64,34 @@ def _without_wrappers(names: Collection[str]) -> dict[str, str]:
             if any(word in name for word in words):
                 *above, last = name.split(".")
                 left[name] = ".".join([*(part for part in above if part not in _NOBODYS), last])
-    front = _shared_front(left.get(name, name) for name in names)
-    if front:
-        left = {name: _less_front(left.get(name, name), front) for name in names}
+    bare = [left.get(name, name) for name in names] if left else list(names)
+    count = _shared_front(bare)
+    if count:
+        front = _FRONT * count
+        bare = [
+            name[len(front) :] if name.startswith(front) else _less_front(name, count)
+            for name in bare
+        ]
+        left = dict(zip(names, bare, strict=True))
     return {name: short for name, short in left.items() if name != short}
 
 
-def _shared_front(names: Iterable[str]) -> int:
+def _shared_front(names: Collection[str]) -> int:
     """With how many `module.` all of the names begin."""
-    fewest = None
-    for name in names:
-        here, at = 0, 0
-        while name.startswith(_FRONT, at) and here != fewest:
-            here, at = here + 1, at + len(_FRONT)
-        if name[at:] == "n_averaged":
-            continue
-        if not here:
-            return 0
-        fewest = here
-    return fewest or 0
+    if any("n_averaged" in name for name in names):
+        names = [name for name in names if not _COUNTER.fullmatch(name)]
+    front, count = common_front(names), 0
+    while front.startswith(_FRONT, count * len(_FRONT)):
+        count += 1
+    return count
+
+
+def common_front(names: Collection[str]) -> str:
+    """The characters with which all names begin."""
+    # What the first and the last in order have in common stands before all between them.
+    first, last = (min(names), max(names)) if names else ("", "")
+    ends = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(ends, len(first))]
 
 
 def _less_front(name: str, count: int) -> str:

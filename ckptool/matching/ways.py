@@ -8,14 +8,14 @@ with `model.` before all names).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.matching.slots import Slot
-from ckptool.matching.spelling import respellings
+from ckptool.matching.spelling import Respelled, has_old, respellings
 from ckptool.matching.subtrees import moved
-from ckptool.matching.unwrapping import Bare, bare_forms, is_average_counter
+from ckptool.matching.unwrapping import Bare, bare_forms, common_front, is_average_counter
 
 __all__ = ["Side", "Way", "chosen_way", "fits", "without_front"]
 
@@ -36,8 +36,11 @@ class Side:
     def names(self) -> dict[str, str]:
         """The names without wrappers and front, each with the whole name."""
         form, front, cut = self.form, self.front, len(self.front)
-        bare = dict(zip(self.slots, self.slots, strict=True))
-        if form:
+        if not form:
+            bare = dict(zip(self.slots, self.slots, strict=True))
+        elif len(form) == len(self.slots):
+            bare = dict(zip(form.values(), form, strict=True))
+        else:
             bare = {form.get(name, name): name for name in self.slots}
         if front:
             bare = {
@@ -54,12 +57,24 @@ class Side:
     @cached_property
     def bare(self) -> dict[str, Slot]:
         """What stands under the bare names."""
+        if not (self.form or self.front):
+            return dict(self.slots)
         return {short: self.slots[name] for short, name in self.names.items()}
 
     @cached_property
+    def has_old(self) -> bool:
+        """Whether names may be in an old spelling."""
+        return has_old(self.slots)
+
+    @cached_property
+    def respelled(self) -> dict[str, Respelled]:
+        """Bare names in an old spelling, each with the one of today."""
+        return respellings(self.names) if self.has_old else {}
+
+    @cached_property
     def today(self) -> dict[str, str]:
-        """Bare names in an old spelling, each as it is spelled today."""
-        return {name: how.of(name) for name, how in respellings(self.names).items()}
+        """The same, each with its name as it is spelled today."""
+        return {name: how.of(name) for name, how in self.respelled.items()}
 
     @cached_property
     def loose(self) -> dict[str, str]:
@@ -73,14 +88,10 @@ class Side:
 
     def common_front(self) -> list[str]:
         """The components with which all names begin, an average's counter aside."""
-        names = (short for short in self.names if not is_average_counter(short))
-        first = next(names, "")
-        shared = first.split(".", _DEEPEST)[:-1]
-        text = "".join(f"{part}." for part in shared)
-        for name in names:
-            while not name.startswith(text):
-                text = text[: text.rfind(".", 0, -1) + 1]
-        return text.split(".")[:-1]
+        names: Collection[str] = self.names
+        if any("n_averaged" in name for name in names):
+            names = [name for name in names if not is_average_counter(name)]
+        return common_front(names).split(".", _DEEPEST)[:-1]
 
     def outer_front(self) -> str:
         """What was taken off in front of every name, whatever went inside."""
@@ -93,7 +104,9 @@ class Side:
 
     def without(self, front: Iterable[str]) -> Side:
         """The same with other components off in front."""
-        return Side(self.slots, self.form, "".join(f"{part}." for part in front))
+        shorter = Side(self.slots, self.form, "".join(f"{part}." for part in front))
+        vars(shorter)["has_old"] = self.has_old
+        return shorter
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +124,16 @@ class Way:
     def score(self) -> int:
         """How many names of the model are met."""
         mine, own, wanted = self.have.loose, self.have.slots, self.want.slots
+        names = self.want.names
         met = 0
-        if not mine.keys().isdisjoint(self.want.names):
-            met += sum(
-                fits(wanted[full], own[mine[name]])
-                for name, full in self.want.names.items()
-                if name in mine
-            )
+        if not mine.keys().isdisjoint(names):
+            for name, full in names.items():
+                if (at := mine.get(name)) is not None:
+                    slot, found = wanted[full], own[at]
+                    alike = slot.shape == found.shape and found.kind != "extra"
+                    met += alike or fits(slot, found)
         return met + sum(
-            fits(wanted[self.want.names[name]], own[mine[new]])
+            fits(wanted[names[name]], own[mine[new]])
             for name, new in self.want.today.items()
             if name not in mine and new in mine
         )
@@ -152,7 +166,7 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
 
     Where none meets anything and wrappers differ they come off: other names hide behind them.
     """
-    sides = [[Side(slots, form) for form in bare_forms(slots)] for slots in (have, want)]
+    sides = [list(_forms(slots)) for slots in (have, want)]
     ways = [Way(mine, wanted) for mine in sides[0] for wanted in sides[1]]
     best = max(ways, key=lambda way: way.score)
     if best.is_complete:
@@ -161,6 +175,14 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
         best = ways[-1]
     best = max([best, *_fronts(ways[-1])], key=lambda way: way.score)
     return _moved(best) if best.score and not best.is_complete else best
+
+
+def _forms(slots: Mapping[str, Slot]) -> Iterator[Side]:
+    old = has_old(slots)
+    for form in bare_forms(slots):
+        side = Side(slots, form)
+        vars(side)["has_old"] = old
+        yield side
 
 
 def _wraps(side: Side) -> str:
