@@ -195,8 +195,9 @@ def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
 
 
 def _optimizer(report: MatchReport) -> Iterator[Problem]:
-    for text in report.optimizer.problems if report.optimizer is not None else ():
-        yield Problem("optimizer", text)
+    found = report.optimizer
+    for number, text in enumerate(found.problems if found is not None else ()):
+        yield Problem("optimizer", text, found.remedy if found and not number else "")
 
 
 def _are(many: Sized) -> str:

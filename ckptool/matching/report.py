@@ -115,6 +115,8 @@ class OptimizerReport:
     """What does not fit, a sentence each; none: it does."""
     cast: tuple[Cast, ...] = ()
     notes: tuple[str, ...] = ()
+    remedy: str = ""
+    """What helps against the first of `problems`: an argument of `load_into`, or what to call."""
 
     def to_dict(self) -> dict[str, Any]:
         """The object as `ckptool.match/1` has it."""
@@ -125,6 +127,7 @@ class OptimizerReport:
             "problems": list(self.problems),
             "cast": [cast.to_dict() for cast in self.cast],
             "notes": list(self.notes),
+            "remedy": self.remedy,
         }
 
 

@@ -274,6 +274,8 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     yield from wrapped(f"optimizer: the state of {state}, by {clean(found.by)}", look.width)
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
+    if found.problems and found.remedy:
+        yield from wrapped(f"what helps: {clean(found.remedy)}", look.width)
     for row in _cast(found.cast, fold=True):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
     for note in found.notes:

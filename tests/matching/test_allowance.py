@@ -121,6 +121,15 @@ def test_what_the_optimizer_refuses():
     assert (problem.kind, problem.text) == ("optimizer", optimizer.problems[0])
 
 
+def test_what_helps_against_the_optimizers_first_problem_is_in_the_hint():
+    optimizer = OptimizerReport("names", 0, 2, ("one", "two"), remedy="optimizer_key='a'")
+    found = report(missing_keys=["b"], optimizer=optimizer)
+    assert [one.remedy for one in Allowance(strict=False).problems(found)] == [
+        "optimizer_key='a'", "",
+    ]  # fmt: skip
+    assert Allowance().refusal(found).hint == "allow_missing=['b'], optimizer_key='a'"
+
+
 def test_a_refusal_is_three_lines_a_hint_and_the_report():
     found = report(
         missing_keys=LAYERS,

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -192,6 +193,8 @@ def test_the_optimizer_has_the_last_lines():
         "optimizer: the state of 161 of 163 parameters, by names",
         "optimizer: the file has 1 group, the optimizer 2",
     ]
+    helped = report(parameters=981, optimizer=replace(optimizer, remedy="optimizer_key='a'"))
+    assert lines(helped)[-1] == "what helps: optimizer_key='a'"
 
 
 def test_a_state_dict_in_memory_and_an_unnamed_model_have_words():
@@ -211,7 +214,7 @@ def test_nothing_of_a_file_reaches_the_terminal_raw():
         tied=((EVIL, EVIL),),
         ambiguous=(Ambiguity(("x",), (EVIL,), (EVIL,)),),
         kept=((EVIL, EVIL),),
-        optimizer=OptimizerReport(EVIL, 1, 1, (EVIL,), (), (EVIL,)),
+        optimizer=OptimizerReport(EVIL, 1, 1, (EVIL,), (), (EVIL,), EVIL),
         notes=(EVIL,),
         parameters=1,
     )
