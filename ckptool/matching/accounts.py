@@ -62,11 +62,8 @@ class Ledger:
         self.have = Side(have)
         self.want = Side(want)
         self.pairs = dict(pairs)
-        self.met = set(pairs.values())
-        self.targets: dict[str, list[str]] = {}
-        """Of each name of the file that is met, what it is to the model."""
-        for wanted, own in pairs.items():
-            self.targets.setdefault(own, []).append(wanted)
+        self.met = {own: wanted for wanted, own in pairs.items()}
+        """The same by the names of the file."""
         self._accounts: dict[Swap, Account] = {}
         self._hits: dict[Swap, list[Pair]] = {}
         self._budget = 2_000_000 + 20 * (len(have) + len(want))
@@ -106,17 +103,14 @@ class Ledger:
         """Take pairs, wanted to own, as concluded."""
         self._hits.clear()
         self.pairs.update(found)
-        self.met.update(found.values())
-        for wanted, own in found.items():
-            self.targets.setdefault(own, []).append(wanted)
+        self.met.update((own, wanted) for wanted, own in found.items())
 
     def take_back(self, found: Mapping[str, str]) -> None:
         """Undo `meet` of pairs that nothing else meets."""
         self._hits.clear()
         for wanted, own in found.items():
             del self.pairs[wanted]
-            self.met.discard(own)
-            del self.targets[own]
+            del self.met[own]
 
     def account(self, swap: Swap) -> Account:
         """What a rule comes to.
@@ -132,9 +126,9 @@ class Ledger:
         names = self.have.under(swap.old) if swap.old else self.want.under(swap.new)
         self.spend(len(names) + _COST)
         if swap.old:
-            pairs = [(name, swap.image(name)) for name in names]
+            pairs = zip(names, map(swap.image, names), strict=True)
         else:
-            pairs = [(swap.source(name), name) for name in names]
+            pairs = zip(map(swap.source, names), names, strict=True)
         explained: list[Pair] = []
         unfit: list[Pair] = []
         for pair in pairs:
@@ -170,7 +164,7 @@ class Ledger:
         wanted = self.want.under(account.swap.new) if account.swap.new else ()
         self.spend(len(own) + len(wanted))
         below = frozenset(wanted)
-        return sum(below.isdisjoint(self.targets.get(name, ())) for name in own)
+        return sum(self.met.get(name) not in below for name in own)
 
     def hits(self, account: Account) -> list[Pair]:
         """What a rule explains of the names that are left."""
@@ -190,7 +184,5 @@ class Ledger:
             return True
         self.spend(len(rival.domain) + len(rival.explained))
         return not self.hits(rival) and any(
-            wanted not in rival.targets
-            for own in rival.domain
-            for wanted in self.targets.get(own, ())
+            own in self.met and self.met[own] not in rival.targets for own in rival.domain
         )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Ledger
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS
+from ckptool.matching.swaps import MOST_PARTS
 from ckptool.model import Shape
 
 __all__ = ["Kin", "kin_of", "sampled"]
 
-_MOST_NAMES = 4_000
+_MOST_NAMES = 2_000
 """That are asked what they are like; where there are more, some of each kind."""
 _MOST_KIN = 8
 """Names that one name is like; where there are more it says nothing."""
+
+_NUMBER = re.compile(r"\.[0-9]+(?=\.)")
+"""A component that is a number, with the dot before it, where there are dots around the name."""
 
 _Numbers = tuple[str, ...]
 
@@ -43,7 +47,10 @@ def sampled(names: Iterable[str], slots: Mapping[str, Slot]) -> tuple[list[str],
     for name in names:
         shape = slots[name].shape
         if shape is not None and name.count(".") < MOST_PARTS:
-            kinds.setdefault((ANY_NUMBER.sub("#", name), shape), []).append(name)
+            kind = _NUMBER.sub("#", f".{name}."), shape
+            if kind not in kinds:
+                kinds[kind] = []
+            kinds[kind].append(name)
     if len(kinds) > _MOST_NAMES:
         return [alike[0] for alike in kinds.values()][:: len(kinds) // _MOST_NAMES + 1], False
     most = _MOST_NAMES // max(1, len(kinds))
@@ -79,13 +86,30 @@ def kin_of(
 class _Ending:
     """The names that end alike, under one shape, and those of them that have some numbers."""
 
-    __slots__ = ("_numbered", "names")
+    __slots__ = ("_names", "_numbered", "last", "longer")
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.last: list[str] = []
+        """Those that have no longer end in common with what is asked for."""
+        self.longer: list[_Ending] = []
+        self._names: list[str] | None = None
         self._numbered: dict[_Numbers, list[str]] | None = None
 
+    @property
+    def names(self) -> list[str]:
+        if self._names is None:
+            self._names = self.last
+            if self.longer:
+                self._names, todo = [], [self]
+                while todo:
+                    at = todo.pop()
+                    self._names += at.last
+                    todo += at.longer
+        return self._names
+
     def numbered(self, numbers: _Numbers) -> list[str]:
+        if self._numbered is None and len(self.names) <= _MOST_KIN:
+            return [name for name in self.names if _numbers(name) == numbers]
         if self._numbered is None:
             self._numbered = {}
             for name in self.names:
@@ -101,22 +125,30 @@ def _index(
 ) -> _Index:
     """What of `others` ends like some of the names."""
     index: _Index = {None: {}}
+    every = any(slot.shape is None for slot in others.values())
     for name in names:
-        ends = index.setdefault(_rounded(slots[name].shape), {})
-        for end in _ends(name):
-            ends.setdefault(end, _Ending())
-            index[None].setdefault(end, _Ending())
+        known = _rounded(slots[name].shape)
+        for shape in {known, None} if every else {known}:
+            ends, shorter = index.setdefault(shape, {}), _Ending()
+            for end in _ends(name):
+                if end not in ends:
+                    ends[end] = _Ending()
+                    shorter.longer.append(ends[end])
+                shorter = ends[end]
     entries = 0
     for other, slot in others.items():
         ends = index.get(_rounded(slot.shape), {})
         at = len(other)
+        last = None
         while ends and at >= 0:  # as `_ends`; here most of the time goes
             at = other.rfind(".", 0, at)
             found = ends.get(other[at + 1 :])
             if found is None:
                 break
-            found.names.append(other)
+            last = found
             entries += 1
+        if last is not None:
+            last.last.append(other)
     ledger.spend(entries)
     return index
 
@@ -132,7 +164,7 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _numbers(name: str) -> _Numbers:
-    return tuple(ANY_NUMBER.findall(name))
+    return tuple(filter(str.isdecimal, name.split(".")))
 
 
 def _rounded(shape: Shape | None) -> Shape | None:
@@ -145,7 +177,7 @@ def _nearest(
 ) -> Kin | None:
     numbers = _numbers(name)
     for end in reversed(list(_ends(name))):
-        found = [at for key in (_rounded(shape), None) if (at := index[key][end]).names]
+        found = [at for key in (_rounded(shape), None) if (at := index[key].get(end)) and at.names]
         alike = (other for at in found for other in at.numbered(numbers))
         every = (other for at in found for other in at.names)
         for group in (alike, every):

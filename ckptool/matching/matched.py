@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.errors import UsageError
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
@@ -151,8 +151,8 @@ class _Matching:
         have, want = self.way.have, self.way.want
         self.old_mine = _old(have, want)
         self.old_wanted = _old(want, have)
-        self.mine = _today(have, self.old_mine)
-        self.wanted = _today(want, self.old_wanted)
+        self.mine = _today(have.names, self.old_mine)
+        self.wanted = _today(want.names, self.old_wanted)
         self.files = self.mine
         """Bare names of the file, each with the whole one, before the rules."""
         if self.own:
@@ -177,41 +177,42 @@ class _Matching:
 
     def infer(self) -> None:
         """Pair names by the rules that those left over suggest."""
-        left = {name: full for name, full in self.wanted.items() if name not in self.met}
-        used = set(self.met.values())
-        over = {name: own for name, own in self.files.items() if name not in used}
-        if not _may_meet(_told(over, self.have).values(), _told(left, self.want).values()):
+        if not self._may_go_on():
             return
-        mine, wanted = _told(self.files, self.have), _told(self.wanted, self.want)
+        mine = _told(self.way.have, self.old_mine)
+        wanted = _told(self.way.want, self.old_wanted)
         for name in [name for name in self.met if name not in wanted]:
             del self.met[name]
         for _ in range(_MOST_ROUNDS):
             found = inferred(mine, wanted, self.met)
             self._found = list(found.ambiguous)
-            if not self._accept(found) or not self._may_go_on(mine, wanted):
+            if not self._accept(found) or not self._may_go_on():
                 return
 
-    def _may_go_on(self, mine: Mapping[str, Slot], wanted: Mapping[str, Slot]) -> bool:
-        used = set(self.met.values())
-        return _may_meet(
-            (slot for name, slot in mine.items() if name not in used),
-            (slot for name, slot in wanted.items() if name not in self.met),
-        )
+    def _may_go_on(self) -> bool:
+        """Whether anything that is left of the one has a shape for anything left of the other."""
+        have, want, used = self.have, self.want, set(self.met.values())
+        left = {want[full].shape for name, full in self.wanted.items() if name not in self.met}
+        found = {have[own].shape for name, own in self.files.items() if name not in used}
+        if None in left or None in found or not left.isdisjoint(found):
+            return bool(left and found)
+        return () in left and (1,) in found
 
     def _accept(self, found: Inferred) -> bool:
         """Take over new pairs; whether there were any."""
         before, taken = len(self.met), set(self.met.values())
         near = InferredRule("near", "", "", found.near)
         for rule in (*found.rules, near):
-            new = {}
-            for name, mine in rule.pairs.items():
-                if name in self.met or mine in taken:
-                    continue
-                full, own = self.wanted[name], self.files[mine]
+            found_now = {
+                name: mine
+                for name, mine in rule.pairs.items()
+                if name not in self.met and mine not in taken
+            }
+            new = {self.wanted[name]: self.files[mine] for name, mine in found_now.items()}
+            for full, own in new.items():
                 self._pair(full, own)
-                self.met[name] = mine
-                taken.add(mine)
-                new[full] = own
+            self.met.update(found_now)
+            taken.update(found_now.values())
             if new and rule is not near:
                 self.rules.append(InferredRule(rule.kind, rule.text, rule.rule, new))
         return len(self.met) > before
@@ -324,16 +325,16 @@ class _Matching:
     def counts(self, kept: Mapping[str, str]) -> dict[str, Any]:
         """How much of the model is loaded: of its parameters, where it is known which these are."""
         every = {name: slot for name, slot in self.want.items() if name not in kept}
-        tensors = {name: slot for name, slot in every.items() if slot.kind != "extra"}
-        known = {name: slot for name, slot in tensors.items() if slot.kind == "parameter"}
-        if not known or any(slot.kind == "tensor" for slot in tensors.values()):
-            known = tensors or every
+        known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
+        if not known or any(slot.kind == "tensor" for slot in every.values()):
+            known = {n: slot for n, slot in every.items() if slot.kind != "extra"} or every
         once: dict[Any, str] = {}
         for name, slot in known.items():
             tie = ("", name) if slot.tie is None else slot.tie
             if tie not in once or name in self.pairs:
                 once[tie] = name
-        sizes = {slot.shape: slot.elements for slot in known.values()}
+        shapes = {slot.shape: slot for slot in known.values()}
+        sizes = {shape: slot.elements for shape, slot in shapes.items()}
         if not any(sizes.values()):  # there is nothing to count but names
             sizes, once = dict.fromkeys(sizes, 1), {name: name for name in known}
         loaded = Counter(known[name].shape for name in once.values() if name in self.pairs)
@@ -352,32 +353,24 @@ class _Matching:
         return Stations.of(pairs, ruled, self.way, self.old_mine, self.old_wanted)
 
 
-def _told(names: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, Slot]:
+def _told(side: Side, old: Mapping[str, Respelled]) -> dict[str, Slot]:
     """What stands under the names, but for the counters of averages, which tell nothing."""
-    found = {name: slots[full] for name, full in names.items()}
+    found = _today(side.bare, old)
     for counter in [name for name in found if name.endswith("n_averaged")]:
         if is_average_counter(counter):
             del found[counter]
     return found
 
 
-def _may_meet(mine: Iterable[Slot], wanted: Iterable[Slot]) -> bool:
-    """Whether anything that is left of the one has a shape for anything left of the other."""
-    left = {slot.shape for slot in wanted}
-    found = {slot.shape for slot in mine}
-    if None in left or None in found or not left.isdisjoint(found):
-        return bool(left and found)
-    return () in left and (1,) in found
-
-
 def _old(side: Side, other: Side) -> dict[str, Respelled]:
     return spelled(side.respelled, other.names) if side.has_old else {}
 
 
-def _today(side: Side, old: Mapping[str, Respelled]) -> dict[str, str]:
-    """Bare names as they are spelled today, each with the whole name."""
+_T = TypeVar("_T")
+
+
+def _today(bare: dict[str, _T], old: Mapping[str, Respelled]) -> dict[str, _T]:
+    """What stands under bare names, under those names as they are spelled today."""
     if not old:
-        return side.names
-    return {
-        (old[name].of(name) if name in old else name): full for name, full in side.names.items()
-    }
+        return bare
+    return {(old[name].of(name) if name in old else name): held for name, held in bare.items()}

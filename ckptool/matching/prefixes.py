@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from ckptool.matching.accounts import Account, Ledger, Pair
 from ckptool.matching.numbering import renumbered
@@ -15,6 +15,8 @@ __all__ = ["accepted_prefixes"]
 
 _MOST_PREFIXES = 10_000
 """That are looked at, those first that most names ask for."""
+_MOST_STARTS = 64
+"""First components of names that are looked for in all names at once."""
 _MOST_RIVALS = 8
 """Of one rule; that is enough to leave it."""
 
@@ -71,11 +73,14 @@ class _Ends:
         self._ledger = ledger
         self._left = [*dict.fromkeys((*own, *wanted))] if own and wanted else []
         tails = frozenset(self._left)
-        self._own = _ending(ledger, ledger.have.slots, tails)
-        self._wanted = _ending(ledger, ledger.want.slots, tails)
+        starts = {tail.partition(".")[0] for tail in tails}
+        self._own = _ending(ledger, ledger.have.slots, tails, starts)
+        self._wanted = _ending(ledger, ledger.want.slots, tails, starts)
 
     def candidates(self) -> list[Swap]:
         """Every prefix that some name asks for, what most names ask for first."""
+        if not (self._own or self._wanted):
+            return []
         votes = Counter(self._prefixes())
         heads = (
             (tuple(prefix.split(".")), own)
@@ -158,11 +163,17 @@ def _longer(name: str, tail: str) -> Iterator[str]:
 
 
 def _ending(
-    ledger: Ledger, slots: Mapping[str, Slot], tails: frozenset[str]
+    ledger: Ledger, slots: Mapping[str, Slot], tails: frozenset[str], starts: Collection[str]
 ) -> dict[str, list[str]]:
-    """Of each tail the names that end with it and have more before it."""
+    """Of each tail the names that end with it and have more before it.
+
+    `starts` are what the tails begin with.
+    """
     found: dict[str, list[str]] = {}
-    if not tails:
+    text = "\n".join(slots) + "\n"
+    if len(starts) <= _MOST_STARTS and not any(
+        f".{start}{end}" in text for start in starts for end in ".\n"
+    ):
         return found
     count = 0
     for name in slots:

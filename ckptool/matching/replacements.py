@@ -131,8 +131,11 @@ class _Trial:
         rivals = tuple(rival for rival in every if not ledger.beats(account, rival))
         is_crowded = bool(crowds) and not (sure and account.full)
         modules = tuple(islice(_deep_modules(ledger, account, shifted), 2))
-        is_front = not (shifted or rivals) and all(rival.unfit for rival in every)
-        is_front = is_front and is_whole_front(ledger, account)
+        is_front = (
+            not (modules or shifted or rivals)
+            and all(rival.unfit for rival in every)
+            and is_whole_front(ledger, account)
+        )
         return _Case(account, rivals, shifted, is_crowded, bool(mutual), modules, is_front)
 
     def _renumbered(self, account: Account) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
 from ckptool.errors import UsageError
 from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS, Head, Side, Swap
@@ -11,6 +12,8 @@ from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["rule_text", "segment_text", "swap_text"]
 
+_MOST_TRIED = 1_000
+"""Names on which a rule is tried that holds for all by the way it is made."""
 _MOST_HEADS = 64
 """In a rule's text; more nobody reads."""
 
@@ -38,6 +41,10 @@ def rule_text(swap: Swap, names: Mapping[str, str], have: Side) -> str:
     start = swap.old[: swap.old.index(None)] if None in swap.old else swap.old
     near = [name for name in have.under(start) if name not in names]
     regex, replacement = _regex(swap.old), _replacement(swap.new)
+    if not others and names:  # then it does what the swap does, by which they were found
+        text = _as_rule(f"^{regex}", replacement)
+        some = dict(islice(names.items(), _MOST_TRIED))
+        return text if _does(text, some, near) else ""
     for before, after in _guards(len(swap.old), names, others):
         text = _as_rule(f"^{before}{regex}{after}", replacement)
         if _does(text, names, near):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["Respelled", "has_old", "respellings", "spelled", "weight_norms"]
 
@@ -70,10 +71,12 @@ def _groups(name: str) -> Iterator[dict[str, Respelled]]:
         stem = name.removesuffix(first)
         weight = stem.rpartition(".")[2]
         if weight:
-            yield {
-                stem + old: Respelled(weight + old, f"parametrizations.{weight}.{new}")
-                for old, new in parts.items()
-            }
+            yield {stem + old: _of_part(weight, old, new) for old, new in parts.items()}
+
+
+@lru_cache(maxsize=256)
+def _of_part(weight: str, old: str, new: str) -> Respelled:
+    return Respelled(weight + old, f"parametrizations.{weight}.{new}")
 
 
 def _affine(name: str, known: Collection[str]) -> Respelled | None:

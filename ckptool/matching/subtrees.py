@@ -72,6 +72,9 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
 def _doubled(names: Iterable[str]) -> bool:
     """Whether some name begins with a front twice, as one does that a front moves and is left."""
     for name in names:
+        parts = name.split(".", 2 * _DEEPEST)
+        if len(set(parts)) == len(parts):
+            continue
         at = name.find(".") + 1
         for _ in range(_DEEPEST):
             if not at:

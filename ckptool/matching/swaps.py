@@ -114,9 +114,13 @@ class Side:
     """The names of one side: of a file, or of a model."""
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
-        """Sort them, so that those under a head are found at once."""
+        """Nothing is looked at yet."""
         self.slots = slots
-        self._sorted = sorted(slots)
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        """So that those under a head are found at once."""
+        return sorted(self.slots)
 
     def has_below(self, start: str) -> bool:
         """Whether some name begins with a text."""

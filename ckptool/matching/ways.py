@@ -197,12 +197,11 @@ def _fronts(bare: Way) -> Iterator[Way]:
     for side, other, is_mine in ((have, want, True), (want, have, False)):
         front = side.common_front()
         for end in range(len(front), 0, -1):
-            rest = "".join(f"{part}." for part in front[end:])
-            if rest and not any(name.startswith(rest) for name in other.names):
-                continue
-            shorter = side.without(front[:end])
-            if shorter.is_sound:
-                yield Way(shorter, want) if is_mine else Way(have, shorter)
+            off = "".join(f"{part}." for part in front[:end])
+            if any(off + name in side.loose for name in other.loose):
+                shorter = side.without(front[:end])
+                if shorter.is_sound:
+                    yield Way(shorter, want) if is_mine else Way(have, shorter)
 
 
 def _moved(best: Way) -> Way:
