@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckptool.errors import UsageError
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
+from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
@@ -45,6 +46,9 @@ class Match:
     renamed: dict[str, str]
     """Every name of the file to what the rules make of it, matched or not: for files written."""
     report: MatchReport
+    placed: dict[str, str] = field(default_factory=dict)
+    """Names of the file that fit nothing, in modules that are closed: each as the model would
+    call it."""
 
 
 def matched(
@@ -53,13 +57,15 @@ def matched(
     *,
     rules: Iterable[Rule] = (),
     metadata: Mapping[str, Any] | None = None,
+    closed: Collection[str] = (),
     file: str = "",
     model: str = "",
 ) -> Match:
     """Match the names `have` of a file with those that a model wants.
 
     `rules` are the user's, applied to the file's names before anything else. `metadata` is the
-    `_metadata` of the file's state dict: the versions say which counters old files lack.
+    `_metadata` of the file's state dict: the versions say which counters old files lack. `closed`
+    are paths of the model's modules in which the file's names are meant as they are.
 
     Raises:
         NameCollision: the user's rules make two names one.
@@ -68,7 +74,8 @@ def matched(
     rules = list(rules)
     ruled, idle = _ruled(have, rules, file)
     way = chosen_way({ruled[own]: have[own] for own in have} if ruled else have, want)
-    matching = _Matching(have, want, way, {new: own for own, new in ruled.items()})
+    own = {new: own for own, new in ruled.items()}
+    matching = _Matching(have, want, way, own, Closed(closed, way.want))
     matching.meet()
     matching.infer()
     tied = matching.tie()
@@ -93,8 +100,9 @@ def matched(
         **matching.counts(kept),
     )
     pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
-    names = {own: name for name, own in direct.items()}
-    return Match(pairs, rewritten(have, names, found, rules), report)
+    placed = matching.placed()
+    names = {**placed, **{own: name for name, own in direct.items()}}
+    return Match(pairs, rewritten(have, names, found, rules), report, placed)
 
 
 def _ruled(
@@ -134,6 +142,7 @@ class _Matching:
     way: Way
     own: dict[str, str]
     """Names that the user's rules gave, each with the name in the file; empty without rules."""
+    closed: Closed
     pairs: dict[str, str] = field(default_factory=dict)
     """Name of the model to name in the file."""
     wrong: dict[str, str] = field(default_factory=dict)
@@ -149,8 +158,8 @@ class _Matching:
     def __post_init__(self) -> None:
         """Bring both sides to one spelling."""
         have, want = self.way.have, self.way.want
-        self.old_mine = _old(have, want)
-        self.old_wanted = _old(want, have)
+        self.old_mine = self.closed.outside(_old(have, want))
+        self.old_wanted = self.closed.outside(_old(want, have))
         self.mine = _today(have.names, self.old_mine)
         self.wanted = _today(want.names, self.old_wanted)
         self.files = self.mine
@@ -185,7 +194,9 @@ class _Matching:
             del self.met[name]
         for _ in range(_MOST_ROUNDS):
             found = inferred(mine, wanted, self.met)
-            self._found = list(found.ambiguous)
+            self._found = [
+                one for one in found.ambiguous if not any(map(self.closed.below, one.names))
+            ]
             if not self._accept(found) or not self._may_go_on():
                 return
 
@@ -203,6 +214,8 @@ class _Matching:
         before, taken = len(self.met), set(self.met.values())
         near = InferredRule("near", "", "", found.near)
         for rule in (*found.rules, near):
+            if self.closed.forbids(rule.pairs):
+                continue
             found_now = {
                 name: mine
                 for name, mine in rule.pairs.items()
@@ -265,6 +278,14 @@ class _Matching:
         """Names of the file that nothing takes."""
         taken = {*self.pairs.values(), *self.wrong.values()}
         return [own for own in self.have if own not in taken]
+
+    def placed(self) -> dict[str, str]:
+        """Names of the file that nothing takes, in closed modules, each as the model's."""
+        if not self.closed:
+            return {}
+        unused = set(self.unused())
+        mine = {name: own for name, own in self.files.items() if own in unused}
+        return {mine[name]: full for name, full in self.closed.placed(mine).items()}
 
     def mismatches(self) -> tuple[Mismatch, ...]:
         """What is of another shape, in the order of the model."""
