@@ -16,7 +16,8 @@ def plan_for(model, optimizer, source, *, state_key=None, **options):
     target = target_of(model)
     named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
     with stated(source, key=state_key) as state:
-        yield planned_optimizer(optimizer, named, state, planned(state, target), **options)
+        match = planned(state, target)
+        yield planned_optimizer(optimizer, named, state, match, slots=target.slots, **options)
 
 
 def report_of(model, optimizer, source, **options):
@@ -36,6 +37,13 @@ def problem_of(model, optimizer, source, **options):
     """The only problem."""
     (problem,) = report_of(model, optimizer, source, **options).problems
     return problem
+
+
+def refusal_of(model, optimizer, source, **options):
+    """The only problem, and what helps."""
+    report = report_of(model, optimizer, source, **options)
+    (problem,) = report.problems
+    return problem, report.remedy
 
 
 def three(order=("a", "b", "c")):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.optimizers.saved import Saved
+from ckptool.loading.optimizers.undo import innermost
 from ckptool.optimizers import OPTIONS, kept_by, options_of
 from ckptool.paths import listed
 
@@ -51,6 +52,7 @@ def other_kind(saved: Saved, optimizer: torch.optim.Optimizer) -> str | None:
     `load_state_dict` takes such a state without a word, options and all; the next `step()` ends
     with a KeyError, or goes on with what it finds.
     """
+    optimizer = innermost(optimizer)
     here = {key for group in optimizer.param_groups for key in group}
     there = {key for group in saved.options for key in group if isinstance(key, str)}
     telling = set(OPTIONS)
@@ -60,7 +62,7 @@ def other_kind(saved: Saved, optimizer: torch.optim.Optimizer) -> str | None:
     if saved.options and optimizer.param_groups:
         if lacking or foreign:
             return _told(optimizer, "options", foreign, lacking)
-        own = set(odd_here) & set(optimizer.defaults)
+        own = set(odd_here) & set(getattr(optimizer, "defaults", ()))
         if own and odd_there and not _is_torch_own(optimizer):
             return _told(optimizer, "options", odd_there, odd_here)
     return _other_state(saved, optimizer)

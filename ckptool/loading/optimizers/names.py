@@ -11,7 +11,7 @@ from ckptool.matching import Match, Slot, matched
 from ckptool.model import Shape
 from ckptool.wrappers import strip_names
 
-__all__ = ["Place", "Reading", "bare_names", "read_names"]
+__all__ = ["Place", "Reading", "bare_names", "leads_of", "read_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def read_names(
     """
     numbers = _numbers(places, match)
     readings: list[tuple[int | None, ...]] = []
-    for ways in (_through_model(names, numbers, match), _directly(names, numbers)):
+    for ways in (_through_model(names, leads_of(places, match), match), _directly(names, numbers)):
         group = [tuple(map(way, names)) for way in ways]
         whole = list(dict.fromkeys(filter(_is_whole, group)))
         if whole:
@@ -85,13 +85,22 @@ def _agreed(names: Names, whole: Sequence[tuple[int | None, ...]]) -> Reading:
     return Reading(_inside(whole[0]), disputed)
 
 
-def _through_model(names: Names, numbers: Mapping[str, int], match: Match) -> Iterator[_Way]:
-    """The names are of the file's model, whose names were matched with those of this one."""
+def leads_of(places: Sequence[Place], match: Match) -> dict[str, int]:
+    """By each name of the file's model that was matched the number of the parameter that it is.
+
+    Below 0 it is a tensor of the model that is none of `places`.
+    """
+    numbers = _numbers(places, match)
     leads: dict[str, int] = {}
     for wanted, own in match.pairs.items():
         leads.setdefault(own, numbers[wanted])
     for one in match.report.mismatched:
         leads.setdefault(one.own, numbers[one.name])
+    return leads
+
+
+def _through_model(names: Names, leads: Mapping[str, int], match: Match) -> Iterator[_Way]:
+    """The names are of the file's model, whose names were matched with those of this one."""
     return _ways(names, leads, dict.fromkeys((*match.renamed, *leads)))
 
 

@@ -14,15 +14,16 @@ from math import prod
 
 from ckptool.loading.optimizers.names import Place, Reading
 from ckptool.loading.optimizers.saved import Kept, Names, Saved, is_flat
-from ckptool.model import Shape, TensorRef
+from ckptool.loading.optimizers.shapes import Owners
+from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
 from ckptool.patterns import families
 
 __all__ = ["Pairing", "Wanted", "by_names", "by_position", "by_shapes"]
 
 _VOUCH = (
-    'optimizer_order="position" vouches that the optimizer was built over its parameters in the '
-    "order of the file"
+    'optimizer_order="position" where the optimizer was built over its parameters in the order of '
+    "the file"
 )
 
 
@@ -57,6 +58,8 @@ class Pairing:
     """By the number of a parameter what is kept of it; not where that is nothing."""
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    remedy: str = ""
+    """What helps against the first problem."""
 
 
 def by_names(saved: Saved, names: Names, reading: Reading, wanted: Wanted) -> Pairing:
@@ -88,48 +91,57 @@ def by_position(saved: Saved, wanted: Wanted) -> Pairing:
     return Pairing("position", groups, kept, tuple(_other_shapes(kept, wanted)))
 
 
-def by_shapes(saved: Saved, wanted: Wanted) -> Pairing:
-    """Each state goes to the only parameter of its group that has its shape."""
+def by_shapes(saved: Saved, wanted: Wanted, owners: Owners) -> Pairing:
+    """Each state goes to the only parameter that it can be of, of all that the models have."""
     if problem := _other_counts(saved, wanted):
         return Pairing("shapes", problems=(problem,))
     pairs: dict[int, Kept] = {}
     open_states: list[Kept] = []
     problems: list[str] = []
-    for group, numbers in zip(saved.groups, wanted.numbers(), strict=True):
-        states = [one for one in group if one.state is not None]
-        left = _only_ones(states, wanted, numbers, pairs)
-        problems += _without_parameter(left, wanted, numbers)
-        open_states += left
-    if open_states and not problems:
-        problems.append(_undecided(saved, open_states, wanted))
-    kept = dict(sorted(pairs.items()))
-    problems += _other_shapes(kept, wanted)
-    return Pairing("shapes", tuple(range(wanted.groups)), kept, tuple(problems))
-
-
-def _only_ones(
-    states: list[Kept], wanted: Wanted, numbers: range, pairs: dict[int, Kept]
-) -> list[Kept]:
-    """Add to `pairs` what the shapes of a group decide; what they leave open is returned."""
-    if len(states) == 1 and len(numbers) == 1:
-        pairs[numbers[0]] = states[0]
-        return []
-    having: dict[Shape | None, list[int]] = {}
-    for number in numbers:
-        having.setdefault(wanted.places[number].shape, []).append(number)
-    if None in having:  # a lazy parameter could be of any shape
-        return states
-    shapes = Counter(one.likely_shape for one in states)
-    if None in shapes:  # so could be what is kept of one
-        return states
-    left = []
+    states = [one for one in saved.parameters if one.state is not None]
+    counts = Counter(one.likely_shape for one in states)
+    lost: list[str] = []
+    groups = wanted.numbers()
     for one in states:
         shape = one.likely_shape
-        if shapes[shape] == 1 and len(having.get(shape, ())) == 1:
-            pairs[having[shape][0]] = one
+        found = owners.of(shape)
+        if len(found) > 1 or counts[shape] > 1 or (None in counts and len(states) > 1):
+            open_states.append(one)
+        elif found:
+            ((lead, name),) = found.items()
+            if isinstance(lead, int) and lead in groups[one.group]:
+                pairs[lead] = one
+            else:
+                lost.append(_elsewhere(one, lead, name, wanted))
         else:
-            left.append(one)
-    return left
+            open_states.append(one)
+    for group, numbers in enumerate(groups):
+        left = [one for one in open_states if one.group == group]
+        problems += _without_parameter(left, wanted, numbers)
+    if lost and not problems:
+        more = f"; so it is with {counted(len(lost) - 1, 'more state')}" if lost[1:] else ""
+        problems.append(f"{lost[0]}{more}")
+    remedy = ""
+    if open_states and not problems:
+        problems.append(_undecided(saved, open_states, owners))
+        remedy = _VOUCH
+    kept = dict(sorted(pairs.items()))
+    problems += _other_shapes(kept, wanted)
+    groups_as_they_are = tuple(range(wanted.groups))
+    return Pairing("shapes", groups_as_they_are, kept, tuple(problems), remedy=remedy)
+
+
+def _elsewhere(one: Kept, lead: int | str, name: str, wanted: Wanted) -> str:
+    """A state of the only parameter of its shape, which is not where it should be."""
+    where = "the model has not"
+    if isinstance(lead, int):
+        where = "the optimizer has not"
+        if lead >= 0:
+            where = f"is in group {wanted.places[lead].group} of the optimizer"
+    return (
+        f"the state of shape {list(one.likely_shape or ())} in group {one.group} of the file is "
+        f"that of {printable(name)}, which {where}"
+    )
 
 
 def _disputed(reading: Reading) -> str | None:
@@ -242,17 +254,16 @@ def _without_parameter(left: list[Kept], wanted: Wanted, numbers: range) -> Iter
             )
 
 
-def _undecided(saved: Saved, left: list[Kept], wanted: Wanted) -> str:
-    """Which states could be several parameters', and what would decide."""
+def _undecided(saved: Saved, left: list[Kept], owners: Owners) -> str:
+    """Which states could be several parameters'."""
     states = sum(one.state is not None for one in saved.parameters)
-    told = (
-        f"the file does not name the parameters of its optimizer, and {len(left):,} of its "
-        f"{counted(states, 'state')} could be of several"
-    )
+    why = "the file does not name the parameters of its optimizer"
+    if saved.misnamed:
+        why = f"the file does not name each parameter of its optimizer ({saved.misnamed})"
+    told = f"{why}, and {len(left):,} of its {counted(states, 'state')} could be of several"
     shape = left[0].likely_shape
-    group = wanted.numbers()[left[0].group]
-    alike = [wanted.places[at].name for at in group if wanted.places[at].shape == shape]
+    alike = list(owners.of(shape).values()) if shape is not None else []
     if len(alike) > 1:
         labels = [family.label for family in families((name, None) for name in alike)]
         told += f" ({listed(labels, 3)}: of one shape)"
-    return f"{told}; {_VOUCH}"
+    return told

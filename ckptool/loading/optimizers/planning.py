@@ -21,15 +21,21 @@ from ckptool.loading.optimizers.pairing import (
     by_shapes,
 )
 from ckptool.loading.optimizers.saved import Names, Saved, Unchosen, saved_optimizer
+from ckptool.loading.optimizers.shapes import Owners, owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, holds_inert, unmade
 from ckptool.loading.optimizers.undo import layers, remembered
-from ckptool.matching import Allowed, Cast, Match, OptimizerReport
+from ckptool.matching import Allowed, Cast, Match, OptimizerReport, Slot
 from ckptool.paths import counted, listed, printable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OptimizerPlan", "planned_optimizer"]
+__all__ = ["OptimizerPlan", "check_order", "planned_optimizer"]
+
+_SPREAD = (
+    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
+    "loads such state, by names"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,7 @@ class OptimizerPlan:
             DeviceError, UnsupportedFormat: a tensor cannot be made here.
         """
         if self._maker is None or self.report.problems:
-            raise MatchError("; ".join(self.report.problems))
+            raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
         check_bytes(self._maker.stored())
         undo = remembered(self.optimizer)
         try:
@@ -68,6 +74,7 @@ def planned_optimizer(
     state: State,
     match: Match,
     *,
+    slots: Mapping[str, Slot] | None = None,
     key: Any = None,
     order: str | None = None,
     allow_lossy_cast: Allowed = False,
@@ -75,18 +82,17 @@ def planned_optimizer(
     """How the state of an optimizer in the file of `state` goes into this one.
 
     `named` has the model's name of each parameter by its `id`, `match` says which name of the
-    file that is. Parameters are matched by the names that the file keeps of them; without such by
-    the shapes that the state tells, where each shape of a group is one parameter's alone; with
-    `order="position"` by position, for which the caller vouches. `key` is the address of the
-    optimizer where the file has several.
+    file that is, `slots` what the model has. Parameters are matched by the names that the file
+    keeps of them; without such by the shapes that the state tells, where each is one parameter's
+    alone of all that the file's model has; with `order="position"` by position, for which the
+    caller vouches. `key` is the address of the optimizer where the file has several.
 
     Raises:
         UsageError: what is given is no optimizer, or the order no word that is known.
         NotFound, AmbiguousName: nothing, or several things, answer to `key`.
         CorruptFile: elements cannot be read that a cast may change.
     """
-    if order not in (None, "position"):
-        raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
+    check_order(order)
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
         raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -97,26 +103,43 @@ def planned_optimizer(
     try:
         saved = saved_optimizer(state.tree, state.section, key)
     except Unchosen as error:
-        return OptimizerPlan(optimizer, replace(report, problems=(str(error),)))
-    pairing = _paired(saved, state, wanted, match, order)
+        return OptimizerPlan(
+            optimizer, replace(report, problems=(str(error),), remedy=error.remedy)
+        )
+    owners = owners_by_shape(state.slots, slots or {}, wanted.places, match)
+    pairing = _paired(saved, state, wanted, match, owners, order)
     report = replace(report, by=pairing.by, notes=tuple(_notes(saved, optimizer, pairing)))
     names = [place.name for place in wanted.places]
-    whole = _unfit(parameters, names) or other_kind(saved, optimizer)
-    unmakeable = unmade(saved, pairing.kept)
-    problems = (whole,) if whole else (*pairing.problems, *((unmakeable,) if unmakeable else ()))
-    if problems:
-        return OptimizerPlan(optimizer, replace(report, problems=problems))
+    refused = _refused(optimizer, saved, pairing, wanted, slots or {})
+    if refused is not None:
+        problems, remedy = refused
+        return OptimizerPlan(optimizer, replace(report, problems=problems, remedy=remedy))
     cast: tuple[Cast, ...] = ()
     if _casts(optimizer):
         cast = tuple(casts(state, saved, pairing.kept, parameters, names))
+    lossy = tuple(_lossy(cast, allow_lossy_cast))
     report = replace(
-        report, matched=len(pairing.kept), cast=cast, problems=tuple(_lossy(cast, allow_lossy_cast))
+        report,
+        matched=len(pairing.kept),
+        cast=cast,
+        problems=lossy,
+        remedy="allow_lossy_cast=True" if lossy else "",
     )
     bare = bare_names(named.values())
     known = [bare.get(named.get(id(param), "")) for param in parameters]
     return OptimizerPlan(
         optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, known)
     )
+
+
+def check_order(order: str | None) -> None:
+    """Refuse what is no order.
+
+    Raises:
+        UsageError: it is no word that is known.
+    """
+    if order is not None and not (isinstance(order, str) and order == "position"):
+        raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
 
 
 def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Iterator[Place]:
@@ -129,7 +152,9 @@ def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Itera
             yield Place(number, shown, name is not None, own, shape_of(parameter))
 
 
-def _paired(saved: Saved, state: State, wanted: Wanted, match: Match, order: str | None) -> Pairing:
+def _paired(
+    saved: Saved, state: State, wanted: Wanted, match: Match, owners: Owners, order: str | None
+) -> Pairing:
     """By names where they lead somewhere, else by position or shapes."""
 
     def read(names: Names) -> Reading:
@@ -142,7 +167,7 @@ def _paired(saved: Saved, state: State, wanted: Wanted, match: Match, order: str
     if len(best) == 1 and (best[0].is_whole or order is None):
         return by_names(saved, readings[best[0]], best[0], wanted)
     if order is None:
-        return by_shapes(saved, wanted)
+        return by_shapes(saved, wanted, owners)
     for reading in best:
         for at, number in enumerate(reading.found):
             if number not in (None, at):
@@ -157,18 +182,54 @@ def _leads_anywhere(reading: Reading) -> bool:
     return any(number is not None for number in reading.found)
 
 
-def _unfit(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
-    """Parameters that no state can be put beside."""
+def _refused(
+    optimizer: Any, saved: Saved, pairing: Pairing, wanted: Wanted, slots: Mapping[str, Slot]
+) -> tuple[tuple[str, ...], str] | None:
+    """Why it is not loaded, and what helps against that."""
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    names = [place.name for place in wanted.places]
+    unfit = _unfit(parameters, names)
+    if unfit is not None:
+        return (unfit[0],), unfit[1]
+    if (other := other_kind(saved, optimizer)) is not None:
+        return (other,), ""
+    if pairing.problems and (part := _in_parts(parameters, wanted, slots)) is not None:
+        return (part,), _SPREAD
+    unmakeable = unmade(saved, pairing.kept)
+    if unmakeable is not None:
+        return (*pairing.problems, unmakeable), pairing.remedy
+    return (pairing.problems, pairing.remedy) if pairing.problems else None
+
+
+def _unfit(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[str, str] | None:
+    """Parameters that no state can be put beside, and what helps."""
     for parameter, name in zip(parameters, names, strict=True):
         if parameter.is_meta:
             return (
                 f"the optimizer's {printable(name)} is on the meta device, and loading puts "
-                "another in its place: load the model, build the optimizer, then load again with it"
+                "another in its place",
+                "load the model, build the optimizer, then load again with it",
             )
         if hasattr(parameter, "placements"):
             return (
-                f"the optimizer's {printable(name)} is a DTensor, of which every rank has a part: "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict loads such state"
+                f"the optimizer's {printable(name)} is a DTensor, of which every rank has a part",
+                _SPREAD,
+            )
+    return None
+
+
+def _in_parts(
+    parameters: Sequence[torch.Tensor], wanted: Wanted, slots: Mapping[str, Slot]
+) -> str | None:
+    """The first parameter of which this rank has a part, inside the first FSDP."""
+    for parameter, place in zip(parameters, wanted.places, strict=True):
+        slot = slots.get(place.name)
+        whole = None if slot is None else slot.shape
+        flat = any(base.__name__ == "FlatParameter" for base in type(parameter).__mro__)
+        if flat or (whole is not None and place.shape is not None and place.shape != whole):
+            return (
+                f"the optimizer's {printable(place.name)} is of FSDP, of which every rank has a "
+                "part"
             )
     return None
 
@@ -189,7 +250,7 @@ def _lossy(cast: Sequence[Cast], allowed: Allowed) -> Iterator[str]:
         more = f", and of {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
         yield (
             f"of the optimizer's state {printable(first.name)} does not survive {first.before} -> "
-            f"{first.after} ({first.loss}){more}; allow_lossy_cast=True takes that"
+            f"{first.after} ({first.loss}){more}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.model import Path, Shape, TensorRef
 from ckptool.optimizers import groups_of, model_of, shape_of
-from ckptool.paths import listed, name_of, printable, resolve
+from ckptool.paths import counted, listed, name_of, printable, resolve
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
 
 __all__ = ["Kept", "Names", "Saved", "Unchosen", "is_flat", "place_of", "saved_optimizer"]
@@ -24,7 +24,12 @@ _FLAT = ("prev_flat_grad", "old_dirs")
 
 
 class Unchosen(Exception):
-    """Why no optimizer of the file is the one to load, as a sentence."""
+    """Why no optimizer of the file is the one to load, as a sentence, and what helps."""
+
+    def __init__(self, text: str, remedy: str) -> None:
+        """Keep both."""
+        super().__init__(text)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +115,25 @@ class Saved:
         held = [group.get("param_names") for group in self.options]
         return self._in_order(held) or _distinct([one.key for one in self.parameters])
 
+    @property
+    def misnamed(self) -> str:
+        """What is wrong with the names that the groups keep; empty: they keep none."""
+        held = [group.get("param_names") for group in self.options]
+        if all(one is None for one in held):
+            return ""
+        seen: set[str] = set()
+        for number, (names, group) in enumerate(zip(held, self.groups, strict=True)):
+            some = names if isinstance(names, (list, tuple)) else ()
+            if len(some) != len(group):
+                return f"group {number} has {counted(len(some), 'name')} for {len(group):,}"
+            for name in some:
+                if not isinstance(name, str):
+                    return f"one of its names is of type {type(name).__name__}"
+                if name in seen:
+                    return f"{printable(name)} is there twice"
+                seen.add(name)
+        return ""
+
     def names_beside(self, root: Any) -> list[Names]:
         """Lists of names that stand in the optimizer's dict or next to it, one for each parameter.
 
@@ -187,8 +211,9 @@ def saved_optimizer(tree: Checkpoint, model: Section, key: Any = None) -> Saved:
     found = _once(one for one in every if one.kind == "optimizer")
     if not found:
         raise Unchosen(
-            "the state of an optimizer is asked for, and there is none; what is in a file of its "
-            "own is given with the model's: {'model': ..., 'optimizer': ckptool.load(FILE)}"
+            "the state of an optimizer is asked for, and there is none",
+            "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) "
+            "where it is in a file of its own",
         )
     owners = [model_of(one, models, found) for one in found]
     own = [
@@ -205,10 +230,11 @@ def saved_optimizer(tree: Checkpoint, model: Section, key: Any = None) -> Saved:
             return Saved(found[0])
         raise Unchosen(
             f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
-            f"model chosen; optimizer_key={names[0]!r} takes it all the same"
+            "model chosen",
+            f"optimizer_key={names[0]!r} takes it all the same",
         )
     raise Unchosen(
-        f"there are {len(found)} optimizers: {listed(names)}; optimizer_key={names[0]!r} chooses"
+        f"there are {len(found)} optimizers: {listed(names)}", f"optimizer_key={names[0]!r}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["does_more", "layers", "remembered"]
+__all__ = ["does_more", "innermost", "layers", "remembered"]
 
 Undo = Callable[[], None]
 
@@ -51,6 +51,14 @@ def layers(optimizer: Any) -> Iterator[Any]:
         held = vars(optimizer)
         inner = (held.get(name) for name in ("optimizer", "_optimizer", "optim"))
         optimizer = next((one for one in inner if hasattr(one, "load_state_dict")), None)
+
+
+def innermost(optimizer: Any) -> Any:
+    """What is in all wrappers."""
+    for one in layers(optimizer):
+        if hasattr(one, "param_groups"):
+            optimizer = one
+    return optimizer
 
 
 def does_more(optimizer: Any) -> bool:

@@ -17,6 +17,7 @@ from tests.loading.optimizing import (
     loaded,
     plan_for,
     problem_of,
+    refusal_of,
     report_of,
     shapely,
     stepped,
@@ -82,27 +83,125 @@ def test_without_names_shapes_decide_where_each_is_one_parameters():
 
 def test_without_names_parameters_of_one_shape_are_not_guessed_between():
     model = three()
-    problem = problem_of(
+    refusal = refusal_of(
         model, torch.optim.Adam(model.parameters()), content(model, stepped(model))
     )
-    assert problem == (
+    assert refusal == (
         "the file does not name the parameters of its optimizer, and 6 of its 6 states could be of "
-        "several (a.weight, b.weight, c.weight: of one shape); "
-        'optimizer_order="position" vouches that the optimizer was built over its parameters in '
-        "the order of the file"
+        "several (a.weight, b.weight, c.weight: of one shape)",
+        'optimizer_order="position" where the optimizer was built over its parameters in the '
+        "order of the file",
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.5}], ids=["alike", "other options"])
+def test_the_order_of_groups_is_no_witness_without_names(options):
+    old, new = three(), three()
+    used = stepped(
+        old, parameters=[{"params": [old.a.weight]}, {"params": [old.b.weight], **options}]
+    )
+    for first, second in ((new.a, new.b), (new.b, new.a)):
+        optimizer = torch.optim.Adam(
+            [{"params": [first.weight]}, {"params": [second.weight], **options}]
+        )
+        problem = problem_of(new, optimizer, content(old, used))
+        assert "2 of its 2 states could be of several" in problem
+
+
+def test_a_shape_that_is_the_optimizers_alone_and_not_the_models_is_no_witness():
+    old, new = three(), three()
+    used = stepped(old, parameters=[old.a.weight])
+    for layer in (new.a, new.b):
+        optimizer = torch.optim.Adam([layer.weight])
+        assert "1 of its 1 state could be of several" in problem_of(
+            new, optimizer, content(old, used)
+        )
+
+
+def test_a_shape_tells_a_parameter_of_the_files_model_whatever_it_is_called_here():
+    old, new = shapely(), torch.nn.Module()
+    new.body = shapely()
+    new.spare = torch.nn.Linear(3, 4)
+    used = stepped(old, parameters=[old[1].bias, old[0].weight])
+    optimizer = torch.optim.Adam([new.body[0].weight, new.body[1].bias])
+    assert loaded(new, optimizer, content(old, used)).by == "shapes"
+    assert_alike(optimizer.state[new.body[0].weight], used.state[old[0].weight])
+
+
+def test_a_buffer_of_the_same_shape_is_no_rival():
+    def with_buffer():
+        model = shapely()
+        model.register_buffer("mask", torch.ones(4, 3))
+        return model
+
+    old, new = with_buffer(), with_buffer()
+    optimizer = torch.optim.Adam(new.parameters())
+    assert loaded(new, optimizer, content(old, stepped(old))).matched == 4
+
+
+def test_a_parameter_of_the_file_that_the_model_has_not_is_a_rival():
+    old = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4))
+    given = content(old, stepped(old, parameters=[old[1].weight]))
+    new = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    optimizer = torch.optim.Adam([new[0].weight])
+    assert "could be of several" in problem_of(new, optimizer, given)
+
+
+def test_a_state_whose_parameter_is_elsewhere_says_where():
+    old, new = shapely(), shapely()
+    used = stepped(old, parameters=[{"params": [old[0].weight]}, {"params": [old[0].bias]}])
+    for where, second in (
+        ("is in group 1 of the optimizer; so it is with 1 more state", new[0].weight),
+        ("the optimizer has not; so it is with 1 more state", new[1].weight),
+    ):
+        optimizer = torch.optim.Adam([{"params": [new[0].bias]}, {"params": [second]}])
+        problem = problem_of(new, optimizer, content(old, used))
+        assert problem == (
+            "the state of shape [4, 3] in group 0 of the file is that of 0.weight, which " + where
+        )
 
 
 def test_parameters_without_state_need_no_match():
-    model = three()
-    for layer in (model.a, model.b):
-        layer.requires_grad_(False)
-    used = stepped(
-        model, parameters=[model.c.weight, model.c.bias, torch.nn.Parameter(torch.ones(2))]
-    )
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2)), model.c.bias, model.c.weight])
+    model = shapely()
+    model[0].requires_grad_(False)
+    head = model[1]
+    used = stepped(model, parameters=[head.weight, head.bias, torch.nn.Parameter(torch.ones(2))])
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2)), head.bias, head.weight])
     assert loaded(model, optimizer, content(model, used)).matched == 2
-    assert_alike(optimizer.state[model.c.bias], used.state[model.c.bias])
+    assert_alike(optimizer.state[head.bias], used.state[head.bias])
+
+
+def test_a_parameter_that_no_model_has_is_told_by_a_shape_of_its_own():
+    model, scale = shapely(), torch.nn.Parameter(torch.ones(2))
+    used = stepped(model, parameters=[*model.parameters(), scale])
+    used.state[scale] = {"step": torch.tensor(2.0), "exp_avg": torch.ones(2),
+                         "exp_avg_sq": torch.ones(2)}  # fmt: skip
+    other = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([other, *model.parameters()])
+    assert loaded(model, optimizer, content(model, used)).matched == 5
+    assert_alike(optimizer.state[other], used.state[scale])
+    rival = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.Adam([rival, *model.parameters()])
+    assert "and the optimizer 0 parameters of it" in problem_of(
+        model, optimizer, content(model, used)
+    )
+
+
+MISNAMED = {
+    "0.bias is there twice": ["0.bias", "0.bias", "1.weight", "1.bias"],
+    "group 0 has 2 names for 4": ["0.weight", "0.bias"],
+    "group 0 has 0 names for 4": 5,
+    "one of its names is of type int": ["0.weight", "0.bias", "1.weight", 3],
+}
+
+
+@pytest.mark.parametrize("told", MISNAMED)
+def test_names_that_are_of_no_use_are_not_told_to_be_none(told):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    given = content(model, stepped(model))
+    given["optimizer"]["param_groups"][0]["param_names"] = MISNAMED[told]
+    problem = problem_of(model, torch.optim.Adam(model.parameters()), given)
+    assert problem.startswith(f"the file does not name each parameter of its optimizer ({told})")
 
 
 def test_one_state_that_two_frozen_or_not_could_have_is_not_guessed():
@@ -412,7 +511,7 @@ def test_lbfgs_without_names_needs_a_word_on_the_order():
     model = three()
     given = content(model, stepped(model, torch.optim.LBFGS))
     fresh = torch.optim.LBFGS(model.parameters())
-    assert 'optimizer_order="position"' in problem_of(model, fresh, given)
+    assert 'optimizer_order="position"' in refusal_of(model, fresh, given)[1]
     loaded(model, fresh, given, order="position")
     less = torch.optim.LBFGS([*list(model.parameters())[:-1], torch.nn.Parameter(torch.ones(7))])
     assert problem_of(model, less, given, order="position") == (
@@ -549,7 +648,7 @@ def test_state_gets_the_type_of_its_parameter_and_losses_are_refused(tmp_path):
     assert report.cast[0].own == "optimizer/state/0/exp_avg"
     (problem,) = report.problems
     assert "float32 -> bfloat16" in problem
-    assert "allow_lossy_cast=True" in problem
+    assert report.remedy == "allow_lossy_cast=True"
     assert report_of(model, optimizer, file, allow_lossy_cast=["0.*"]).problems
     assert not report_of(model, optimizer, file, allow_lossy_cast=["0.*", "1.*"]).problems
     loaded(model, optimizer, file, allow_lossy_cast=True)
@@ -602,9 +701,9 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     loaded(d, optimizer, given, state_key="netD", key="optG")
     assert optimizer.param_groups[0]["lr"] == 0.1
     del given["optD"]
-    assert problem_of(d, optimizer, given, state_key="netD") == (
-        "the only optimizer, optG, is that of netG, which is not the model chosen; "
-        "optimizer_key='optG' takes it all the same"
+    assert refusal_of(d, optimizer, given, state_key="netD") == (
+        "the only optimizer, optG, is that of netG, which is not the model chosen",
+        "optimizer_key='optG' takes it all the same",
     )
 
 
@@ -613,8 +712,9 @@ def test_several_optimizers_are_listed():
     given = {"model": model.state_dict(), "optimizers": [stepped(model).state_dict()] * 1}
     given["optimizers"].append(stepped(model).state_dict())
     optimizer = torch.optim.Adam(model.parameters())
-    assert problem_of(model, optimizer, given) == (
-        "there are 2 optimizers: optimizers/0, optimizers/1; optimizer_key='optimizers/0' chooses"
+    assert refusal_of(model, optimizer, given) == (
+        "there are 2 optimizers: optimizers/0, optimizers/1",
+        "optimizer_key='optimizers/0'",
     )
     with pytest.raises(NotFound):
         report_of(model, optimizer, given, key="optimizers/5")
@@ -622,9 +722,10 @@ def test_several_optimizers_are_listed():
 
 def test_a_file_without_an_optimizer_says_so():
     model = three()
-    assert problem_of(model, torch.optim.Adam(model.parameters()), model.state_dict()) == (
-        "the state of an optimizer is asked for, and there is none; what is in a file of its own "
-        "is given with the model's: {'model': ..., 'optimizer': ckptool.load(FILE)}"
+    assert refusal_of(model, torch.optim.Adam(model.parameters()), model.state_dict()) == (
+        "the state of an optimizer is asked for, and there is none",
+        "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) where "
+        "it is in a file of its own",
     )
 
 
@@ -751,6 +852,27 @@ def test_a_wrapped_optimizer_is_filled_and_put_back():
         assert_alike(by_name(new, optimizer)["a.weight"], by_name(old, used)["a.weight"])
         undo()
     untouched.check()
+
+
+def test_another_kind_is_told_of_the_optimizer_inside_a_wrapper():
+    class Thin:
+        """A wrapper that is no `Optimizer`."""
+
+        def __init__(self, inner):
+            self.optimizer = inner
+
+        state = property(lambda self: self.optimizer.state)
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+        def load_state_dict(self, state_dict):
+            self.optimizer.load_state_dict(state_dict)
+
+    model = shapely()
+    given = content(model, stepped(model, torch.optim.SGD, momentum=0.9))
+    for wrap in (Thin, Around):
+        wrapped = wrap(torch.optim.Adam(model.parameters()))
+        assert "of another kind than Adam: " in problem_of(model, wrapped, given)
+    loaded(model, Thin(torch.optim.Adam(model.parameters())), content(model, stepped(model)))
 
 
 @settings(max_examples=60, deadline=None)

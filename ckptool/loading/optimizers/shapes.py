@@ -1,0 +1,68 @@
+"""Which parameter a shape tells, where a file keeps no names of its optimizer's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptool.loading.optimizers.names import Place, leads_of
+from ckptool.matching import Match, Slot
+from ckptool.model import Shape
+
+__all__ = ["Owners", "owners_by_shape"]
+
+Lead = int | str
+"""The number of a parameter of the optimizer; below 0 one that it has not; a name of the file
+that nothing of the model's is matched with."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Of which parameters a state can be, by the shape that it tells."""
+
+    leads: dict[Shape, dict[Lead, str]]
+    """By shape what the parameters of the file's model are here, each with a name of it."""
+    outside: dict[Shape | None, dict[Lead, str]]
+    """Parameters of the optimizer that are none of the model's; None: of any shape."""
+
+    def of(self, shape: Shape | None) -> dict[Lead, str]:
+        """Those that have the shape; None: all there are."""
+        if shape is None:
+            return {lead: name for held in self._all() for lead, name in held.items()}
+        lazy = self.outside.get(None, {})
+        return {**self.leads.get(shape, {}), **self.outside.get(shape, {}), **lazy}
+
+    def _all(self) -> list[dict[Lead, str]]:
+        return [*self.leads.values(), *self.outside.values()]
+
+
+def owners_by_shape(
+    have: Mapping[str, Slot], want: Mapping[str, Slot], places: Sequence[Place], match: Match
+) -> Owners:
+    """Look at all parameters of the file's model, also those that no optimizer is over.
+
+    `have` and `want` are what the file and the model have. An optimizer may be over a part of its
+    model, so that a shape that is one parameter's alone there can be that of several all the same.
+    """
+    found = leads_of(places, match)
+    tied = {slot.tie: found[name] for name, slot in have.items() if slot.tie and name in found}
+    no_parameters = {
+        own for name, own in match.pairs.items() if name in want and want[name].kind == "buffer"
+    }
+    leads: dict[Shape, dict[Lead, str]] = {}
+    for name, slot in have.items():
+        if slot.shape is None or name in no_parameters or not _could_train(slot):
+            continue
+        lead: Lead | None = found.get(name, tied.get(slot.tie))
+        leads.setdefault(slot.shape, {}).setdefault(name if lead is None else lead, name)
+    outside: dict[Shape | None, dict[Lead, str]] = {}
+    for number, place in enumerate(places):
+        if not place.in_model:
+            outside.setdefault(place.shape, {})[number] = place.name
+    return Owners(leads, outside)
+
+
+def _could_train(slot: Slot) -> bool:
+    """Whether a gradient could be taken of it."""
+    floating = ("float", "bfloat", "complex")
+    return slot.kind != "extra" and (slot.dtype is None or slot.dtype.startswith(floating))
