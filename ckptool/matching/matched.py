@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptool.errors import UsageError
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
@@ -15,14 +14,13 @@ from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.matching.ruling import ruled_names
 from ckptool.matching.slots import Slot
 from ckptool.matching.spelling import Respelled, spelled
 from ckptool.matching.stations import Stations
 from ckptool.matching.unwrapping import is_average_counter
 from ckptool.matching.ways import Side, Way, chosen_way, fits
-from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule, regex_rule
-from ckptool.wrappers import check_collisions
 
 __all__ = ["Match", "matched"]
 
@@ -31,7 +29,6 @@ _MOST_ROUNDS = 4
 _NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
 _NO_AVERAGE = "the file is of no average"
 _MEAN = "running_mean"
-_HINT = "make the rules narrower, or rename one of the two to something else first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,10 @@ class Match:
     placed: dict[str, str] = field(default_factory=dict)
     """Names of the file that fit nothing, in modules that are closed: each as the model would
     call it."""
+    beyond: dict[str, str] = field(default_factory=dict)
+    """Of those, what the modules' own loading takes: as they call it, to the name in the file."""
+    untried: str = ""
+    """The class whose own loading may take more, which could not be tried; empty: none."""
 
 
 def matched(
@@ -72,7 +73,7 @@ def matched(
         UsageError: the user's rules leave nothing of a name.
     """
     rules = list(rules)
-    ruled, idle = _ruled(have, rules, file)
+    ruled, idle = ruled_names(have, rules, file)
     way = chosen_way({ruled[own]: have[own] for own in have} if ruled else have, want)
     own = {new: own for own, new in ruled.items()}
     matching = _Matching(have, want, way, own, Closed(closed, way.want))
@@ -103,34 +104,6 @@ def matched(
     placed = matching.placed()
     names = {**placed, **{own: name for name, own in direct.items()}}
     return Match(pairs, rewritten(have, names, found, rules), report, placed)
-
-
-def _ruled(
-    names: Iterable[str], rules: list[Rule], file: str
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What the user's rules make of the names, and which of them match nothing, in words.
-
-    Without rules nothing, not even what stays.
-    """
-    if not rules:
-        return {}, ()
-    idle = dict.fromkeys(range(len(rules)))
-    ruled = {}
-    for name in names:
-        ruled[name] = name
-        for number, rule in enumerate(rules):
-            new = rule.apply(ruled[name])
-            if new is not None:
-                ruled[name] = new
-                idle.pop(number, None)
-        if not ruled[name]:
-            raise UsageError(
-                f"nothing would be left of the name {printable(name)!r}",
-                file=file or None,
-                hint="every tensor needs a name: let the rules keep a part of it",
-            )
-    check_collisions(ruled, ruled, file=file or None, hint=_HINT)
-    return ruled, tuple(f"the rule {printable(rules[n].text)!r} matches no name" for n in idle)
 
 
 @dataclass(eq=False)
