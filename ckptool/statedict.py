@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL_KINDS",
+    "OF_THE_MODEL",
     "Section",
     "is_flat",
     "is_optimizer",
@@ -30,6 +31,8 @@ __all__ = [
 
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
+OF_THE_MODEL = "_ckptool_model"
+"""An attribute beside `_metadata`: of all state dicts in its file, this one is the model's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +230,8 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     """The state dict under `key` (an address), or the only one of a model that there is.
 
     `key` may also name what holds exactly one. Averaged weights beside the raw ones, a
-    discriminator beside its generator, are never guessed between.
+    discriminator beside its generator, are never guessed between; `ckptool.save` writes which one
+    is the model's. What holds nothing but tensors is one at the root, whatever they are.
 
     Raises:
         AmbiguousName: there are several; the message lists them with their tensor counts.
@@ -235,7 +239,10 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     """
     if key is None:
         where = "the dict" if checkpoint.format == "memory" else "the file"
-        return _only(checkpoint, _models(checkpoint.root), where)
+        found = _models(checkpoint.root)
+        if not found and _is_tensors_alone(checkpoint.root):
+            return Section((), "state_dict", checkpoint.root, checkpoint.root)
+        return _only(checkpoint, found, where)
     path, node = resolve(checkpoint, key, accept=_may_hold_models)
     section = _classified(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
@@ -260,6 +267,15 @@ def is_flat(node: Any) -> bool:
     return len(others) < len(values) and not any(map(_holds_tensors, others))
 
 
+def _is_tensors_alone(node: Any) -> bool:
+    """Random states are such as well: who asks for a state dict knows that these are none."""
+    if not isinstance(node, dict) or not node:
+        return False
+    return all(
+        isinstance(name, str) and isinstance(value, TensorRef) for name, value in node.items()
+    )
+
+
 def _models(root: Any, path: Path = ()) -> list[Section]:
     """The state dicts and modules below a node, what is mentioned twice once."""
     found: dict[int, Section] = {}
@@ -273,19 +289,32 @@ def _models(root: Any, path: Path = ()) -> list[Section]:
 def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
     if len(found) == 1:
         return found[0]
+    marked = _marked(found)
+    if len(marked) == 1:
+        return marked[0]
     file = checkpoint.path or None
     if found:
-        name = printable(found[0].name)
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=f"choose one: --key {name}" if file else f"choose one: key={name!r}",
+            hint=f"choose one: key={printable(found[0].name)!r}",
         )
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",
         file=file,
         hint=f"ckptool info {file}" if file else None,
     )
+
+
+def _marked(found: list[Section]) -> list[Section]:
+    """The one that is said to be the model's, where that is said of the file as a whole."""
+    top = min((len(section.path) for section in found), default=0)
+    return [section for section in found if len(section.path) == top and _is_the_models(section)]
+
+
+def _is_the_models(section: Section) -> bool:
+    marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
+    return marked and section.path[-1:] == ("state_dict",)
 
 
 def _counted(section: Section) -> str:

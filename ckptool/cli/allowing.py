@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _TEXT = r"""r?(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _VALUE = rf"(?:{_TEXT}|\[{_TEXT}(?:, {_TEXT})*\]|\w+)"
-_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key)=({_VALUE})(, (?=\w+=))?", re.DOTALL)
+_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key|like_key)=({_VALUE})(, (?=\w+=))?", re.DOTALL)
 """An argument of the library, as `Problem.remedy` has them, with the comma before the next."""
 _EVERY = "*"
 _GLOB = "*?["

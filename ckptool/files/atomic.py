@@ -13,7 +13,7 @@ from ckptool.errors import FileBusy, TargetExists, WriteDenied
 from ckptool.files.locking import undisturbed
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.recovery import settle
-from ckptool.files.refusals import check_space, worded
+from ckptool.files.refusals import check_space, who, worded
 from ckptool.files.system import (
     close_to_rename,
     holder_of,
@@ -52,7 +52,7 @@ def atomic_output(
     beside another file than its own.
 
     Raises:
-        FileBusy: another process is editing or writing the target; the message names that one.
+        FileBusy: another process, or thread, is editing or writing it; the message says who.
         CorruptFile: the journal of an edit of other content lies beside the target.
         TargetExists: the target is there and not to be overwritten, or is a folder.
         NoSpace: the disk cannot hold `size` bytes.
@@ -116,9 +116,9 @@ def _refuse_other_writers(target: str, own: str) -> None:
     for found in found_beside(target, _TEMPORARY):
         if found != own and (holder := holder_of(found)) is not None:
             raise FileBusy(
-                f"is being written by {f'process {holder}' if holder else 'another process'}",
+                f"is being written by {who(holder)}",
                 file=target,
-                hint="try again when it has finished, or choose another name with -o",
+                hint="try again when it has finished, or choose another name",
             )
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ckptool.errors import CheckpointError, FileBusy, FileDenied, FileMissing, WriteError
 from ckptool.files.journal import Journal, journal_path, read_journal
+from ckptool.files.refusals import who
 from ckptool.files.source import open_descriptor
 from ckptool.files.system import boot_id, is_running, lock_holder, try_lock
 
@@ -91,7 +92,7 @@ def _lock(fd: int, path: str) -> None:
         if pid:  # else it may have ended just now
             break
     raise FileBusy(
-        f"is being edited by {f'process {pid}' if pid else 'another process'}",
+        f"is being edited by {who(pid)}",
         file=path,
         hint="try again when it has finished",
     )

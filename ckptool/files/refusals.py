@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
 
-__all__ = ["check_space", "worded"]
+__all__ = ["check_space", "who", "worded"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -55,3 +56,10 @@ def check_space(folder: str, size: int) -> None:
             f"needs {size:,} bytes, and the disk has {free:,} free",
             hint="make room, or choose another disk",
         )
+
+
+def who(pid: int | None) -> str:
+    """Who holds a lock, in words: one of our own threads, or another process."""
+    if not pid:
+        return "another process"
+    return f"process {pid}" + (", which is this one" if pid == os.getpid() else "")

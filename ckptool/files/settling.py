@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from ckptool.errors import CheckpointError, FileBusy, WriteDenied
 from ckptool.files.journal import Journal, read_journal
 from ckptool.files.locking import leads_to
+from ckptool.files.refusals import who
 from ckptool.files.renames import finish_renames
 from ckptool.files.system import lock_holder, try_lock
 from ckptool.files.temporary import beside
@@ -84,7 +85,7 @@ def _open_lock(name: str) -> int:
 
 def _busy(pid: int | None, path: str) -> FileBusy:
     return FileBusy(
-        f"is being written, with its files, by {f'process {pid}' if pid else 'another process'}",
+        f"is being written, with its files, by {who(pid)}",
         file=path,
         hint="try again when it has finished",
     )

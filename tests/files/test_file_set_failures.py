@@ -242,7 +242,9 @@ def test_a_file_of_any_other_name_is_no_debris(old, name):
 def test_the_second_writer_is_refused(old):
     sizes = {str(old / name): len(data) for name, data in NEW.items()}
     with atomic_set(old / INDEX, sizes, overwrite=True) as files:
-        with pytest.raises(FileBusy, match=f"by process {os.getpid()}$") as caught:
+        with pytest.raises(
+            FileBusy, match=f"by process {os.getpid()}, which is this one$"
+        ) as caught:
             write(old, FEWER, overwrite=True)
         assert caught.value.file == str(old / INDEX)
         done = run_child("write(sys.argv[1], FEWER, overwrite=True)", old)

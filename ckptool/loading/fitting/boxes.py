@@ -17,6 +17,7 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
+from ckptool.statedict import OF_THE_MODEL
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +112,8 @@ class Boxes:
         )
         if isinstance(box, OrderedMap) and isinstance(metadata, Mapping):
             box.attributes = {"_metadata": metadata}
+            if hasattr(node, OF_THE_MODEL):
+                box.attributes[OF_THE_MODEL] = True
         return box
 
     def _standing_for(self, original: Any, box: Any) -> Any:

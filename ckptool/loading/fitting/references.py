@@ -46,7 +46,7 @@ def _of_file(like: str | os.PathLike[str] | Checkpoint, key: Any) -> Target:
             section = model_state_dict(checkpoint, key)
         except NotFound as error:
             several = isinstance(error, AmbiguousName) and key is None
-            hint = (error.hint or "").replace("--key", "--like-key") if several else error.hint
+            hint = (error.hint or "").replace("key=", "like_key=") if several else error.hint
             raise type(error)(
                 f"the reference: {error.message}", file=error.file, hint=hint
             ) from error

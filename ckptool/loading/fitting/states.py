@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ckptool.loading.load import opened
 from ckptool.loading.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.paths import listed
+from ckptool.paths import listed, printable
 from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Source", "State", "stated"]
+
+_COUNTER = "n_averaged"
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
 """A file, an open checkpoint, a state dict, or a dict that holds one."""
@@ -193,7 +196,29 @@ def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: dict[str, 
         if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
             raise
         section = Section((), "state_dict", tree.root, tree.root)
-    return State(tree, section, boxes, options)
+    _check_names(section, tree)
+    return State(tree, _with_counter(section, tree.root), boxes, options)
+
+
+def _check_names(section: Section, tree: Checkpoint) -> None:
+    """Refuse a tensor under what is no text: no model has such a name, and torch raises as well."""
+    for name, value in section.node.items():
+        if isinstance(value, TensorRef) and not isinstance(name, str):
+            raise NotFound(
+                f"it is no state dict of a model: a tensor stands under {printable(repr(name))}, "
+                "and names are text",
+                file=tree.path or None,
+            )
+
+
+def _with_counter(section: Section, root: Any) -> Section:
+    """The section with the counter of an `AveragedModel` that `save` puts beside it."""
+    counter = root.get(_COUNTER) if section.path == ("state_dict",) else None
+    if not isinstance(counter, TensorRef) or counter.shape or _COUNTER in section.node:
+        return section
+    node = OrderedMap({_COUNTER: counter, **section.node})
+    node.attributes = getattr(section.node, "attributes", {})
+    return replace(section, node=node)
 
 
 def _is_one(root: Any, *, in_memory: bool) -> bool:

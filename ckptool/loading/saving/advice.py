@@ -5,17 +5,35 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-__all__ = ["remedy"]
+from ckptool.paths import printable
+
+__all__ = ["remedy", "spelled"]
 
 
-def remedy(node: Any, name: str) -> str:
-    """The expression that makes plain data of an object called `name`, as a piece of advice."""
+def remedy(node: Any, path: Sequence[Any]) -> str:
+    """The expression that makes plain data of the object at `path`, as a piece of advice.
+
+    It is called by the last word on the way, and what is asked of that: `rng[1].tolist()`.
+    """
+    words = [at for at, key in enumerate(path) if isinstance(key, str) and key.isidentifier()]
+    name = spelled(path[words[-1] :]) if words else "value"
     return f"save {_expression(node, name)} in its place"
+
+
+def spelled(path: Iterable[Any]) -> str:
+    """A place as Python spells it: `config.args`, `rng['numpy.state'][1]`."""
+    text = ""
+    for key in path:
+        if isinstance(key, str) and key.isidentifier():
+            text += f".{key}" if text else key
+        else:
+            text += f"[{printable(repr(key))}]"
+    return text
 
 
 def _expression(node: Any, name: str) -> str:

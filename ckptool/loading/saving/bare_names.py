@@ -12,11 +12,12 @@ from ckptool.wrappers import WRAPPERS, Rename, check_collisions
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["bare_names", "renamed_state"]
+__all__ = ["COUNTER", "bare_names", "counters", "renamed_state"]
 
 _OUTER = "module"
 _PRIVATE = frozenset(WRAPPERS) - {_OUTER}
 """Nobody's layers: wrappers wherever they stand."""
+COUNTER = "n_averaged"
 _AVERAGE = "AveragedModel"
 """Keeps a model as its `module`, and a counter beside it."""
 _KINDS = frozenset((
@@ -51,6 +52,22 @@ def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
         return ".".join(kept)
 
     return bare
+
+
+def counters(model: torch.nn.Module) -> list[str]:
+    """The names of the counters that an `AveragedModel` among the wrappers of `model` keeps."""
+    found: list[str] = []
+    path = ""
+    while True:
+        averages = _is_one_of(frozenset((_AVERAGE,)), model)
+        if averages and COUNTER in model._buffers:
+            found.append(path + COUNTER)
+        wraps = _OUTER if averages or _is_one_of(_KINDS, model) else None
+        inside = [name for name in model._modules if name == wraps or name in _PRIVATE]
+        child = model._modules[inside[0]] if inside else None
+        if child is None:
+            return found
+        path, model = f"{path}{inside[0]}.", child
 
 
 def _is_one_of(names: frozenset[str], module: torch.nn.Module) -> bool:

@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable
-from ckptool.loading.saving.advice import remedy
+from ckptool.loading.saving.advice import remedy, spelled
 from ckptool.loading.saving.live_tensors import LiveTensors
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
-from ckptool.paths import printable
 
 __all__ = ["frozen"]
 
@@ -109,22 +108,15 @@ class _Freezer:
     def _refuse(self, node: Any, fact: str = "is no plain data") -> NoReturn:
         kind = type(node)
         owner = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        last = next((key for key in reversed(self._path) if isinstance(key, str)), "")
         raise NotRepresentable(
             f"{self._place()}: {owner}{kind.__qualname__} {fact}",
             file=self._file,
-            hint=remedy(node, last if last.isidentifier() else "value"),
+            hint=remedy(node, self._path),
         )
 
     def _place(self) -> str:
-        """Where the pass is, as Python spells it: `config.args`, `rng['numpy.state'][1]`."""
-        text = ""
-        for key in self._path:
-            if isinstance(key, str) and key.isidentifier():
-                text += f".{key}" if text else key
-            else:
-                text += f"[{printable(repr(key))}]"
-        return text
+        """Where the pass is."""
+        return spelled(self._path)
 
     def _below(self, key: Any, node: Any) -> Any:
         self._path.append(key)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
-from ckptool.loading.saving.bare_names import bare_names, renamed_state
+from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.paths import counted
 from ckptool.wrappers import Rename, strip_names
 
@@ -31,14 +32,18 @@ class LiveStates:
         """Nothing is taken yet."""
         self.instead: dict[int, Any] = {}
         """By `id`, what stands for an object: its state dict, or the whole of a spread tensor."""
+        self.counter: Any = None
+        """How many models the one of `of_model` is the average of, where it is one."""
         self._writes = writes
         self._modules: list[torch.nn.Module] = []
         self._orders: dict[int, list[str]] = {}
         self._optimizers: list[Any] = []
         self._alive: list[Any] = []
 
-    def of_model(self, model: Any) -> Mapping[Any, Any]:
+    def of_model(self, model: Any) -> OrderedDict[Any, Any]:
         """The state dict of a module, or one that was taken already; wrapper names are off.
+
+        The counter of an `AveragedModel` is none of the inner names: see `counter`.
 
         Raises:
             UsageError: it is neither.
@@ -47,7 +52,7 @@ class LiveStates:
         import torch
 
         if isinstance(model, torch.nn.Module):
-            return self._of_module(model, bare_names(model))
+            return self._of_module(model, bare_names(model), counters(model))
         if isinstance(model, Mapping):
             return _stripped(model)
         raise UsageError(
@@ -134,11 +139,14 @@ class LiveStates:
         if strange and wanted:
             warn(
                 f"an optimizer is saved without the names of its parameters: {min(strange):,} of "
-                f"{counted(len(wanted), 'parameter')} are none of the model's"
+                f"{counted(len(wanted), 'parameter')} are none of the model's; load_into has only "
+                "their shapes, or optimizer_order='position', to go by"
             )
         return None
 
-    def _of_module(self, model: torch.nn.Module, bare: Rename) -> Mapping[Any, Any]:
+    def _of_module(
+        self, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
+    ) -> OrderedDict[Any, Any]:
         """Of tied parameters that are spread, the whole is made once."""
         self._modules.append(model)
         with _unsharded(model):
@@ -151,6 +159,8 @@ class LiveStates:
                 if key not in wholes:
                     wholes[key] = self._whole(value)
                 self._put(value, wholes[key])
+        for name in reversed(counted_by):
+            self.counter = state.pop(name, self.counter)
         renamed = renamed_state(state, bare)
         self._orders[id(model)] = list(renamed)
         return renamed
@@ -242,7 +252,7 @@ def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) ->
 # Names
 
 
-def _stripped(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def _stripped(state: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
     """A state dict without wrapper names, as far as the names themselves tell them."""
     import torch
 

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import NotRepresentable, TargetExists, UsageError
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, TargetExists, UsageError
+from ckptool.files.refusals import worded
+from ckptool.loading.saving.bare_names import COUNTER
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer
 from ckptool.loading.saving.ranks import Ranks
+from ckptool.nodes import OrderedMap
+from ckptool.statedict import OF_THE_MODEL, model_state_dict
 from ckptool.tensors.runtime import require_torch
 from ckptool.writing import FLAT, Receipt, target_format
 from ckptool.writing import save as written
@@ -41,7 +46,14 @@ def save(
     tensors see is written. Nothing is copied as a whole on the way. The optimizer's is torch's own
     form, with the names of the parameters as `param_names` of each group. Any other module,
     optimizer, scheduler or scaler among the values, at whatever depth, becomes its state dict; an
-    `AveragedModel` there keeps its own names, which go with its counter.
+    `AveragedModel` there keeps its own names, which go with its counter. Of one that is the model
+    itself the counter, `n_averaged`, stands beside the state dict.
+
+    Where there are other state dicts beside that of the model, `load_into` and `load_state_dict`
+    take that of the model without being told, as the file says which it is.
+
+    In a script SIGTERM ends Python at once: an old file stays, and a hidden temporary file, which
+    the next save to the same name removes. A handler that raises has it removed.
 
     Under `torch.distributed` every rank calls it: sharded parameters are gathered, rank 0 writes
     what it was given, the others wait (as long as the timeout of the process group lets them), and
@@ -68,8 +80,8 @@ def save(
         TargetExists: the file is there, and `overwrite` is False; or it is a folder.
         NoSpace: the disk cannot hold it.
         WriteDenied: the system does not let us write there.
-        FileBusy: another process is writing the file.
-        WriteError: another rank failed.
+        FileBusy: another process, or thread, is writing the file.
+        WriteError: another rank failed, or the system takes no such name.
     """
     require_torch()
     ranks = Ranks()
@@ -93,6 +105,8 @@ def _taken(
             raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
         tree["optimizer"] = optimizer
     tree.update(values)
+    if states.counter is not None:
+        tree.setdefault(COUNTER, states.counter)
     if not tree:
         raise UsageError("there is nothing to save", hint="ckptool.save(path, model=model)")
     states.gather(tree)
@@ -102,18 +116,39 @@ def _taken(
 def _named(path: Any) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(f"a path is wanted, not a {type(path).__name__}")
-    return os.fsdecode(path)
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise UsageError(f"{name!r} is no path: no name has a null byte")
+    return name
 
 
 def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrite: bool) -> Receipt:
     checkpoint = frozen(tree, instead=instead, file=path)
+    _mark(checkpoint)
     is_flat = target_format(checkpoint, path) in FLAT
+    left_out: tuple[str, ...] = ()
+    if is_flat and tree.keys() == {"state_dict", COUNTER}:
+        checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})
+        left_out = (f"{COUNTER}, the counter of an AveragedModel",)
     try:
-        receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
+        with worded(path):
+            receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
     except TargetExists as error:
         hint = "overwrite=True replaces it" if os.path.isfile(path) else error.hint
         raise TargetExists(error.message, file=path, hint=hint) from error
     except NotRepresentable as error:
         hint = "save the model alone, or a .pth file" if is_flat else error.hint
         raise NotRepresentable(error.message, file=path, hint=hint) from error
-    return replace(receipt, source="")
+    return replace(receipt, source="", left_out=(*receipt.left_out, *left_out))
+
+
+def _mark(checkpoint: Checkpoint) -> None:
+    """Have the file say which state dict is the model's, where it holds others."""
+    state = checkpoint.root.get("state_dict")
+    if isinstance(state, OrderedMap):
+        try:
+            model_state_dict(checkpoint)
+        except AmbiguousName:
+            state.attributes[OF_THE_MODEL] = True
+        except NotFound:
+            pass

@@ -13,7 +13,7 @@ def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
     torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
     with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
         reference(tmp_path / "ref.pth")
-    assert caught.value.hint == "choose one: --like-key model"
+    assert caught.value.hint == "choose one: like_key='model'"
     assert reference(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
     with pytest.raises(NotFound):
         reference(tmp_path / "ref.pth", key="gone")

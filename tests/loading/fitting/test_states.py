@@ -212,3 +212,23 @@ def test_where_tensors_go_and_whether_they_are_mapped(tmp_path):
     with stated(file, mmap=True) as state:
         mapped = state.value("0.weight")
     assert torch.equal(mapped, torch.load(file)["0.weight"])
+
+
+def test_tensors_alone_are_a_state_dict_whatever_they_hold(tmp_path):
+    codes = {"codes": torch.zeros(4, dtype=torch.uint8), "more": torch.ones(2, dtype=torch.uint8)}
+    with stated(saved(tmp_path / "f.pt", codes)) as state:
+        assert list(state.slots) == ["codes", "more"]
+    with stated(saved(tmp_path / "g.pt", {"rng": codes}), key="rng") as state:
+        assert list(state.slots) == ["codes", "more"]
+    with pytest.raises(NotFound), stated(saved(tmp_path / "g.pt", {"rng": codes})):
+        pass
+
+
+def test_a_tensor_under_what_is_no_text_is_refused(tmp_path):
+    state_dict = net().state_dict()
+    state_dict[5] = torch.ones(1)
+    for source in (state_dict, {**state_dict}, saved(tmp_path / "f.pt", state_dict)):
+        with pytest.raises(NotFound), stated(source):
+            pass
+    with pytest.raises(NotFound, match="a tensor stands under 5, and names are text"):
+        ckptool.match(state_dict, net())

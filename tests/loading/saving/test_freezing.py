@@ -68,6 +68,21 @@ def test_the_place_the_class_and_what_helps_are_told(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"a": [1, numpy.zeros(2)]}, "a[1].tolist()"),
+        ([[numpy.zeros(2)]], "v[0][0].tolist()"),
+        (("MT19937", numpy.zeros(2)), "v[1].tolist()"),
+        ({"a b": len}, "v['a b'].__qualname__"),
+    ],
+)
+def test_what_helps_names_the_very_object(tmp_path, value, name):
+    with pytest.raises(NotRepresentable) as caught:
+        save(tmp_path / "f.pth", v=value)
+    assert caught.value.hint == f"save {name} in its place"
+
+
+@pytest.mark.parametrize(
     ("value", "place"),
     [
         ([0, {"a b": object()}], "config[1]['a b']: object"),

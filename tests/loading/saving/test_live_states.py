@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ckptool
 from ckptool import save
 from ckptool.errors import CheckpointWarning
 from tests.loading.saving.test_save import loaded, loaded_again, net, trained
@@ -94,12 +95,36 @@ def test_average_and_model_are_saved_side_by_side_and_each_takes_its_own_back(tm
     net(1).load_state_dict(tree["state_dict"])
 
 
-def test_an_average_as_the_model_keeps_its_counter_beside_the_models_own_names(tmp_path):
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel, torch.compile])
+def test_an_average_as_the_model_has_the_models_names_and_its_counter_beside(tmp_path, wrap):
     model = net()
+    average = torch.optim.swa_utils.AveragedModel(wrap(model))
+    average.update_parameters(wrap(model))
+    save(tmp_path / "f.pth", model=wrap(average))
+    tree = loaded(tmp_path / "f.pth")
+    assert list(tree) == ["state_dict", "n_averaged"]
+    assert tree["n_averaged"] == 1
+    net(1).load_state_dict(tree["state_dict"])
+    assert list(tree["state_dict"]._metadata) == list(model.state_dict()._metadata)
+
+
+def test_the_counter_of_an_average_is_left_out_where_nothing_stands_beside_a_model(tmp_path):
+    average = torch.optim.swa_utils.AveragedModel(net())
+    receipt = save(tmp_path / "f.safetensors", model=average)
+    assert receipt.left_out == ("n_averaged, the counter of an AveragedModel",)
+    assert ckptool.load_into(net(1), tmp_path / "f.safetensors").fits
+
+
+def test_a_buffer_of_the_models_own_that_is_called_as_the_counter_stays(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("n_averaged", torch.tensor(7))
     save(tmp_path / "f.pth", model=torch.optim.swa_utils.AveragedModel(model))
-    state = loaded(tmp_path / "f.pth")["state_dict"]
-    assert sorted(state) == sorted(["n_averaged", *model.state_dict()])
-    assert list(state._metadata) == list(model.state_dict()._metadata)
+    tree = loaded(tmp_path / "f.pth")
+    assert (tree["state_dict"]["n_averaged"], tree["n_averaged"]) == (7, 0)
+    again = torch.nn.Linear(2, 2)
+    again.register_buffer("n_averaged", torch.tensor(0))
+    assert ckptool.load_into(again, tmp_path / "f.pth").fits
+    assert again.n_averaged == 7
 
 
 def test_modules_and_optimizers_at_any_depth_become_their_state_dicts(tmp_path):
@@ -134,7 +159,7 @@ def test_an_optimizer_alone_keeps_the_names_that_it_was_made_with(tmp_path):
 def test_parameters_that_are_none_of_the_models_leave_an_optimizer_without_names(tmp_path):
     model, loss = net(), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    with pytest.warns(CheckpointWarning, match="2 of 8 parameters are none of the model's"):
+    with pytest.warns(CheckpointWarning, match="2 of 8 parameters are none of the model's; load"):
         save(tmp_path / "f.pth", model=model, optimizer=optimizer)
     tree = loaded(tmp_path / "f.pth")
     assert "param_names" not in tree["optimizer"]["param_groups"][0]

@@ -9,7 +9,15 @@ import torch
 
 import ckptool
 from ckptool import save
-from ckptool.errors import NotRepresentable, TargetExists, UsageError
+from ckptool.errors import (
+    AmbiguousName,
+    FileBusy,
+    NotRepresentable,
+    TargetExists,
+    UsageError,
+    WriteError,
+)
+from ckptool.files.locking import exclusive
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.tensors.judge import assert_same
@@ -303,3 +311,55 @@ def test_an_average_takes_its_counter_back_from_what_was_saved(tmp_path):
     assert ckptool.load_into(again, tmp_path / "f.pth").fits
     assert again.n_averaged == 1
     assert ckptool.load_into(net(2), tmp_path / "f.pth").coverage == 1.0
+
+
+def test_the_model_is_found_again_beside_its_average_and_whatever_else_there_is(tmp_path):
+    model, average = net(), torch.optim.swa_utils.AveragedModel(net(1))
+    save(tmp_path / "f.pth", ema=average, critic=net(2), model=model, optimizer=trained(model))
+    for source in (tmp_path / "f.pth", loaded(tmp_path / "f.pth")):
+        again = net(4)
+        assert ckptool.load_into(again, source).fits
+        assert torch.equal(again[3].weight, model[3].weight)
+    again = ckptool.load_state_dict(tmp_path / "f.pth")
+    assert torch.equal(again["3.weight"], model[3].weight)
+    averaged = torch.optim.swa_utils.AveragedModel(net(4))
+    assert ckptool.load_into(averaged, tmp_path / "f.pth", key="ema").fits
+    assert torch.equal(averaged.module[3].weight, average.module[3].weight)
+
+
+def test_of_files_of_others_no_state_dict_is_taken_for_the_models(tmp_path):
+    torch.save({"state_dict": net().state_dict(), "ema": net(1).state_dict()}, tmp_path / "f.pth")
+    with pytest.raises(AmbiguousName) as caught:
+        ckptool.load_into(net(), tmp_path / "f.pth")
+    assert caught.value.hint == "choose one: key='state_dict'"
+
+
+def test_what_was_the_model_of_another_file_is_none_of_this_one(tmp_path):
+    save(tmp_path / "old.pth", model=net(), ema=net(1))
+    old = loaded(tmp_path / "old.pth")
+    save(tmp_path / "f.pth", old=old, critic=net(2))
+    with pytest.raises(AmbiguousName):
+        ckptool.load_into(net(), tmp_path / "f.pth")
+    save(tmp_path / "g.pth", one=old["state_dict"], other=old["ema"])
+    with pytest.raises(AmbiguousName):
+        ckptool.load_into(net(), tmp_path / "g.pth")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/f.pth", "file/new/f.pth", "y" * 300 + "/f.pth"])
+def test_a_path_that_the_system_does_not_take_is_an_error_of_ours(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="cannot be written") as caught:
+        save(tmp_path / name, model=net())
+    assert caught.value.file == str(tmp_path / name)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_path_with_a_null_byte_is_none(tmp_path):
+    with pytest.raises(UsageError, match="no name has a null byte"):
+        save(f"{tmp_path}/a\0b", model=net())
+
+
+def test_another_thread_that_writes_the_same_file_is_told_as_ours(tmp_path):
+    save(tmp_path / "f.pth", model=net())
+    with exclusive(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="which is this one"):
+        save(tmp_path / "f.pth", model=net())
