@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -18,7 +18,7 @@ from ckptool.matching import Allowance, MatchReport, Problem
 from ckptool.matching.fitting import compared, match_of
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, runnable, wrapped
-from ckptool.statedict import model_state_dict
+from ckptool.statedict import Section, model_state_dict, wrapped_names
 from ckptool.transforms import prefix_rule, regex_rule
 from ckptool.writing.naming import default_target
 
@@ -112,9 +112,20 @@ def command(
     if accepted and not fmt and not prefixes:
         chosen = {"--key": key, "--like-key": like_key}
         options = [word for name, value in chosen.items() if value for word in (name, value)]
-        options += [word for regex in regexes for word in ("--rename", regex)]
+        options += [word for regex in _used(regexes, section) for word in ("--rename", regex)]
         options += ["--model-only"] if section.kind == "module" else []
         print_lines(_writing(report, file, like, [*options, *_allowing(allowance)], look))
+
+
+def _used(regexes: Iterable[str], section: Section) -> Iterator[str]:
+    """The rules that some name matches."""
+    names = wrapped_names(section.node)
+    for regex in regexes:
+        rule = regex_rule(regex)
+        news = [rule.apply(name) for name in names]
+        if any(new is not None for new in news):
+            yield regex
+            names = [name if new is None else new for name, new in zip(names, news, strict=True)]
 
 
 def _document(problem: Problem) -> dict[str, str]:

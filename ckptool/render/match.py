@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
 from ckptool.matching.report import Cast, MatchReport, Renaming
@@ -12,12 +13,16 @@ from ckptool.patterns import families, numbered
 from ckptool.render.diff_rows import folded, share
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import clean, count, plural, runnable, wrapped
+from ckptool.render.text import clean, count, plural, runnable, shorten, wrapped
 
 __all__ = ["match_lines", "match_text", "note_lines"]
 
 _MOST_NAMED = 3
 """Patterns that one cell names."""
+_MOST_ROWS = 100
+"""Of one status, where repeated layers are folded: the rest is counted."""
+_MOST_LETTERS = 300
+"""Of a cell there."""
 _IN_MEMORY = "the state dict"
 _NO_CLASS = "the model"
 _PATTERN = "REGEX=>REPL"
@@ -45,10 +50,10 @@ def match_lines(
 ) -> Iterator[str]:
     """Whether it fits and how much of it, a row for each thing worth knowing, what each means.
 
-    With `fold` repeated layers are one row. `accepted` says whether the caller takes it as it is,
-    whatever it lacks. What helps is told as arguments of the library, or as `options` of the
-    command line. Where tables are all that is asked for (`look.fmt`), the table alone, no row
-    folded.
+    With `fold` repeated layers are one row, and of a long table the beginning is shown. `accepted`
+    says whether the caller takes it as it is, whatever it lacks. What helps is told as arguments of
+    the library, or as `options` of the command line. Where tables are all that is asked for
+    (`look.fmt`), the table alone, no row folded.
     """
     taken = report.fits if accepted is None else accepted
     if look.fmt:
@@ -57,8 +62,11 @@ def match_lines(
     if _is_plain(report):
         return apart([(*heading, *_ties(report, look)), _optimizer(report, look)])
     rows = _rows(report, fold=fold)
+    shown = [*_cut(rows)] if fold else rows
     notes = _notes(rows, report, look, options)
-    return apart([heading, _table(rows, look) if rows else (), notes, _optimizer(report, look)])
+    if len(shown) < len(rows):
+        notes = chain(notes, wrapped(f"note: {_WHOLE[options]}", look.width))
+    return apart([heading, _table(shown, look) if rows else (), notes, _optimizer(report, look)])
 
 
 def note_lines(report: MatchReport, look: Look, *, options: bool = False) -> Iterator[str]:
@@ -134,6 +142,16 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_named("KEPT", report.kept, fold),
         *_named("LEFT OUT", report.left_out, fold),
     ]
+
+
+def _cut(rows: Iterable[_Row]) -> Iterator[_Row]:
+    """The first rows of each status, and how many there are more."""
+    for status, alike in groupby(rows, key=lambda row: row.status):
+        for row in islice(alike, _MOST_ROWS):
+            yield _Row(shorten(row.key, _MOST_LETTERS), status, shorten(row.details, _MOST_LETTERS))
+        rest = sum(1 for _ in alike)
+        if rest:
+            yield _Row(f"and {count(rest)} more", status, "")
 
 
 def _named(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
@@ -231,7 +249,9 @@ def _label(name: str) -> str:
 
 def _meaning(status: str, report: MatchReport, options: bool) -> str:
     if status == "AMBIGUOUS":
-        return f"several would do, and none is guessed; {_deciding(report, options)} decides it"
+        lone = all(len(one.rules) == 1 for one in report.ambiguous)
+        why = "names and shapes do not settle it" if lone else "several would do"
+        return f"{why}, and none is guessed; {_deciding(report, options)} decides it"
     if status == "CAST" and not any(cast.lossy for cast in report.cast):
         return "becomes the model's type as it is loaded"
     template = _MEANINGS.get(status, "")
@@ -248,6 +268,10 @@ def _argument(word: str, options: bool) -> str:
     return f"--allow-{word}" if options else f"allow_{word.replace('-', '_')}=True"
 
 
+_WHOLE = {
+    False: "some rows are only counted; the fields of the report have all names",
+    True: "some rows are only counted; --no-fold has one for each name",
+}
 _ALLOWED = {
     "MISSING": ("missing",),
     "UNEXPECTED": ("unexpected",),
@@ -276,7 +300,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
     if found.problems and found.remedy:
         yield from wrapped(f"what helps: {clean(found.remedy)}", look.width)
-    for row in _cast(found.cast, fold=True):
+    for row in _cut(_cast(found.cast, fold=True)):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
     for note in found.notes:
         yield from wrapped(f"note: {clean(note)}", look.width)

@@ -175,6 +175,22 @@ def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
     net().load_state_dict(torch.load("odd.fitted.pth", weights_only=True))
 
 
+def test_a_rule_that_matches_nothing_is_told_and_not_repeated(ckptool, folder):
+    words = ["--map", "^nothing=>fc", "--map", r"^module\.=>x.", "--map", r"^x\.=>module."]
+    done = ckptool("match", "model.pth", "--like", "ref.pth", *words)
+    assert "the rule '^nothing=>fc' matches no name" in done.out
+    (command,) = [line for line in done.out.splitlines() if "ckptool convert" in line]
+    assert command.count("--rename") == 2
+    assert "nothing" not in command
+
+
+@pytest.mark.parametrize("share", ["nan", "inf", "-1", "2", "half"])
+def test_a_share_that_is_none_is_wrong_usage(ckptool, folder, share):
+    done = ckptool("match", "model.pth", "--like", "ref.pth", f"--min-coverage={share}")
+    assert (done.code, done.out) == (2, "")
+    assert "--min-coverage" in done.err
+
+
 def test_the_names_of_a_pickled_module_are_written_for_its_weights_alone(ckptool, folder):
     torch.save(nn.DataParallel(net()), "whole.pth")
     done = ckptool("match", "whole.pth", "--like", "ref.pth")

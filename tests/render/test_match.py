@@ -239,3 +239,30 @@ def test_a_hundred_thousand_names_are_a_few_rows():
     names = [f"blocks.{n}.experts.{k}.part{j}.w" for n, k, j in places]
     found = report(parameters=1000, missing_keys=names)
     assert sum("| MISSING" in line for line in lines(found)) == 10
+
+
+def test_of_a_long_table_the_beginning_is_shown_and_the_rest_counted():
+    names = [f"{'x' * 400}.{chr(97 + n % 26)}{n}a" for n in range(5000)]
+    found = report(parameters=1000, missing_keys=names, kept=(("norm", "as it is"),))
+    text = str(found)
+    assert len(text) < 100_000
+    (row,) = [line for line in text.splitlines() if line.startswith("and ")]
+    assert row.split(" | ")[0].strip() == "and 4,900 more"
+    assert "note: some rows are only counted; the fields of the report have all names" in text
+    assert "| KEPT" in text
+    assert any("--no-fold has one for each name" in line for line in lines(found, options=True))
+    assert sum("| MISSING" in line for line in lines(found, fold=False)) == 5000
+    assert len(rows(found)) == 5001
+
+
+def test_numbers_without_end_do_not_make_a_cell_without_end():
+    found = report(parameters=1000, missing_keys=[f"l.{n * n}.w" for n in range(5000)])
+    assert max(map(len, lines(found))) < 400
+
+
+def test_where_one_rule_alone_would_do_it_is_not_said_that_several_do():
+    one = Ambiguity(("a.w", "a.b"), ("c.w", "c.b"), ("^a=>c",))
+    text = str(report(parameters=1000, ambiguous=(one,)))
+    assert "AMBIGUOUS: names and shapes do not settle it, and none is guessed; rules=" in text
+    other = Ambiguity(("a.w",), ("c.w", "d.w"), ("^a=>c", "^a=>d"))
+    assert "several would do" in str(report(parameters=1000, ambiguous=(one, other)))
