@@ -11,6 +11,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ckptool.errors import MatchError
+from ckptool.matching.advice import is_of_another, may_be_asked, ruling, text_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
 from ckptool.patterns import families
@@ -23,6 +24,11 @@ _MOST_NAMED = 3
 """Names that an argument lists."""
 _MOST_REMEDIES = 4
 _SMALL = 0.001
+
+_OTHER = (
+    "is it of another model? key=NAME takes another state dict of the file, "
+    "rules=['REGEX=>REPL'] renames"
+)
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -58,33 +64,41 @@ class Allowance:
 
     def problems(self, report: MatchReport) -> tuple[Problem, ...]:
         """Every reason to refuse, the most telling first; none: it is accepted."""
+        return self._judged(report)[0]
+
+    def _judged(self, report: MatchReport) -> tuple[tuple[Problem, ...], bool]:
+        """The same, and whether what is ambiguous is to be decided by a rule."""
         missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
         unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
         refused = {*missing, *unexpected}
         unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
         mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
         lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
+        questions = list(_ambiguous(unclear, missing, unexpected))
+        asked = may_be_asked(report, unclear)
         found = chain(
             self._nothing(report),
-            _ambiguous(unclear, missing, unexpected),
+            questions if asked else (),
             _mismatched(mismatched),
             _missing(missing),
             _unexpected(unexpected),
+            () if asked else questions,
             _untied(report),
             _lossy(lossy),
             self._coverage(report),
             _optimizer(report),
         )
-        return tuple(found)
+        return tuple(found), asked
 
     def _nothing(self, report: MatchReport) -> Iterator[Problem]:
         if self.min_coverage != 0 and _fits_nowhere(report):
+            own = report.unexpected_keys or [one.own for one in report.mismatched]
+            wanted = report.missing_keys or [one.name for one in report.mismatched]
             text = (
-                f"nothing of it is in the model: it has {_folded(report.unexpected_keys, 2)}; "
-                f"the model has {_folded(report.missing_keys, 2)}"
+                f"nothing of it is in the model: it has {_folded(own, 2) or 'no tensors'}; "
+                f"the model has {_folded(wanted, 2)}"
             )
-            remedy = "key=NAME takes another state dict of the file, rules=['REGEX=>REPL'] renames"
-            yield Problem("coverage", text, remedy)
+            yield Problem("coverage", text, _OTHER)
 
     def _coverage(self, report: MatchReport) -> Iterator[Problem]:
         least = self.min_coverage
@@ -100,12 +114,15 @@ class Allowance:
 
         Its text is the three most useful lines, its hint the argument or command that helps most.
         """
-        problems = self.problems(report)
+        problems, asked = self._judged(report)
         if not problems:
             return None
         lines = [_heading(report), *(problem.text for problem in problems[:2])]
         return MatchError(
-            "\n".join(lines), file=report.file or None, hint=_hint(problems), report=report
+            "\n".join(lines),
+            file=report.file or None,
+            hint=_hint(report, problems, asked),
+            report=report,
         )
 
 
@@ -148,12 +165,7 @@ def _ambiguous(
     first, others = unclear[0], len(unclear) - 1
     more = f", and {counted(others, 'other question')}" if others else ""
     text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
-    rules = [rule for one in unclear for rule in one.rules[:1]]
-    remedy = f"rules=[{', '.join(map(_raw, rules[:3])) or repr('REGEX=>REPL')}]"
-    if len(missing) != len(unexpected):
-        fewer = "unexpected" if len(missing) < len(unexpected) else "missing"
-        remedy += f", allow_{fewer}=True"
-    yield Problem("ambiguous", text, remedy)
+    yield Problem("ambiguous", text, ruling(unclear, missing, unexpected))
 
 
 def _mismatched(mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
@@ -177,10 +189,15 @@ def _unexpected(unexpected: Sequence[str]) -> Iterator[Problem]:
 
 
 def _untied(report: MatchReport) -> Iterator[Problem]:
+    """What lets the first name of each group have its way is told with the first of them."""
+    own = {wanted: own for one in report.renamed for own, wanted in one.names}
+    extra = [own.get(name, name) for names in report.untied for name in names[1:]]
+    rules = (f"^{re.escape(name)}$=>unused.{number}" for number, name in enumerate(extra))
+    remedy = f"rules=[{', '.join(map(text_of, rules))}], {_argument('allow_unexpected', extra)}"
     for names in report.untied:
         text = f"{_folded(names)} are one tensor in the model, and differ in the file"
-        rule = _raw(f"^{re.escape(names[-1])}$=>unused")
-        yield Problem("untied", text, f"rules=[{rule}], allow_unexpected='unused'")
+        yield Problem("untied", text, remedy)
+        remedy = ""
 
 
 def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
@@ -231,12 +248,6 @@ def _common_front(first: str, last: str) -> str:
     return first[:end]
 
 
-def _raw(text: str) -> str:
-    """A text as Python has it, backslashes as they are where that can be."""
-    plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
-    return f"r'{text}'" if plain else repr(text)
-
-
 def _heading(report: MatchReport) -> str:
     file = report.file if report.file.isprintable() else printable(report.file)
     said = f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
@@ -258,16 +269,23 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
 
 
-def _hint(problems: Sequence[Problem]) -> str | None:
-    """What helps: a rule that decides it, else all that would have to be allowed."""
-    kinds = {problem.kind: problem for problem in problems}
-    telling = kinds.get("ambiguous") or kinds.get("coverage")
-    if telling is not None and telling.remedy:
-        return telling.remedy
-    remedies = [problem.remedy for problem in problems if problem.remedy]
+def _hint(report: MatchReport, problems: Sequence[Problem], asked: bool) -> str | None:
+    """What helps: a rule where it is likely, else all that would have to be allowed."""
+    kinds = {problem.kind: problem for problem in reversed(problems)}
+    question, share = kinds.get("ambiguous"), kinds.get("coverage")
+    if question is not None and asked:
+        return question.remedy
+    if share is not None and share.remedy:
+        return share.remedy
+    if is_of_another(report) and "unexpected" in kinds:
+        return _OTHER
+    remedies = [one.remedy for one in problems if one.remedy and one.kind != "ambiguous"]
     if len(remedies) > _MOST_REMEDIES:
         return None
     allowed = ", ".join(remedies)
+    if question is not None:
+        rules = question.remedy.partition("]")[0] + "]"
+        return f"{allowed}; or {rules} where that is the same layer"
     if {"missing", "unexpected"} <= kinds.keys():
-        return f"rules=['REGEX=>REPL'] where only names differ; {allowed} otherwise"
+        return f"{allowed}; or rules=['REGEX=>REPL'] where only names differ"
     return allowed or None

@@ -12,6 +12,7 @@ from ckptool.matching import (
     MatchReport,
     Mismatch,
     OptimizerReport,
+    Renaming,
 )
 
 LAYERS = [f"layers.{number}.weight" for number in range(8)]
@@ -79,7 +80,15 @@ def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
     allowance = Allowance(strict=False, mismatched=True, lossy_cast=True)
     (problem,) = allowance.problems(found)
     assert "embed.weight, head.weight are one tensor in the model" in problem.text
-    assert problem.remedy == r"rules=[r'^head\.weight$=>unused'], allow_unexpected='unused'"
+    assert problem.remedy == (
+        r"rules=[r'^head\.weight$=>unused.0'], allow_unexpected=['head.weight']"
+    )
+    several = report(
+        untied=(("a", "b"), ("c", "d")), renamed=(Renaming("prefix", "", (("m.d", "d"),)),)
+    )
+    first, second = allowance.problems(several)
+    assert first.remedy.startswith(r"rules=['^b$=>unused.0', r'^m\.d$=>unused.1']")
+    assert second.remedy == ""
 
 
 def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for():
@@ -103,16 +112,55 @@ def test_a_share_that_is_too_small_is_refused():
     assert kinds(Allowance(strict=False, min_coverage=0.98), found) == []
 
 
+UNCLEAR = Ambiguity(("s.a.w", "s.b.w", "t.a.w"), ("a.w", "b.w"), (r"^s\.=>",))
+
+
 def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
-    unclear = Ambiguity(("s.a", "t.a"), ("a",), (r"^s\.=>",))
-    found = report(missing_keys=["a"], unexpected_keys=["s.a", "t.a"], ambiguous=(unclear,))
+    found = report(
+        missing_keys=["a.w", "b.w"],
+        unexpected_keys=["s.a.w", "s.b.w", "t.a.w"],
+        ambiguous=(UNCLEAR,),
+    )
     first, *_ = Allowance().problems(found)
     assert first.kind == "ambiguous"
-    assert first.text == "not guessed: s.a, t.a may be a"
+    assert first.text == "not guessed: s.a.w, s.b.w, t.a.w may be a.w, b.w"
     assert first.remedy == r"rules=[r'^s\.=>'], allow_unexpected=True"
     assert Allowance().refusal(found).hint == first.remedy
     assert kinds(Allowance(strict=False), found) == []
     assert kinds(Allowance(unexpected=True), found) == ["ambiguous", "missing"]
+
+
+def test_where_a_lone_module_speaks_for_a_rule_allowing_comes_first():
+    unclear = Ambiguity(("cls.w", "cls.b"), ("pooler.w", "pooler.b"), (r"^cls\.=>pooler.",))
+    found = report(
+        missing_keys=["pooler.w", "pooler.b"],
+        unexpected_keys=["cls.w", "cls.b"],
+        ambiguous=(unclear,),
+    )
+    assert kinds(Allowance(), found) == ["missing", "unexpected", "ambiguous"]
+    assert Allowance().refusal(found).hint == (
+        "allow_missing=['pooler.w', 'pooler.b'], allow_unexpected=['cls.w', 'cls.b']; "
+        r"or rules=[r'^cls\.=>pooler.'] where that is the same layer"
+    )
+
+
+def test_where_next_to_nothing_fits_no_rule_is_proposed_for_a_part():
+    found = report(
+        missing_keys=[f"{n}.w" for n in range(20)],
+        unexpected_keys=[f"x.{n}.w" for n in range(20)],
+        ambiguous=(Ambiguity(("x.1.w", "x.2.w"), ("1.w", "2.w"), (r"^x\.=>",)),),
+        fitting=1,
+        names=21,
+    )
+    assert kinds(Allowance(), found) == ["missing", "unexpected", "ambiguous"]
+    assert Allowance().refusal(found).hint.startswith("is it of another model?")
+
+
+def test_where_a_model_is_of_another_size_its_names_are_told():
+    wrong = tuple(Mismatch(name, name, (3,), (2,)) for name in LAYERS)
+    found = report(mismatched=wrong, fitting=0, names=8, loaded=0)
+    first, *_ = Allowance().problems(found)
+    assert "it has layers.{0..7}.weight; the model has layers.{0..7}.weight" in first.text
 
 
 def test_what_the_optimizer_refuses():
@@ -153,8 +201,8 @@ def test_its_hint_is_what_has_to_be_allowed():
     assert Allowance().refusal(missing).hint == "allow_missing='layers.*'"
     both = report(missing_keys=["a", "b.c", "d", "e"], unexpected_keys=["f"])
     assert Allowance().refusal(both).hint == (
-        "rules=['REGEX=>REPL'] where only names differ; "
-        "allow_missing=True, allow_unexpected=['f'] otherwise"
+        "allow_missing=True, allow_unexpected=['f']; "
+        "or rules=['REGEX=>REPL'] where only names differ"
     )
 
 
