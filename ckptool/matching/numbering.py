@@ -21,6 +21,8 @@ def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
         OutOfBudget: there is more to look at than real names have.
     """
     swap = account.swap
+    if swap.old and account.full:
+        return frozenset()  # nothing of the file's is left over
     known = account.sources.union(name for name, _ in account.unfit)
     rest = [h for h in (account.domain if swap.old else ledger.left()[0]) if h not in known]
     lost = {place for name in rest for place in _places(swap.image(name))}

@@ -160,7 +160,8 @@ class MatchReport:
     loaded: int = 0
     """Elements of the model's parameters that are loaded, ties once."""
     parameters: int = 0
-    """Elements of the model's parameters, ties once; of all tensors where they cannot be told."""
+    """Elements of the model's parameters, ties once; of all tensors where they cannot be told, and
+    names where there are no elements."""
     fitting: int = 0
     """Names of the model that are loaded."""
     names: int = 0

@@ -93,14 +93,14 @@ class Boxes:
 
         self._boxes[id(node)] = box
         boxes, originals, alive = self._boxes, self.originals, self._alive
-        shapes: dict[Any, tuple[int, ...]] = {}
+        alike: dict[Any, tuple[str, tuple[int, ...], str]] = {}
         for key, value in node.items():
             if type(value) is torch.Tensor and not value.is_nested and id(value) not in boxes:
                 # As `_box` does it; a state dict may have a hundred thousand of them.
-                tag, name = _tag(value.device), dtype_name(value)
-                shape = shapes.get(value.shape)
-                if shape is None:
-                    shape = shapes[value.shape] = tuple(value.shape)
+                kind = value.dtype, value.shape, value.device
+                if kind not in alike:
+                    alike[kind] = dtype_name(value), tuple(value.shape), _tag(value.device)
+                name, shape, tag = alike[kind]
                 made = TensorRef(name, shape, (), 0, None, tag)
                 boxes[id(value)], originals[id(made)] = made, value
                 alive.append(value)

@@ -37,14 +37,16 @@ def live_slots(
         if tensor is None:
             slots[name] = _EXTRA
             continue
-        # Asking whether a plain tensor is a Parameter is slow.
-        trains = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
+        is_plain = type(tensor) is torch.Tensor
+        trains = not is_plain and isinstance(tensor, torch.nn.Parameter)
         trains = trains or (bool(trained) and _place(tensor) in trained)
-        key = shape_of(tensor), tensor.dtype, trains, ties.get(name)
+        is_plain = is_plain and not tensor.is_nested
+        key = tensor.shape if is_plain else shape_of(tensor), tensor.dtype, trains, ties.get(name)
         slot = made.get(key)
         if slot is None:
-            kind = "parameter" if trains else rest
-            slot = made[key] = Slot(key[0], dtype_name(tensor), kind, key[3])
+            kind, shape = "parameter" if trains else rest, shape_of(tensor)
+            slot = made[key] = Slot(shape, dtype_name(tensor), kind, key[3])
         slots[name] = slot
     return slots
 
