@@ -14,9 +14,9 @@ from ckptool.loading.filling.torch_loading import torch_load
 from ckptool.loading.filling.undoing import Snapshot, held_back
 from ckptool.loading.filling.watching import unwatched
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.plans import metadata_for
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
+from ckptool.loading.fitting.versions import metadata_for
 from ckptool.loading.memory import memory_of
 from ckptool.matching import Match
 from ckptool.paths import listed, printable
@@ -61,8 +61,11 @@ class Installation:
         self._unwatched = unwatched(model)
         self._assign, self._mapped = assign, mapped
         entries, pairs = target.entries, match.pairs
+        kept = (name for name, _ in match.report.kept)  # hooks may fill those
         self._assigned = [
-            name for name in pairs if name in entries and (assign or entries[name].is_meta)
+            name
+            for name in (*pairs, *kept)
+            if name in entries and (assign or entries[name].is_meta)
         ]
         if assign is False and self._assigned:
             raise UsageError(
@@ -134,7 +137,7 @@ class Installation:
         assigned = frozenset(self._assigned) if self._mapped and not verify else frozenset()
         read = (
             (own, self._state.ref(own))
-            for name, own in self._match.pairs.items()
+            for name, own in (*self._match.pairs.items(), *self._match.beyond.items())
             if name not in assigned
         )
         refs = {own: ref for own, ref in read if ref is not None}
@@ -166,6 +169,9 @@ class Installation:
             elif self._is_own(value):  # torch would read it when it has changed already
                 value = value.detach().clone()
             given[name] = value
+        for name, own in self._match.beyond.items():
+            value = self._state.value(own)
+            given[name] = value.detach().clone() if self._is_own(value) else value
         return given
 
     def _kept(self) -> Callable[[torch.Tensor], bool]:
@@ -199,16 +205,22 @@ class Installation:
         self._check_answer(missing, unexpected)
 
     def _copy_into_real(self, held: list[tuple[torch.nn.Module, str, torch.Tensor | None]]) -> None:
-        """Tensors that torch assigned beside those on the meta device: those keep their place."""
+        """Tensors that torch assigned beside those on the meta device: those keep their place.
+
+        What a hook made for one on the meta device gets its type.
+        """
         import torch
 
         for module, name, tensor in held:
-            if tensor is None or tensor.is_meta or id(tensor) in self.assigned:
-                continue
             home: dict[str, Any] = module._parameters
             home = home if name in home else module._buffers
             given = home.get(name)
-            if given is not None and given is not tensor:
+            if tensor is None or given is None or given is tensor:
+                continue
+            if tensor.is_meta or id(tensor) in self.assigned:
+                if given.dtype != tensor.dtype and not given.is_meta:
+                    home[name] = Assigned(cast=True).made(tensor, None, given.detach())
+            else:
                 with torch.no_grad():
                     tensor.copy_(given)
                 home[name] = tensor

@@ -121,6 +121,8 @@ def load_into(
             between = plan.apply
         refusal = allowance.refusal(match.report)
         if refusal is not None:
+            if match.untried:
+                refusal.hint = _by_torch(match.untried)
             raise refusal
         installation.run(verify=verify, between=between)
         return _finished(model, target, match.report)
@@ -145,6 +147,13 @@ def _check_optimizer(optimizer: Any, installation: Installation) -> None:
             "the optimizer is over parameters that others take the place of",
             hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
         )
+
+
+def _by_torch(kind: str) -> str:
+    return (
+        f"{kind} loads in its own way, which could not be tried beforehand: "
+        "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
+    )
 
 
 def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ckptool.loading.fitting.own_loading import has_own_load
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,8 +50,7 @@ def overrides_loading(model: torch.nn.Module) -> bool:
     """Whether its `load_state_dict` is not torch's own."""
     import torch
 
-    own = type(model).load_state_dict is not torch.nn.Module.load_state_dict
-    return own or "load_state_dict" in vars(model) or isinstance(model, torch.jit.ScriptModule)
+    return has_own_load(model) or isinstance(model, torch.jit.ScriptModule)
 
 
 def _looks(module: torch.nn.Module) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.loading.fitting.likes import target_like
-from ckptool.loading.fitting.plans import metadata_for, planned
+from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import stated
+from ckptool.loading.fitting.versions import metadata_for
 from ckptool.matching import MatchReport
 from ckptool.transforms.name_rules import Rule
 
@@ -35,7 +36,8 @@ def match(
     then the renames of torch's own history, then what the two sets of names suggest; what fits
     several ways is reported and left out. Neither argument is touched: the dict is a new one with
     the same tensors, in the model's order and ready for its `load_state_dict`, `_metadata` under
-    the model's paths. Names that the model ties all have the tensor that one of them has.
+    the model's paths. Names that the model ties all have the tensor that one of them has. What a
+    module's own loading makes something else of is there as that module knows it.
 
     `report.fits` says whether all fits; to refuse what does not, and to load, see `load_into`.
 
@@ -61,6 +63,7 @@ def match(
     with stated(state_dict, key=key) as state:
         found = planned(state, target, rules=rules, prefixes=prefixes)
         fitting = OrderedDict((name, state.value(own)) for name, own in found.pairs.items())
+        fitting.update((name, state.value(own)) for name, own in found.beyond.items())
         metadata = metadata_for(state, target, found)
         if metadata is not None:
             vars(fitting)["_metadata"] = metadata

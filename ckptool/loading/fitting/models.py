@@ -28,6 +28,8 @@ class Target:
     """The live parameters and buffers by name; not extra states, nor what FSDP keeps in shards."""
     metadata: Mapping[str, Any] | None = None
     """The `_metadata` of the model's own state dict."""
+    model: torch.nn.Module | None = None
+    """None where it is no model."""
 
 
 def target_of(model: torch.nn.Module) -> Target:
@@ -41,7 +43,8 @@ def target_of(model: torch.nn.Module) -> Target:
         return _of_shards(model, shards)
     state = _state_dict(model)
     slots = live_slots(state, parameters=model.parameters(), rest="buffer")
-    return Target(label_of(model), slots, live_tensors(state), getattr(state, "_metadata", None))
+    metadata = getattr(state, "_metadata", None)
+    return Target(label_of(model), slots, live_tensors(state), metadata, model)
 
 
 def label_of(model: torch.nn.Module) -> str:
@@ -67,4 +70,4 @@ def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:
     state = ungathered(model, shards)
     live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
     slots = {**state, **live_slots(live, rest="buffer")}
-    return Target(label_of(model), slots, live_tensors(live), state.metadata)
+    return Target(label_of(model), slots, live_tensors(live), state.metadata, model)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckptool.loading.fitting.contents import loss_of, same_elements
 from ckptool.loading.fitting.losses import Loss
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.shards import without_hidden
+from ckptool.loading.fitting.own_loading import own_loading
+from ckptool.loading.fitting.settling import settled
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Cast, Match, matched
-from ckptool.transforms.metadata import moved_metadata
 from ckptool.transforms.name_rules import Rule, rules_of
 
-__all__ = ["metadata_for", "planned"]
+__all__ = ["planned"]
 
 _NO_ENTRY = "a plain value, which no model takes"
 
@@ -35,14 +33,18 @@ def planned(
         UsageError: a text that is no rule.
         CorruptFile, DeviceError: the elements cannot be read.
     """
+    own = own_loading(target.model) if target.model is not None else None
     found = matched(
         state.slots,
         target.slots,
         rules=rules_of(rules, prefixes),
         metadata=state.metadata,
+        closed=own.closed if own is not None else (),
         file=state.file,
         model=target.label,
     )
+    if own is not None:
+        found = settled(found, own, state, target)
     untied = tuple(_untied(state, target, found.pairs))
     apart = frozenset(name for group in untied for name in group)
     report = found.report.with_changes(
@@ -87,28 +89,3 @@ def _is_same(state: State, one: str, other: str) -> bool:
     tie = state.slots[one].tie
     tied = tie is not None and tie == state.slots[other].tie
     return tied or same_elements(state, one, other)
-
-
-def metadata_for(state: State, target: Target, match: Match) -> OrderedDict[str, Any] | None:
-    """The file's `_metadata` under the paths of the model's modules; None where it has none.
-
-    A version follows the names below its module. A module of the model without names of its own
-    has the version that the model gives it.
-    """
-    if state.metadata is None:
-        return None
-    own = {**match.renamed, **{old: new for new, old in reversed(match.pairs.items())}}
-    entries = {path: held for path, held in state.metadata.items() if isinstance(held, dict)}
-    followed = moved_metadata(entries, own, lambda path: path)
-    if target.metadata is None:
-        return OrderedDict(followed)
-    made: OrderedDict[str, Any] = OrderedDict()
-    holders = {name.rpartition(".")[0] for name in target.slots}
-    for path, default in target.metadata.items():
-        clean = without_hidden(path)
-        held = followed.get(path, followed.get(clean))
-        if held is not None:
-            made[path] = held
-        elif clean not in holders:
-            made[path] = default
-    return made

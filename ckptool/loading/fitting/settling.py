@@ -1,0 +1,116 @@
+"""What is left of a match, put to the modules that load in a way of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
+
+from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.own_loading import OwnLoading
+from ckptool.loading.fitting.states import State
+from ckptool.loading.fitting.trial import Trial, tried
+from ckptool.loading.fitting.versions import metadata_for
+from ckptool.matching import Cast, Match, Slots
+from ckptool.matching.holding import holds
+
+__all__ = ["settled"]
+
+
+def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Match:
+    """A match without those of its questions that the model's own loading answers.
+
+    Names that it fills are `kept`, names that it takes are `left_out`, and a tensor that it makes
+    fit is a pair like others; each with the class that does so as the reason. Where that cannot be
+    tried, nothing changes but `untried`.
+    """
+    report = match.report
+    where = {name: one for name in report.unexpected_keys if (one := _place(match, name, own))}
+    wrong = {one.name: one.own for one in report.mismatched if own.holder(one.name)}
+    missing = [name for name in report.missing_keys if own.holder(name)]
+    if target.model is None or not (where or wrong or missing):
+        return match
+    placed = {name: file for file, name in where.items()}
+    names = {**match.pairs, **wrong, **placed}
+    trial = tried(target.model, state, names, metadata_for(state, target, match))
+    if trial is None:
+        asked = next(iter((*missing, *wrong, *placed)))
+        return replace(match, untried=own.holder(asked) or "")
+    return _answered(match, own, state, target, trial, placed)
+
+
+def _place(match: Match, file: str, own: OwnLoading) -> str | None:
+    """What the model would call a name of the file; None where torch alone would load it."""
+    name = match.placed.get(file, match.renamed.get(file, file))
+    return name if own.holder(name) and name not in match.pairs else None
+
+
+def _answered(
+    match: Match,
+    own: OwnLoading,
+    state: State,
+    target: Target,
+    trial: Trial,
+    placed: Mapping[str, str],
+) -> Match:
+    report = match.report
+    fitting = {
+        one.name: one.own
+        for one in report.mismatched
+        if own.holder(one.name) and not trial.mismatched.union(trial.missing) & {one.name}
+    }
+    found = [n for n in report.missing_keys if own.holder(n) and n not in trial.missing]
+    beyond = {n: f for n, f in placed.items() if n not in trial.unexpected | trial.mismatched}
+    pairs = {**match.pairs, **fitting}
+    pairs = {name: pairs[name] for name in target.slots if name in pairs}
+    kept = [
+        (
+            name,
+            f"{'filled by' if name in trial.filled else 'not asked for by'} "
+            f"{own.holder(name)}'s own loading",
+        )
+        for name in found
+    ]
+    taken = [(file, f"taken by {own.holder(name)}'s own loading") for name, file in beyond.items()]
+    filled = [*fitting, *trial.filled.intersection(found)]
+    over = {*found, *fitting, *(file for _, file in beyond.items())}
+    report = report.with_changes(
+        missing_keys=[name for name in report.missing_keys if name not in over],
+        unexpected_keys=[file for file in report.unexpected_keys if file not in beyond.values()],
+        mismatched=tuple(one for one in report.mismatched if one.name not in fitting),
+        ambiguous=tuple(
+            one for one in report.ambiguous if not over.issuperset((*one.names, *one.candidates))
+        ),
+        cast=(*report.cast, *_casts(fitting, state.slots, target.slots)),
+        kept=(*report.kept, *kept),
+        left_out=(*report.left_out, *taken),
+        loaded=report.loaded + _elements(target.slots, filled, match.pairs),
+        fitting=report.fitting + len(filled),
+        names=report.names - len(set(found) - trial.filled),
+    )
+    return replace(match, pairs=pairs, report=report, beyond=beyond)
+
+
+def _casts(pairs: Mapping[str, str], have: Slots, want: Slots) -> list[Cast]:
+    casts = []
+    for name, own in pairs.items():
+        before, after = have[own].dtype, want[name].dtype
+        if before != after and before is not None and after is not None:
+            casts.append(Cast(name, own, before, after, not holds(after, before)))
+    return casts
+
+
+def _elements(slots: Slots, filled: Collection[str], loaded: Collection[str]) -> int:
+    """How much of the model's parameters some names are, ties once and not those of others.
+
+    Of all its tensors where it has no parameters, as coverage is counted.
+    """
+    kinds = {slot.kind for slot in slots.values()}
+    counted = "parameter" if "parameter" in kinds else "buffer"
+    done: set[Hashable] = {slots[name].tie for name in loaded} - {None}
+    total = 0
+    for name in filled:
+        slot = slots[name]
+        if slot.kind == counted and (slot.tie is None or slot.tie not in done):
+            done.add(slot.tie)
+            total += slot.elements
+    return total

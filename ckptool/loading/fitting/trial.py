@@ -1,0 +1,154 @@
+"""What a model's own loading makes of the names: tried on a twin, with tensors of the shapes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.loading.filling.spreading import is_spread
+from ckptool.loading.filling.torch_loading import torch_load
+from ckptool.loading.filling.undoing import Snapshot, tensors_of
+from ckptool.loading.fitting.shards import shards_of
+from ckptool.loading.fitting.states import State
+from ckptool.loading.fitting.twins import twin_of
+from ckptool.tensors import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Trial", "tried"]
+
+_MISMATCH = re.compile(r"size mismatch for (.+?): copying a param with shape", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What torch says, and what was done."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    mismatched: frozenset[str]
+    filled: frozenset[str]
+    """Names of the model whose elements were written, or whose tensor was replaced."""
+
+
+def tried(
+    model: torch.nn.Module,
+    state: State,
+    names: Mapping[str, str],
+    metadata: Mapping[str, Any] | None,
+) -> Trial | None:
+    """Give a twin of `model` entries of `state`, by the names that it is to see.
+
+    Nothing is read but extra states, and nothing is done to the model. None where it cannot be
+    tried: it cannot be copied, or its code wants numbers, or refuses what it gets.
+    """
+    import torch
+
+    if shards_of(model) is not None or any(map(is_spread, tensors_of(model))):
+        return None
+    before = Snapshot(model, copied=lambda tensor: False)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            given = {name: _stand_in(state, own) for name, own in names.items()}
+            return _tried(model, given, metadata)
+    except Exception:  # of whatever code of the user's there is
+        return None
+    finally:
+        before.restore()  # code that knows the model by another way may have changed it
+
+
+def _stand_in(state: State, own: str) -> Any:
+    """What stands for an entry: without elements, where it is a tensor."""
+    import torch
+
+    slot = state.slots[own]
+    if slot.kind == "extra":
+        return copy.deepcopy(state.value(own))
+    if slot.shape is None or slot.dtype is None:
+        raise ValueError("its shape is not known")
+    shape = [size or 0 for size in slot.shape]
+    return torch.empty(shape, dtype=torch_dtype(slot.dtype), device="meta")
+
+
+def _tried(
+    model: torch.nn.Module, given: dict[str, Any], metadata: Mapping[str, Any] | None
+) -> Trial:
+    mismatched = _mismatched(model, given, metadata)
+    if mismatched:  # torch says no more than that then
+        given = {name: value for name, value in given.items() if name not in mismatched}
+        if _mismatched(model, given, metadata):
+            raise ValueError("other shapes once some are left out")
+    twin = twin_of(model)
+    before = {name: _storage(tensor) for name, tensor in _entries(twin).items()}
+    with _writes() as written:
+        missing, unexpected = _load(twin, given, metadata)
+    places = {name: _storage(tensor) for name, tensor in _entries(twin).items()}
+    filled = {
+        name for name, at in places.items() if at in written.storages or at != before.get(name)
+    }
+    return Trial(frozenset(missing), frozenset(unexpected), mismatched, frozenset(filled))
+
+
+def _mismatched(
+    model: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None
+) -> frozenset[str]:
+    """Names of which torch says that their shapes differ."""
+    try:
+        _load(twin_of(model), given, metadata)
+    except RuntimeError as error:
+        heading, *told = str(error).split("\n\t")
+        found = [_MISMATCH.match(line) for line in told]
+        if not (heading.startswith("Error(s) in loading state_dict") and found and all(found)):
+            raise
+        return frozenset(match[1] for match in found if match)
+    return frozenset()
+
+
+def _load(
+    twin: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None
+) -> tuple[list[str], list[str]]:
+    held = None if metadata is None else copy.deepcopy(dict(metadata))
+    return torch_load(twin, OrderedDict(given), held)
+
+
+def _entries(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    import torch
+
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Which storage it has; the tensor itself where it has none yet."""
+    from torch.nn.parameter import is_lazy
+
+    return id(tensor) if is_lazy(tensor) else tensor.untyped_storage()._cdata
+
+
+def _writes() -> Any:
+    """A context in which the storages that operations write to are noted, in `storages`."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.storages: set[int] = set()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                if writes and isinstance(value, torch.Tensor):
+                    self.storages.add(_storage(value))
+            return func(*args, **(kwargs or {}))
+
+    return Writes()

@@ -1,0 +1,376 @@
+"""Models that load in a way of their own: they are given what torch would give them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import MatchError
+from ckptool.loading.filling.load_into import load_into
+from tests.loading.bits import Untouched
+
+torch.manual_seed(0)
+
+
+class Turned(nn.Module):
+    """Takes `old.weight` for `proj.weight`, the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        if f"{prefix}old.weight" in state:
+            state[f"{prefix}proj.weight"] = state.pop(f"{prefix}old.weight").t()
+            state[f"{prefix}proj.bias"] = state.pop(f"{prefix}old.bias")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    @staticmethod
+    def saved():
+        return {
+            **{f"old.{name}": value for name, value in nn.Linear(3, 3).state_dict().items()},
+            **{f"head.{name}": value for name, value in nn.Linear(3, 3).state_dict().items()},
+        }
+
+
+class TurnedByHook(nn.Module):
+    """The same by a hook that is given to the module, which knows it by its closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.head, self.seen = nn.Linear(3, 3), nn.Linear(3, 3), 0
+
+        def hook(state, prefix, *rest):
+            self.seen += 1
+            if f"{prefix}old.weight" in state:
+                state[f"{prefix}proj.weight"] = state.pop(f"{prefix}old.weight").t()
+                state[f"{prefix}proj.bias"] = state.pop(f"{prefix}old.bias")
+
+        self._register_load_state_dict_pre_hook(hook)
+
+    saved = staticmethod(Turned.saved)
+
+
+class ByVersion(nn.Module):
+    """Renames what files of its first version have, as torchvision's `MLPBlock`."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("0", nn.Linear(2, 4))
+        self.add_module("3", nn.Linear(4, 2))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version") is None or metadata["version"] < 2:
+            for number, new in enumerate("03"):
+                for kind in ("weight", "bias"):
+                    old = f"{prefix}linear_{number + 1}.{kind}"
+                    if old in state:
+                        state[f"{prefix}{new}.{kind}"] = state.pop(old)
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    @staticmethod
+    def saved():
+        old = nn.Module()
+        old.linear_1, old.linear_2 = nn.Linear(2, 4), nn.Linear(4, 2)
+        return old.state_dict()
+
+
+class Fused(nn.Module):
+    """One weight of what were three."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(3, 9)
+        self.out = nn.Linear(3, 3)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"{prefix}{part}.{kind}", None) for part in "qkv"]
+            if parts[0] is not None:
+                state[f"{prefix}qkv.{kind}"] = torch.cat(parts)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    @staticmethod
+    def saved():
+        old = nn.Module()
+        old.q, old.k, old.v, old.out = (nn.Linear(3, 3) for _ in range(4))
+        return old.state_dict()
+
+
+class Split(nn.Module):
+    """Three of what was one, by a bound hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(3, 3) for _ in range(3))
+        self._register_load_state_dict_pre_hook(self._split)
+
+    def _split(self, state, prefix, *rest):
+        for kind in ("weight", "bias"):
+            whole = state.pop(f"{prefix}qkv.{kind}", None)
+            if whole is not None:
+                for part, value in zip("qkv", whole.chunk(3), strict=True):
+                    state[f"{prefix}{part}.{kind}"] = value
+
+    @staticmethod
+    def saved():
+        old = nn.Module()
+        old.qkv = nn.Linear(3, 9)
+        return old.state_dict()
+
+
+class Dropping(nn.Module):
+    """Files had an entry that nobody needs, and lack one that it can make."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.zeros(3))
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        state.pop(f"{prefix}position_ids", None)
+        state.setdefault(f"{prefix}scale", torch.full((3,), 7.0))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    @staticmethod
+    def saved():
+        return {
+            **{f"lin.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()},
+            "position_ids": torch.arange(4),
+        }
+
+
+class Cropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self._register_load_state_dict_pre_hook(self._crop)
+
+    def _crop(self, state, prefix, *rest):
+        name = f"{prefix}embed.weight"
+        state[name] = state[name][:4]
+
+    @staticmethod
+    def saved():
+        return {"embed.weight": torch.randn(6, 2)}
+
+
+class Growing(nn.Module):
+    """Takes the shape of what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = nn.Parameter(torch.zeros(0, 2))
+        self.lin = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.bank = nn.Parameter(torch.empty_like(state[f"{prefix}bank"]))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+    @staticmethod
+    def saved():
+        lin = nn.Linear(2, 2).state_dict()
+        return {"bank": torch.randn(5, 2), **{f"lin.{n}": value for n, value in lin.items()}}
+
+
+class Forgiving(nn.Module):
+    """Says that nothing is missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.adapter = nn.Linear(2, 2)
+        self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+
+    @staticmethod
+    def saved():
+        return {f"lin.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+
+
+class Owner(nn.Module):
+    """Takes it all into its own hands."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        return super().load_state_dict(
+            {name.replace("linear", "lin"): value for name, value in state_dict.items()}, strict
+        )
+
+    @staticmethod
+    def saved():
+        return {f"linear.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+
+
+KINDS = [Turned, TurnedByHook, ByVersion, Fused, Split, Dropping, Cropping, Growing, Forgiving]
+FILLED = [kind for kind in KINDS if kind is not Forgiving]
+
+
+def nested(kind):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 5))
+
+
+def nested_state(kind):
+    state = nested(nn.Identity).state_dict()
+    inner = kind.saved()
+    state.update({f"1.{name}": value for name, value in inner.items()})
+    state._metadata.update(
+        {f"1.{path}" if path else "1": entry for path, entry in _versions(inner).items()}
+    )
+    return state
+
+
+def _versions(state):
+    return getattr(state, "_metadata", {})
+
+
+def prefixed(state, front):
+    made = type(state)((f"{front}{name}", value) for name, value in state.items())
+    made._metadata = {"": {}} | {
+        f"{front}{path}".strip("."): entry for path, entry in _versions(state).items()
+    }
+    return made
+
+
+def assert_same(model, other):
+    mine, its = model.state_dict(), other.state_dict()
+    assert list(mine) == list(its)
+    for name, value in its.items():
+        assert torch.equal(mine[name], value), name
+
+
+def as_torch(model, state):
+    model.load_state_dict(copy.deepcopy(state))
+    return model
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Owner])
+def test_the_root_loads_as_torch_does(kind, tmp_path):
+    state = kind.saved()
+    torch.save(state, tmp_path / "a.pth")
+    torch.manual_seed(5)
+    first, second, third = kind(), kind(), kind()
+    second.load_state_dict(copy.deepcopy(first.state_dict()), strict=False)
+    third.load_state_dict(copy.deepcopy(first.state_dict()), strict=False)
+    as_torch(first, state)
+    report = load_into(second, tmp_path / "a.pth")
+    assert_same(second, first)
+    assert report.fits
+    assert (report.coverage == 1) is (kind is not Forgiving)
+    load_into(third, state)
+    assert_same(third, first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("front", ["", "module.", "model."])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel, torch.compile])
+def test_a_part_does_whatever_is_around(kind, front, wrap, tmp_path):
+    state = nested_state(kind)
+    torch.save(prefixed(state, front), tmp_path / "a.pth")
+    expected = as_torch(nested(kind), state)
+    model = nested(kind)
+    report = load_into(wrap(model), tmp_path / "a.pth")
+    assert_same(model, expected)
+    assert report.fits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_match_gives_torch_what_it_asks_for(kind):
+    state = nested_state(kind)
+    model = nested(kind)
+    fitting, report = ckptool.match(prefixed(state, "module."), model)
+    model.load_state_dict(fitting)
+    assert_same(model, as_torch(nested(kind), state))
+    assert report.fits
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_on_the_meta_device(kind, tmp_path):
+    state = nested_state(kind)
+    torch.save(state, tmp_path / "a.pth")
+    with torch.device("meta"):
+        model = nested(kind)
+    assert load_into(model, tmp_path / "a.pth").coverage == 1
+    assert_same(model, as_torch(nested(kind), state))
+
+
+def test_types_are_the_models_on_meta(tmp_path):
+    torch.save(Fused.saved(), tmp_path / "a.pth")
+    with torch.device("meta"):
+        model = Fused().double()
+    load_into(model, tmp_path / "a.pth")
+    assert {one.dtype for one in model.parameters()} == {torch.float64}
+    assert_same(model, as_torch(Fused().double(), torch.load(tmp_path / "a.pth")))
+
+
+def test_the_report_says_who_takes_what():
+    report = load_into(Fused(), Fused.saved())
+    assert dict(report.kept) == {
+        f"qkv.{kind}": "filled by Fused's own loading" for kind in ("weight", "bias")
+    }
+    assert set(dict(report.left_out).values()) == {"taken by Fused's own loading"}
+    report = load_into(Forgiving(), Forgiving.saved())
+    assert set(dict(report.kept).values()) == {"not asked for by Forgiving's own loading"}
+    assert report.coverage == 0.5
+
+
+def test_trying_leaves_the_model_alone():
+    model = TurnedByHook()
+    before = Untouched(model)
+    with pytest.raises(MatchError):
+        load_into(model, {**TurnedByHook.saved(), "more": torch.ones(1)})
+    before.check()
+    assert model.seen == 0
+
+
+def test_what_is_still_missing_is_refused():
+    state = Fused.saved()
+    del state["out.weight"]
+    model = Fused()
+    before = Untouched(model)
+    with pytest.raises(MatchError) as caught:
+        load_into(model, state)
+    before.check()
+    assert caught.value.report.missing_keys == ["out.weight"]
+    assert caught.value.report.unexpected_keys == []
+
+
+class Counting(Fused):
+    """Wants to see numbers."""
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        assert all(float(value.sum()) < 1e9 for value in state.values())
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_cannot_be_tried_is_refused_with_what_helps():
+    model = Counting()
+    before = Untouched(model)
+    with pytest.raises(MatchError) as caught:
+        load_into(model, Fused.saved())
+    before.check()
+    assert caught.value.hint == (
+        "Counting loads in its own way, which could not be tried beforehand: "
+        "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
+    )
+
+
+def test_nothing_is_concluded_inside_such_a_module():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(3, 3)
+
+        def _load_from_state_dict(self, state, prefix, *rest):
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    state = {f"old.{name}": value for name, value in nn.Linear(3, 3).state_dict().items()}
+    with pytest.raises(MatchError):
+        load_into(Silent(), state)
