@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.paths import listed, name_of, printable
-from ckptool.statedict import Section, model_state_dict, sections, values_inside
+from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
 
 __all__ = [
     "beside",
@@ -75,7 +75,8 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
         for name, value in chosen.node.items()
     )
     if isinstance(chosen.node, OrderedMap):
-        root.attributes = chosen.node.attributes
+        held = chosen.node.attributes  # alone it is the model's without saying so
+        root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}
     return root
 
 

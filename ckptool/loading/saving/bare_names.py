@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.transforms.metadata import moved_metadata
@@ -75,18 +75,24 @@ def _is_one_of(names: frozenset[str], module: torch.nn.Module) -> bool:
 
 
 def renamed_state(
-    state: Mapping[Any, Any], rename: Rename, rename_module: Rename | None = None
+    state: Mapping[Any, Any],
+    rename: Rename,
+    rename_module: Rename | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> OrderedDict[Any, Any]:
     """A state dict under new names, its `_metadata` under the new paths.
 
-    `rename_module` is for paths of modules without names below them; as `rename`, if None.
+    `rename_module` is for paths of modules without names below them; as `rename`, if None. Entries
+    called as one of `without` are left out.
 
     Raises:
         NameCollision: two names would become one.
     """
-    names = {name: rename(name) for name in state if isinstance(name, str)}
-    check_collisions(state, names, hint="save the model inside the wrapper")
-    renamed = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    kept = [name for name in state if name not in without]
+    names = {name: rename(name) for name in kept if isinstance(name, str)}
+    check_collisions(kept, names, hint="save the model inside the wrapper")
+    renamed = OrderedDict((names.get(name, name), state[name]) for name in kept)
     metadata = getattr(state, "_metadata", None)
     if isinstance(metadata, dict):
         vars(renamed)["_metadata"] = moved_metadata(metadata, names, rename_module or rename)

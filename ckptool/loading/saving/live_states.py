@@ -159,9 +159,9 @@ class LiveStates:
                 if key not in wholes:
                     wholes[key] = self._whole(value)
                 self._put(value, wholes[key])
-        for name in reversed(counted_by):
-            self.counter = state.pop(name, self.counter)
-        renamed = renamed_state(state, bare)
+        if counted_by:
+            self.counter = state.get(counted_by[0])
+        renamed = renamed_state(state, bare, without=counted_by)
         self._orders[id(model)] = list(renamed)
         return renamed
 

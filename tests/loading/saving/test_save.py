@@ -322,6 +322,7 @@ def test_the_model_is_found_again_beside_its_average_and_whatever_else_there_is(
         assert torch.equal(again[3].weight, model[3].weight)
     again = ckptool.load_state_dict(tmp_path / "f.pth")
     assert torch.equal(again["3.weight"], model[3].weight)
+    assert list(vars(again)) == ["_metadata"]
     averaged = torch.optim.swa_utils.AveragedModel(net(4))
     assert ckptool.load_into(averaged, tmp_path / "f.pth", key="ema").fits
     assert torch.equal(averaged.module[3].weight, average.module[3].weight)
