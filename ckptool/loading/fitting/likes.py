@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import UsageError
+from ckptool.errors import AmbiguousName, UsageError
 from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.states import stated
@@ -45,8 +45,14 @@ def target_like(like: Any, *, key: Any = None) -> Target:
     if isinstance(like, Mapping) and key is None and _is_flat(like):
         return Target(_REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
     if isinstance(like, (str, os.PathLike, Checkpoint, Mapping)):
-        with stated(like, key=key) as state:
-            return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
+        try:
+            with stated(like, key=key) as state:
+                return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
+        except AmbiguousName as error:
+            error.hint = error.hint and error.hint.replace(
+                "choose one: key=", "choose one: like_key="
+            )
+            raise
     if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
         return Target(_REFERENCE, _of_names(like))
     raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
