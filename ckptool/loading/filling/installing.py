@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UnreadableFile, UsageError
+from ckptool.loading.filling.agreement import Agreement
 from ckptool.loading.filling.assigning import Assigned
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.filling.spreading import spread_like
@@ -77,26 +78,37 @@ class Installation:
         self._storages: set[int] | None = None
         self._fills = self._filled(frozenset(self._assigned))
 
-    def run(self, *, verify: bool | None, between: Callable[[], Undo] | None = None) -> None:
+    def run(
+        self,
+        *,
+        verify: bool | None,
+        together: Agreement,
+        between: Callable[[], Undo] | None = None,
+    ) -> None:
         """Do it all; whatever is raised, the model is as it was, and what `between` did undone.
 
-        `between` is called before the first tensor is filled from the file.
+        `between` is called before the first tensor is filled from the file. Each step is taken
+        where all processes of `together` have come to the end of the one before.
 
         Raises:
             MatchError: torch itself, or a hook of the model's, refuses what it is given.
             CorruptFile, UnreadableFile: the file is damaged.
+            CheckpointError: another process failed.
         """
-        self._check(verify)
-        given = self._given()
-        snapshot = Snapshot(self._model, copied=self._kept())
+        with together.reached():
+            self._check(verify)
+        with together.reached():
+            given = self._given()
+            snapshot = Snapshot(self._model, copied=self._kept())
         undo: Undo | None = None
         filled = False
         try:
-            self._load(given)
-            undo = between() if between is not None else None
-            with held_back():
+            with together.reached():
+                self._load(given)
+                undo = between() if between is not None else None
+            with together.reached(), held_back():
                 self._fill()
-                filled = True
+                filled = not together.is_of_many
         except BaseException:
             if not filled:
                 with held_back():

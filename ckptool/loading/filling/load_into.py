@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
+from ckptool.loading.filling.agreement import Agreement
 from ckptool.loading.filling.installing import Installation
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import Source, stated
-from ckptool.loading.optimizers.planning import planned_optimizer
+from ckptool.loading.optimizers.planning import check_order, planned_optimizer
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch
@@ -57,6 +59,9 @@ def load_into(
     end the process or change its numbers. Names that are one tensor in the model stay one; those
     that only the file ties become two.
 
+    A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, each from its
+    own `source`, or by none: a process that is refused stops the others, which say why.
+
     Args:
         model: On any device, in any wrapper.
         source: A file, an open checkpoint, a state dict, or a dict that holds one.
@@ -100,31 +105,36 @@ def load_into(
         lossy_cast=allow_lossy_cast,
         min_coverage=min_coverage,
     )
-    with stated(source, key=key, map_location=place, mmap=mapped) as state:
-        match = planned(state, target, rules=rules, prefixes=prefixes)
-        if assign:  # what takes the place of a tensor is of its own type
-            match = replace(match, report=match.report.with_changes(cast=()))
-        installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
-        between = None
-        if optimizer is not None:
-            _check_optimizer(optimizer, installation)
-            plan = planned_optimizer(
-                optimizer,
-                _named(model, target),
-                state,
-                match,
-                key=optimizer_key,
-                order=optimizer_order,
-                allow_lossy_cast=allow_lossy_cast,
-            )
-            match = replace(match, report=match.report.with_changes(optimizer=plan.report))
-            between = plan.apply
-        refusal = allowance.refusal(match.report)
-        if refusal is not None:
-            if match.untried:
-                refusal.hint = _by_torch(match.untried)
-            raise refusal
-        installation.run(verify=verify, between=between)
+    together = Agreement(model)
+    with ExitStack() as held:
+        with together.reached():
+            check_order(optimizer_order)
+            state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
+            match = planned(state, target, rules=rules, prefixes=prefixes)
+            if assign:  # what takes the place of a tensor is of its own type
+                match = replace(match, report=match.report.with_changes(cast=()))
+            installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
+            between = None
+            if optimizer is not None:
+                _check_optimizer(optimizer, installation)
+                plan = planned_optimizer(
+                    optimizer,
+                    _named(model, target),
+                    state,
+                    match,
+                    slots=target.slots,
+                    key=optimizer_key,
+                    order=optimizer_order,
+                    allow_lossy_cast=allow_lossy_cast,
+                )
+                match = replace(match, report=match.report.with_changes(optimizer=plan.report))
+                between = plan.apply
+            refusal = allowance.refusal(match.report)
+            if refusal is not None:
+                if match.untried:
+                    refusal.hint = _by_torch(match.untried)
+                raise refusal
+        installation.run(verify=verify, together=together, between=between)
         return _finished(model, target, match.report)
 
 

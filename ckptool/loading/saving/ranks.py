@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ckptool.errors import CheckpointError, WriteError
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "gathered"]
 
 _Result = TypeVar("_Result")
 
@@ -73,11 +73,7 @@ class Ranks:
 
     def _told(self, failure: CheckpointError | None) -> list[CheckpointError | None]:
         """The failures of all processes."""
-        import torch.distributed as dist
-
-        failures: list[CheckpointError | None] = [None] * self._count
-        dist.all_gather_object(failures, failure)
-        return failures
+        return gathered(failure)
 
     def _heard(self, outcome: Any) -> Any:
         """The outcome of the process that writes."""
@@ -86,6 +82,15 @@ class Ranks:
         box = [outcome]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def gathered(own: _Result, group: Any = None) -> list[_Result]:
+    """What each process of a group gives; None: of the default group. All of them call it."""
+    import torch.distributed as dist
+
+    given = [own] * dist.get_world_size(group)
+    dist.all_gather_object(given, own, group=group)
+    return given
 
 
 def _for_others(error: BaseException, rank: int) -> CheckpointError:

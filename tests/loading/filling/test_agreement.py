@@ -1,0 +1,142 @@
+"""`load_into` in a distributed run: two processes, of which both load or neither does."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import UsageError
+from ckptool.loading.filling.agreement import Agreement
+from tests.loading.bits import Untouched
+from tests.loading.two_ranks import adam, plain
+from tests.loading.two_ranks_loading import WRAPS
+from tests.sources import PROJECT
+
+needs_gloo = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available() or os.name == "nt", reason="needs gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder in which two processes went through all scenes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.loading.two_ranks_loading", folder, str(rank)],
+            cwd=PROJECT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=300)
+        assert rank.returncode == 0, errors
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(run):
+    """What each rank was told, scene by scene."""
+    return [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@needs_gloo
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_all_ranks_can_load_is_loaded_in_all(told, wrap):
+    for rank in told:
+        assert rank[f"loaded {wrap}"] == {"loaded": True, "untouched": False}
+
+
+FAILURES = {
+    "lacking": ("MatchError", "MatchError", "2.bias"),
+    "absent": ("FileMissing", "FileMissing", "absent.pth: there is no such file"),
+    "damaged": ("CorruptFile", "CorruptFile", "tensor '0.weight' is damaged"),
+    "hook": ("ValueError", "MatchError", "not today"),
+    "read": ("ValueError", "MatchError", "not today"),
+}
+
+
+@needs_gloo
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("scene", FAILURES)
+def test_what_one_rank_cannot_load_is_loaded_in_none(told, scene, wrap):
+    own, others, text = FAILURES[scene]
+    first, second = (rank[f"{scene} {wrap}"] for rank in told)
+    assert (first["error"], second["error"]) == (others, own)
+    assert text in second["text"]
+    assert not second["text"].startswith("nothing")
+    assert first["text"].startswith("nothing is loaded here, as it failed in rank 1: ")
+    assert second["text"] in first["text"]
+    assert first["hint"] == second["hint"]
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
+    first, second = (rank["optimizer ddp"] for rank in told)
+    assert "group 0 has 6 there and 5 here" in second["text"]
+    assert second["text"] in first["text"]
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+def test_a_model_that_nothing_spreads_is_each_ranks_own(told):
+    first, second = (rank["on_its_own"] for rank in told)
+    assert first == {"loaded": True, "untouched": False}
+    assert second["error"] == "MatchError"
+
+
+@needs_gloo
+def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
+    assert told[0]["in_a_group_of_one"] == {"loaded": True, "untouched": False}
+
+
+@needs_gloo
+def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
+    for rank in told:
+        refused = rank["optimizer_of_parts"]
+        assert (
+            "the optimizer's 0.weight is of FSDP, of which every rank has a part"
+            in (refused["text"])
+        )
+        assert refused["hint"].startswith(
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+        assert refused["untouched"]
+    before, after = (ckptool.load(run / name)["optimizer"] for name in ("saved.pth", "again.pth"))
+    assert len(before["state"]) == len(after["state"]) == 6
+    for number, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
+
+
+def test_a_process_alone_agrees_with_itself():
+    together = Agreement(plain())
+    assert not together.is_of_many
+    with pytest.raises(KeyError), together.reached():
+        raise KeyError
+
+
+@pytest.mark.parametrize("order", ["rank", 5, ["position"]])
+def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
+    model = plain()
+    untouched = Untouched(model)
+    with pytest.raises(UsageError, match="is neither None nor 'position'"):
+        ckptool.load_into(model, plain().state_dict(), optimizer_order=order)
+    untouched.check()
+
+
+def test_the_hint_of_a_refused_optimizer_is_the_argument_that_helps():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    given = {"model": model.state_dict(), "optimizer": adam(model).state_dict()}
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ckptool.MatchError) as caught:
+        ckptool.load_into(model, given, optimizer=optimizer)
+    assert caught.value.hint.startswith('optimizer_order="position"')
