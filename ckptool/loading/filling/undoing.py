@@ -109,6 +109,7 @@ class _Held:
     data: torch.Tensor
     memory: Memory | None
     requires_grad: bool
+    is_leaf: bool
     content: torch.Tensor | None
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
@@ -116,7 +117,7 @@ class _Held:
 
         self.tensor, self.kind = tensor, type(tensor)
         self.data, self.memory = tensor.data, memory_of(tensor)
-        self.requires_grad = tensor.requires_grad
+        self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content = None
         if copied and not is_lazy(tensor) and not tensor.is_meta:
             home = self.data.device if is_spread(tensor) else "cpu"
@@ -130,11 +131,13 @@ class _Held:
             tensor.data = self.data
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
-        if tensor.requires_grad != self.requires_grad:
-            tensor.requires_grad_(self.requires_grad)
         if self.content is not None:
             with torch.no_grad():
                 _unrepeated(self.data).copy_(self.content)
+        if self.is_leaf and not tensor.is_leaf:
+            tensor.detach_()  # a hook computed what it holds from what asks for gradients
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
 
 
 def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:

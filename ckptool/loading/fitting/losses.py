@@ -61,15 +61,29 @@ def lost(block: torch.Tensor, dtype: torch.dtype) -> Loss:
     if before.is_floating_point():
         changed = ~((before == after) | (before.isnan() & after.isnan()))
         over = changed & _beyond(before, after, dtype)
-    else:
+    elif after.is_floating_point():
+        after = after.double()  # the small types have no operations of their own
         changed = before != after.to(before.dtype)
-        over = changed & (~after.isfinite() if after.is_floating_point() else changed)
+        over = changed & ~after.isfinite()
+    else:
+        over = changed = _differ(before, after)
     zero = changed & ~over & (after == 0) & (not truncates)
     if block.is_complex():  # a pair for each element
         changed, over, zero = changed.any(-1), over.any(-1), zero.any(-1)
     overflow, zeros = int(over.sum()), int((zero & ~over).sum())
     rest = int(changed.sum()) - overflow - zeros
     return Loss(count, overflow, zeros, *((rest, 0) if truncates else (0, rest)))
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Which integers are others, whatever sign their types have."""
+    import torch
+
+    bits, others = before.to(torch.int64), after.to(torch.int64)
+    changed = bits != others
+    if (before.dtype is torch.uint64) != (after.dtype is torch.uint64):
+        changed |= bits < 0  # 2**63 and more in the one, below zero in the other
+    return changed
 
 
 def _alike(block: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -52,6 +52,16 @@ def test_all_of_a_model_is_put_back():
     assert (model.notes, hasattr(model, "extra")) == ({"a": 1}, False)
 
 
+def test_a_buffer_that_was_computed_from_a_parameter_is_put_back():
+    model = Whole()
+    untouched = Untouched(model)
+    snapshot = Snapshot(model, copied=everything)
+    model.count.copy_(model.inner.bias)
+    snapshot.restore()
+    untouched.check()
+    assert model.count.is_leaf
+
+
 def test_an_extra_state_that_was_changed_in_place_is_set_again():
     model = Whole()
     snapshot = Snapshot(model, copied=everything)

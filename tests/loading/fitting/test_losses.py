@@ -24,6 +24,14 @@ LOSSES = [
     ([1 + 1e-20j, 3e39], "complex128", "complex64", "1 of 2 overflows, 1 is rounded"),
     ([1.0, 500.0, 0.3], "float32", "float8_e4m3fn", "1 of 3 overflows, 1 is rounded"),
     ([3.7], "float32", "int8", "1 of 1 is truncated"),
+    ([-1, 1], "int8", "uint8", "1 of 2 overflows"),
+    ([-1, 1], "int64", "uint64", "1 of 2 overflows"),
+    ([200, 1], "uint8", "int8", "1 of 2 overflows"),
+    ([40000, 1], "uint16", "int16", "1 of 2 overflows"),
+    ([-3, 1], "int16", "uint32", "1 of 2 overflows"),
+    ([2**63, 1], "uint64", "int64", "1 of 2 overflows"),
+    ([2**32 - 1, 1], "uint32", "int32", "1 of 2 overflows"),
+    ([17, 16], "int32", "float8_e4m3fn", "1 of 2 is rounded"),
 ]  # fmt: skip
 
 
@@ -44,6 +52,9 @@ KEPT = [
     ([3 + 0j], "complex64", "float16"),
     ([True, False], "bool", "float32"),
     ([], "float32", "float16"),
+    ([1, 2, 16, -8], "int32", "float8_e4m3fn"),
+    ([1, 100], "int8", "uint16"),
+    ([2**63 - 1], "uint64", "int64"),
 ]
 
 
