@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ckptool.model import TensorRef
 
-__all__ = ["loss_of", "same_elements"]
+__all__ = ["bytes_of", "loss_of", "same_elements"]
 
 _BLOCK = 1 << 15
 """Elements looked at at a time: fewer than torch divides among threads, which wait for each other
@@ -77,15 +77,16 @@ def _same_values(a: Any, b: Any) -> bool:
             return torch.equal(a, b)
         shape = tuple(a.shape) or (1,)
         pairs = ((a.detach().view(shape)[at], b.detach().view(shape)[at]) for at in _cuts(shape))
-        return all(torch.equal(_bytes(x), _bytes(y.to(x.device))) for x, y in pairs)
+        return all(torch.equal(bytes_of(x), bytes_of(y.to(x.device))) for x, y in pairs)
     except (RuntimeError, TypeError):
         return False
 
 
-def _bytes(block: torch.Tensor) -> torch.Tensor:
+def bytes_of(block: torch.Tensor) -> torch.Tensor:
+    """The bytes of its elements, one after the other."""
     import torch
 
-    return block.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return block.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _blocks(state: State, name: str) -> Iterator[torch.Tensor] | None:

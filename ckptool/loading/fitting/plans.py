@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptool.loading.fitting.contents import loss_of, same_elements
 from ckptool.loading.fitting.losses import Loss
 from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.overlaps import differing_overlaps
 from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.settling import settled
 from ckptool.loading.fitting.states import State
@@ -45,7 +46,10 @@ def planned(
     )
     if own is not None:
         found = settled(found, own, state, target)
-    untied = tuple(_untied(state, target, found.pairs))
+    untied = (
+        *_untied(state, target, found.pairs),
+        *differing_overlaps(state, target.entries, found.pairs),
+    )
     apart = frozenset(name for group in untied for name in group)
     report = found.report.with_changes(
         cast=_judged(state, found.report.cast),

@@ -1,0 +1,92 @@
+"""Tensors of a model that look at some of the same memory, and are not the same tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ckptool.loading.fitting.contents import bytes_of
+from ckptool.loading.fitting.states import State
+from ckptool.loading.memory import Memory, memory_of
+from ckptool.tensors import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["differing_overlaps"]
+
+_WIDEST = 16
+"""Bytes of the largest type."""
+
+
+def differing_overlaps(
+    state: State, entries: Mapping[str, torch.Tensor], pairs: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
+    """Names whose tensors overlap in the model, and would get other elements than these."""
+    for group in _groups(entries, pairs):
+        if not _agree(state, entries, pairs, group):
+            yield tuple(group)
+
+
+def _groups(
+    entries: Mapping[str, torch.Tensor], pairs: Mapping[str, str]
+) -> Iterator[dict[str, Memory]]:
+    """Names of tensors that overlap, of those that are one only the first."""
+    placed: dict[int, dict[Memory, str]] = {}
+    for name in pairs:
+        tensor = entries.get(name)
+        memory = None if tensor is None or tensor.is_meta else memory_of(tensor)
+        if memory is not None and memory.nbytes:
+            placed.setdefault(memory.storage, {}).setdefault(memory, name)
+    for held in placed.values():
+        spans = sorted((*_span(memory), name, memory) for memory, name in held.items())
+        group: dict[str, Memory] = {}
+        reach = -1
+        for start, stop, name, memory in spans:
+            if start >= reach and len(group) > 1:
+                yield group
+            if start >= reach:
+                group = {}
+            group[name] = memory
+            reach = max(reach, stop)
+        if len(group) > 1:
+            yield group
+
+
+def _span(memory: Memory) -> tuple[int, int]:
+    """The bytes of the storage from and to that it looks at."""
+    if 0 in memory.shape:
+        return memory.offset, memory.offset
+    steps = zip(memory.shape, memory.stride, strict=True)
+    reach = 1 + sum((size - 1) * step for size, step in steps)
+    size = torch_dtype(memory.dtype).itemsize
+    return memory.offset * size, (memory.offset + reach) * size
+
+
+def _agree(
+    state: State,
+    entries: Mapping[str, torch.Tensor],
+    pairs: Mapping[str, str],
+    group: Mapping[str, Memory],
+) -> bool:
+    """Whether each has what it is given when all have been given theirs, in torch's order."""
+    import torch
+
+    names = [name for name in pairs if name in group]
+    values = {name: state.value(pairs[name]).detach().to("cpu") for name in names}
+    if any(value.is_meta for value in values.values()):
+        return True
+    spans = [_span(group[name]) for name in names]
+    start = min(first for first, _ in spans) // _WIDEST * _WIDEST
+    stop = -(-max(last for _, last in spans) // _WIDEST) * _WIDEST
+    room = torch.zeros(stop - start, dtype=torch.uint8)
+    views = {}
+    for name in names:
+        memory, dtype = group[name], entries[name].dtype
+        views[name] = room.view(dtype).as_strided(
+            memory.shape, memory.stride, memory.offset - start // dtype.itemsize
+        )
+        values[name] = values[name].to(dtype).reshape(memory.shape)
+    for name in names:
+        views[name].copy_(values[name])
+    return all(torch.equal(bytes_of(views[name]), bytes_of(values[name])) for name in names)

@@ -1,0 +1,54 @@
+"""Tensors of a model that look at some of the same memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import MatchError
+from ckptool.loading.filling.load_into import load_into
+from tests.loading.bits import Untouched
+
+
+class Viewing(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+        self.register_buffer("v", view(self.w.data))
+
+
+WHOLE = Viewing(lambda w: w.view(2, 2))
+PART = Viewing(lambda w: w[1:3])
+OTHER = Viewing(lambda w: w.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("model", "v"),
+    [
+        (WHOLE, torch.zeros(2, 2)),
+        (PART, torch.tensor([2.0, 4.0])),
+        (OTHER, torch.zeros(4, dtype=torch.int32)),
+    ],
+)
+def test_what_one_would_undo_of_the_other_is_refused(model, v):
+    before = Untouched(model)
+    with pytest.raises(MatchError) as caught:
+        load_into(model, {"w": torch.tensor([1.0, 2, 3, 4]), "v": v})
+    before.check()
+    assert set(caught.value.report.untied[0]) == {"v", "w"}
+
+
+@pytest.mark.parametrize("view", [lambda w: w.view(2, 2), lambda w: w[1:3], lambda w: w[::2]])
+def test_what_agrees_is_loaded(view, tmp_path):
+    source, model = Viewing(view), Viewing(view)
+    source.w.data.copy_(torch.arange(4.0))
+    torch.save(source.state_dict(), tmp_path / "a.pth")
+    assert load_into(model, tmp_path / "a.pth").fits
+    assert model.v.tolist() == view(torch.arange(4.0)).tolist()
+    assert model.w.tolist() == [0, 1, 2, 3]
+
+
+def test_neighbours_do_not_overlap():
+    flat = torch.zeros(8)
+    model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
+    assert load_into(model, {"0": torch.ones(4), "1": torch.zeros(4)}).fits
+    assert flat.tolist() == [1] * 4 + [0] * 4
