@@ -144,22 +144,21 @@ def in_a_group_of_one(folder, rank):
     return told(model, whole(folder))
 
 
-def optimizer_of_parts(folder, rank):
-    """What FSDP cannot take back by `load_into`, and what takes it instead."""
+def optimizer_of_parts(folder, rank, wrap):
+    """What FSDP cannot take back by `load_into`, and what takes it instead: docs/matching.md."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    model = fsdp(plain())
+    model = wrap(plain())
     optimizer = torch.optim.Adam(model.parameters())
     found = told(model, folder / "saved.pth", optimizer)
     held = load(folder / "saved.pth")["optimizer"]
     names = [name for group in held["param_groups"] for name in group["param_names"]]
-    by_name = {
-        "state": {names[number]: state for number, state in held["state"].items()},
-        "param_groups": [{**g, "params": g.pop("param_names")} for g in held["param_groups"]],
-    }
+    for group in held["param_groups"]:
+        group["params"] = group.pop("param_names")
+    held["state"] = {names[number]: state for number, state in held["state"].items()}
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, by_name, options=options)
-    save(folder / "again.pth", model=model, optimizer=optimizer)
+    set_optimizer_state_dict(model, optimizer, held, options=options)
+    save(folder / f"{wrap.__name__}_again.pth", model=model, optimizer=optimizer)
     return found
 
 
@@ -179,7 +178,9 @@ def main(folder, rank):
         for scene in SCENES
     }
     outcomes["optimizer ddp"] = an_optimizer(folder, rank, parallel)
-    for scene in (on_its_own, in_a_group_of_one, optimizer_of_parts):
+    for wrap in (fsdp, fully_sharded):
+        outcomes[f"parts {wrap.__name__}"] = optimizer_of_parts(folder, rank, wrap)
+    for scene in (on_its_own, in_a_group_of_one):
         outcomes[scene.__name__] = scene(folder, rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -99,19 +99,22 @@ def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
     assert told[0]["in_a_group_of_one"] == {"loaded": True, "untouched": False}
 
 
+PARTS = {"fsdp": "is of FSDP", "fully_sharded": "is a DTensor"}
+
+
 @needs_gloo
-def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
+@pytest.mark.parametrize("wrap", PARTS)
+def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told, wrap):
     for rank in told:
-        refused = rank["optimizer_of_parts"]
-        assert (
-            "the optimizer's 0.weight is of FSDP, of which every rank has a part"
-            in (refused["text"])
-        )
+        refused = rank[f"parts {wrap}"]
+        text = f"the optimizer's 0.weight {PARTS[wrap]}, of which every rank has a part"
+        assert text in refused["text"]
         assert refused["hint"].startswith(
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
         assert refused["untouched"]
-    before, after = (ckptool.load(run / name)["optimizer"] for name in ("saved.pth", "again.pth"))
+    files = (run / "saved.pth", run / f"{wrap}_again.pth")
+    before, after = (ckptool.load(file)["optimizer"] for file in files)
     assert len(before["state"]) == len(after["state"]) == 6
     for number, state in before["state"].items():
         assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
