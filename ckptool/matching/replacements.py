@@ -132,7 +132,8 @@ class _Trial:
         is_crowded = bool(crowds) and not (sure and account.full)
         modules = tuple(islice(_deep_modules(ledger, account, shifted), 2))
         is_front = (
-            not (modules or shifted or rivals)
+            len(modules) < 2
+            and not (shifted or rivals)
             and all(rival.unfit for rival in every)
             and is_whole_front(ledger, account)
         )
