@@ -197,8 +197,10 @@ def _fronts(bare: Way) -> Iterator[Way]:
     for side, other, is_mine in ((have, want, True), (want, have, False)):
         front = side.common_front()
         for end in range(len(front), 0, -1):
-            off = "".join(f"{part}." for part in front[:end])
-            if any(off + name in side.loose for name in other.loose):
+            off, rest = (
+                "".join(f"{part}." for part in some) for some in (front[:end], front[end:])
+            )
+            if any(name.startswith(rest) and off + name in side.loose for name in other.loose):
                 shorter = side.without(front[:end])
                 if shorter.is_sound:
                     yield Way(shorter, want) if is_mine else Way(have, shorter)
