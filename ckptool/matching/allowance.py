@@ -151,8 +151,8 @@ def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
 
 
 def _fits_nowhere(report: MatchReport) -> bool:
-    if report.names:
-        return not report.fitting
+    if report.names and not report.fitting:
+        return True
     return report.parameters > 0 and not report.loaded
 
 

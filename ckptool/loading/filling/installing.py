@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import MatchError, UnreadableFile, UsageError
+from ckptool.errors import MatchError, UnreadableFile, UsageError, warn
 from ckptool.loading.filling.agreement import Agreement
 from ckptool.loading.filling.assigning import Assigned
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
@@ -112,10 +112,17 @@ class Installation:
         except BaseException:
             if not filled:
                 with held_back():
-                    snapshot.restore()
-                    if undo is not None:
-                        undo()
+                    self._put_back(snapshot, undo)
             raise
+
+    def _put_back(self, snapshot: Snapshot, undo: Undo | None) -> None:
+        """Undo what was done; what hinders it is told beside the error that made it necessary."""
+        for step in filter(None, (snapshot.restore, undo)):
+            try:
+                step()
+            except Exception as error:  # of whatever hook or setter there is
+                label = printable(self._target.label)
+                warn(f"{label} could not be put back as it was: {printable(str(error))}")
 
     def _filled(self, assigned: frozenset[str]) -> list[Fill]:
         """What is filled without torch's doing, each tensor once."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
 from ckptool.loading.filling.agreement import Agreement
+from ckptool.loading.filling.arguments import check_arguments
 from ckptool.loading.filling.installing import Installation
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import Source, stated
+from ckptool.loading.fitting.unmade import why_unmade
 from ckptool.loading.optimizers.planning import check_order, planned_optimizer
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.paths import listed, printable
@@ -59,6 +61,10 @@ def load_into(
     end the process or change its numbers. Names that are one tensor in the model stay one; those
     that only the file ties become two.
 
+    Modules with hooks, a loading of their own or an extra state are given real tensors, and a copy
+    of theirs is kept until all is done: around the whole model that is up to twice its size beside
+    it. With `assign=True` the tensors that are replaced live as long.
+
     A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, each from its
     own `source`, or by none: a process that is refused stops the others, which say why.
 
@@ -89,11 +95,27 @@ def load_into(
         AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
         NameCollision: `rules` make two names one.
         DeviceError: `map_location` sends a tensor to a device that is not here.
-        UsageError: `model` is no module, or `assign=False` and it is on the meta device.
+        UsageError: `model` is no module, an argument cannot be meant, or `assign=False` and the
+            model is on the meta device.
         TorchMissing: torch is not installed.
     """
     require_torch()
     _check_model(model)
+    check_arguments(
+        {
+            "strict": strict,
+            "assign": assign,
+            "verify": verify,
+            "allow_missing": allow_missing,
+            "allow_unexpected": allow_unexpected,
+            "allow_mismatched": allow_mismatched,
+            "allow_lossy_cast": allow_lossy_cast,
+            "min_coverage": min_coverage,
+            "rules": rules,
+            "prefixes": prefixes,
+            "map_location": map_location,
+        }
+    )
     target = target_of(model)
     mapped = any(tensor.is_meta for tensor in target.entries.values())
     place = map_location if mapped or assign else "cpu"
@@ -131,6 +153,8 @@ def load_into(
                 between = plan.apply
             refusal = allowance.refusal(match.report)
             if refusal is not None:
+                why = why_unmade(match.report)
+                refusal.message += f"\n{why}" if why else ""
                 if match.untried:
                     refusal.hint = _by_torch(match.untried)
                 raise refusal

@@ -12,6 +12,7 @@ from ckptool.loading.fitting.overlaps import differing_overlaps
 from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.settling import settled
 from ckptool.loading.fitting.states import State
+from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.matching import Cast, Match, matched
 from ckptool.transforms.name_rules import Rule, rules_of
 
@@ -44,6 +45,7 @@ def planned(
         file=state.file,
         model=target.label,
     )
+    found = without_unmade(found, state, target)
     if own is not None:
         found = settled(found, own, state, target)
     untied = (

@@ -1,0 +1,109 @@
+"""Entries of a file that cannot be made into what a model takes: objects, and lazy parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.states import State
+from ckptool.matching import Match, MatchReport
+from ckptool.model import Global, Opaque, StorageRef, TensorRef
+from ckptool.paths import listed, printable
+
+__all__ = ["why_unmade", "without_unmade"]
+
+_NEVER_RAN = "saved by a lazy module that never ran, without elements"
+_NOT_MADE = ", which is not made from a file"
+
+
+def without_unmade(match: Match, state: State, target: Target) -> Match:
+    """A match without the pairs whose entry is nothing that the model could be given.
+
+    Objects of a pickle are not made, and an extra state with one inside would reach the model as
+    something else; they are missing, and `left_out` says why. What is lazy on both sides is kept.
+    """
+    slots, report = target.slots, match.report
+    found: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name, own in match.pairs.items():
+        node = state.root[own]
+        is_lazy = _is_lazy(node, state, own)
+        if is_lazy and slots[name].shape is None and slots[name].kind != "extra":
+            if isinstance(node, Opaque):  # torch itself takes what is in memory
+                kept[name] = "the file's has no elements either"
+        elif is_lazy:
+            found[name] = _NEVER_RAN
+        elif slots[name].kind == "extra" and (what := _inert(node, state.value(own))):
+            found[name] = f"holds {what}{_NOT_MADE}"
+    lazy = [own for own in report.unexpected_keys if _is_lazy(state.root[own], state, own)]
+    if not (found or kept or lazy):
+        return match
+    pairs = {name: own for name, own in match.pairs.items() if name not in {**found, **kept}}
+    missing = {*report.missing_keys, *found}
+    lost = sum(slots[name].elements for name in found if slots[name].kind == "parameter")
+    report = report.with_changes(
+        unexpected_keys=[own for own in report.unexpected_keys if own not in set(lazy)],
+        missing_keys=[name for name in slots if name in missing],
+        kept=(*report.kept, *kept.items()),
+        left_out=(
+            *report.left_out,
+            *((match.pairs[name], reason) for name, reason in found.items()),
+            *((own, _NEVER_RAN) for own in lazy),
+        ),
+        loaded=max(report.loaded - lost, 0),
+        fitting=report.fitting - len(found),
+    )
+    return replace(match, pairs=pairs, report=report)
+
+
+def _is_lazy(node: Any, state: State, own: str) -> bool:
+    """Whether it is a parameter or buffer that has no shape yet."""
+    if isinstance(node, Opaque):
+        return isinstance(node.func, Global) and node.func.qualified in _LAZY
+    if state.slots[own].shape is not None or state.tree.format != "memory":
+        return False
+    from torch.nn.parameter import is_lazy
+
+    return is_lazy(state.value(own))
+
+
+_LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
+
+
+def _inert(node: Any, made: Any) -> str:
+    """What inside is not what was saved, in words, of a node and of what is made of it."""
+    for one in _inside(made):
+        if isinstance(one, Opaque):
+            return f"an object of {printable(getattr(one.func, 'qualified', 'some class'))}"
+        if isinstance(one, Global):
+            return printable(one.qualified)
+        if isinstance(one, StorageRef):
+            return "a storage"
+    arrays = (one for one in _inside(node) if isinstance(one, TensorRef) and one.kind == "numpy")
+    return "a numpy array" if next(arrays, None) is not None else ""
+
+
+def _inside(node: Any) -> Iterator[Any]:
+    """A value and all that its containers hold."""
+    todo, seen = [node], set()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, Mapping):
+            todo += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            todo += one
+
+
+def why_unmade(report: MatchReport) -> str:
+    """A line that says which of the file's entries cannot be made, and why; empty: all can."""
+    names: dict[str, list[str]] = {}
+    for own, reason in report.left_out:
+        if reason == _NEVER_RAN or reason.endswith(_NOT_MADE):
+            names.setdefault(reason, []).append(printable(own))
+    return "; ".join(f"{listed(some, most=2)}: {reason}" for reason, some in names.items())

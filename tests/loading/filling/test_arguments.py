@@ -1,0 +1,69 @@
+"""What `load_into` is asked must be what it can mean."""
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import DeviceError, MatchError, UsageError
+from ckptool.loading.filling.load_into import load_into
+from tests.loading.bits import Untouched
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_coverage", float("nan")),
+        ("min_coverage", -1),
+        ("min_coverage", 2),
+        ("min_coverage", "1"),
+        ("min_coverage", True),
+        ("allow_missing", 5),
+        ("allow_unexpected", [1]),
+        ("strict", "no"),
+        ("strict", None),
+        ("assign", "x"),
+        ("verify", "q"),
+        ("verify", 1),
+        ("rules", None),
+        ("rules", "a=>b"),
+        ("prefixes", None),
+    ],
+)
+def test_a_slip_is_refused_with_the_name_of_the_argument(name, value):
+    model = nn.Linear(1, 1)
+    before = Untouched(model)
+    with pytest.raises(UsageError) as caught:
+        load_into(model, nn.Linear(1, 1).state_dict(), **{name: value})
+    before.check()
+    assert name.rstrip("s") in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["nope", 5])
+def test_a_place_that_is_none_is_noticed_where_it_is_of_no_use(value):
+    with pytest.raises(DeviceError, match="map_location"):
+        load_into(nn.Linear(1, 1), nn.Linear(1, 1).state_dict(), map_location=value)
+
+
+def test_what_can_be_meant_is_taken():
+    load_into(
+        nn.Linear(1, 1),
+        nn.Linear(1, 1).state_dict(),
+        min_coverage=1,
+        allow_missing=("a*",),
+        allow_unexpected={"b"},
+        map_location=torch.device("cpu"),
+        assign=False,
+        verify=True,
+        rules=iter(["^x=>y"]),
+    )
+
+
+def test_statistics_alone_are_nothing_of_the_model():
+    model = nn.BatchNorm1d(2)
+    state = {"running_mean": torch.ones(2), "running_var": torch.ones(2)}
+    before = Untouched(model)
+    with pytest.raises(MatchError):
+        load_into(model, state, strict=False)
+    before.check()
+    load_into(model, state, strict=False, min_coverage=0)
+    assert model.running_mean.tolist() == [1, 1]
