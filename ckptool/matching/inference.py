@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckptool.matching.accounts import Ledger, OutOfBudget
+from ckptool.matching.dominance import Gate
 from ckptool.matching.prefixes import accepted_prefixes
 from ckptool.matching.questions import Contested, ambiguities
 from ckptool.matching.replacements import accepted_replacements
@@ -49,12 +50,13 @@ def inferred(
     against the others that give one of its names another meaning. The rest is `ambiguous`.
     """
     ledger = Ledger(have, want, pairs)
+    gate = Gate(ledger)
     try:
-        done, contested = accepted_prefixes(ledger)
+        done, contested = accepted_prefixes(ledger, gate)
     except OutOfBudget:
         return Inferred()
     with suppress(OutOfBudget):
-        for item in accepted_replacements(ledger):
+        for item in accepted_replacements(ledger, gate):
             if isinstance(item, Contested):
                 contested.append(item)
             else:

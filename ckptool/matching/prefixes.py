@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.dominance import Gate, Verdict
 from ckptool.matching.numbering import renumbered
 from ckptool.matching.questions import Contested
 from ckptool.matching.slots import Slot
@@ -21,7 +22,9 @@ _MOST_RIVALS = 8
 """Of one rule; that is enough to leave it."""
 
 
-def accepted_prefixes(ledger: Ledger) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
+def accepted_prefixes(
+    ledger: Ledger, gate: Gate
+) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
     """Take what is beyond doubt into the ledger; say what it was, and what is contested.
 
     Raises:
@@ -36,7 +39,11 @@ def accepted_prefixes(ledger: Ledger) -> tuple[list[tuple[Swap, dict[str, str]]]
         if not hits:
             continue
         rivals = ends.rivals(account, hits)
-        if rivals or not _is_proven(ledger, account, hits):
+        if (
+            rivals
+            or not _is_proven(ledger, account, hits)
+            or gate.verdict(swap, hits) is not Verdict.STANDS
+        ):
             contested.append(Contested(account, rivals))
             continue
         pairs = {w: h for h, w in hits}

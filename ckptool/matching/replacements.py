@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.dominance import Gate, Verdict
 from ckptool.matching.fronts import is_whole_front
 from ckptool.matching.kinship import Kin, kin_of, sampled
 from ckptool.matching.numbering import renumbered
@@ -43,13 +44,15 @@ class _Case:
         return self.account.swap.parts[1:]
 
 
-def accepted_replacements(ledger: Ledger) -> Iterator[tuple[Swap, dict[str, str]] | Contested]:
+def accepted_replacements(
+    ledger: Ledger, gate: Gate
+) -> Iterator[tuple[Swap, dict[str, str]] | Contested]:
     """Take what is beyond doubt into the ledger and say what it was; then what is contested.
 
     Raises:
         OutOfBudget: the names suggest more rules than real ones do; what was said before stands.
     """
-    trial = _Trial(ledger)
+    trial = _Trial(ledger, gate)
     for is_open in (True, False):
         cases = trial.cases(is_open=is_open)
         while concluded := trial.concluded(cases):
@@ -62,8 +65,9 @@ def accepted_replacements(ledger: Ledger) -> Iterator[tuple[Swap, dict[str, str]
 class _Trial:
     """The names that are left, what they are like, and which rules were accepted."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, gate: Gate) -> None:
         self._ledger = ledger
+        self._gate = gate
         have, want = ledger.have.slots, ledger.want.slots
         own, wanted = ledger.left()
         self._own: dict[str, Kin] = {}
@@ -174,13 +178,34 @@ class _Trial:
         ]
         fronts = [case for case in open_ if case.is_whole_front]
         done = []
-        for case in strong or fronts or self._unique(open_) or self._alike(cases):
+        for case in (
+            self._standing(strong)
+            or self._standing(fronts)
+            or self._standing(self._unique(open_))
+            or self._standing(self._alike(cases))
+        ):
             found = {wanted: own for own, wanted in self._hits(case)}
             if found:
                 self._ledger.meet(found)
                 self._leads.setdefault(case.segment, set()).add(case.account.swap.parts[0])
                 done.append((case.account.swap, found))
         return done
+
+    def _standing(self, cases: Iterable[_Case]) -> list[_Case]:
+        """Those whose names are most like each other, or are it in other places."""
+        verdicts = [
+            (case, self._gate.verdict(case.account.swap, self._hits(case))) for case in cases
+        ]
+        leads = {segment: set(found) for segment, found in self._leads.items()}
+        for case, verdict in verdicts:
+            if verdict is Verdict.STANDS:
+                leads.setdefault(case.segment, set()).add(case.account.swap.parts[0])
+        return [
+            case
+            for case, verdict in verdicts
+            if verdict is Verdict.STANDS
+            or (verdict is Verdict.TIED and len(leads.get(case.segment, ())) > 1)
+        ]
 
     def _hits(self, case: _Case) -> list[Pair]:
         return [pair for pair in self._ledger.hits(case.account) if pair[1] not in case.shifted]

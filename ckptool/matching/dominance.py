@@ -1,0 +1,239 @@
+"""Whether the module that a rule gives a name to is the one that its name is most like.
+
+A rule may explain all its names and be wrong: two parts of a model that are alike may be taken
+for each other. A conclusion stands where no module of other names, met or not, is as much like
+either of the two that it brings together: in what their names begin with, and in what they end
+with. Names that differ in numbers only are one family, and within one the numbers decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ckptool.matching.accounts import Ledger, Pair
+from ckptool.matching.counters import BATCHES
+from ckptool.matching.swaps import MOST_PARTS, Side, Swap, is_number
+from ckptool.model import Shape
+
+__all__ = ["Gate", "Verdict"]
+
+_ENOUGH = 1
+"""Families that a rule is clear for, so that it stands for those that are like others too."""
+
+_Family = tuple[str | None, ...]
+"""The components of a module's name; None is a number."""
+_Numbers = tuple[str, ...]
+_Kind = tuple[str, Shape | None]
+"""The last component of a tensor's name, and its shape."""
+
+
+class Verdict(Enum):
+    """What comes of a rule's rivals."""
+
+    STANDS = "stands"
+    TIED = "tied"
+    """Others are as much like: it stands where the same was found in other places."""
+    FALLS = "falls"
+
+
+@dataclass
+class _Class:
+    """The modules of one side that have a tensor of one kind, by family."""
+
+    families: dict[_Family, list[_Numbers]] = field(default_factory=dict)
+    heads: dict[_Family, set[_Family]] = field(default_factory=dict)
+    ends: dict[_Family, set[_Family]] = field(default_factory=dict)
+
+    def add(self, family: _Family, numbers: _Numbers) -> None:
+        if family not in self.families:
+            self.families[family] = []
+            for end in range(1, min(len(family), MOST_PARTS) + 1):
+                self.heads.setdefault(family[:end], set()).add(family)
+                self.ends.setdefault(family[-end:], set()).add(family)
+        self.families[family].append(numbers)
+
+
+class Gate:
+    """Judges rules by all names of both sides."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Nothing is looked at yet."""
+        self._ledger = ledger
+        self._own = _Classes(ledger, ledger.have)
+        self._wanted = _Classes(ledger, ledger.want)
+        self._known: dict[tuple[_Family, _Family, _Kind, _Kind], Verdict] = {}
+        self._numbered: dict[tuple[_Family, _Family, _Kind, _Kind, bool], bool] = {}
+
+    def verdict(self, swap: Swap, pairs: Iterable[Pair]) -> Verdict:
+        """Of a rule, by the names of the file and the wanted ones that it brings together.
+
+        Raises:
+            OutOfBudget: there is more to look at than real names have.
+        """
+        clear: set[_Family] = set()
+        tied = False
+        for own, wanted in self._telling(pairs):
+            mine, my_numbers = _family(own)
+            theirs, their_numbers = _family(wanted)
+            kinds = self._own.kind(own), self._wanted.kind(wanted)
+            if not self._agree(mine, theirs, *kinds, is_prefix=swap.is_prefix):
+                return Verdict.FALLS
+            places = _Places.of(mine, theirs)
+            if places.own(my_numbers) != places.wanted(their_numbers):
+                return Verdict.FALLS
+            found = self._judged(mine, theirs, *kinds)
+            if found is Verdict.FALLS:
+                return found
+            if found is Verdict.TIED:
+                tied = True
+            else:
+                clear.add(mine)
+        return Verdict.TIED if tied and len(clear) < _ENOUGH else Verdict.STANDS
+
+    def _telling(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Of each module its largest tensor."""
+        found: dict[tuple[str, str], tuple[int, Pair]] = {}
+        count = 0
+        for own, wanted in pairs:
+            count += 1
+            module, _, leaf = own.rpartition(".")
+            size = -1 if leaf == BATCHES else self._ledger.want.slots[wanted].elements
+            key = module, wanted.rpartition(".")[0]
+            if key not in found or size > found[key][0]:
+                found[key] = size, (own, wanted)
+        self._ledger.spend(count)
+        return (pair for _, pair in found.values())
+
+    def _judged(self, mine: _Family, theirs: _Family, own: _Kind, wanted: _Kind) -> Verdict:
+        key = mine, theirs, own, wanted
+        if key not in self._known:
+            lead, trail = _likeness(mine, theirs)
+            self._known[key] = max(
+                self._rivalled(mine, theirs, self._wanted.of(wanted), lead, trail),
+                self._rivalled(theirs, mine, self._own.of(own), lead, trail),
+                key=list(Verdict).index,
+            )
+        return self._known[key]
+
+    def _rivalled(
+        self, family: _Family, partner: _Family, others: _Class, lead: int, trail: int
+    ) -> Verdict:
+        """Whether another family than the partner is more like one, or as much."""
+        self._ledger.spend(10)
+        heads = others.heads.get(family[: lead + 1], set()) if lead < len(family) else set()
+        if heads - {partner}:
+            return Verdict.FALLS
+        ends = others.ends.get(family[-trail - 1 :], set()) if trail < len(family) else set()
+        self._ledger.spend(len(ends))
+        if any(_likeness(family, other)[1] > trail for other in ends if other != partner):
+            return Verdict.FALLS
+        alike: Iterable[_Family] = others.families
+        if lead and trail:
+            sets = others.heads.get(family[:lead], set()), others.ends.get(family[-trail:], set())
+            alike = set.intersection(*sets)
+            self._ledger.spend(min(map(len, sets)))
+        elif lead:
+            alike = others.heads.get(family[:lead], ())
+        elif trail:
+            alike = others.ends.get(family[-trail:], ())
+        for other in alike:
+            self._ledger.spend(1)
+            if other != partner and _likeness(family, other) >= (lead, trail):
+                return Verdict.TIED
+        return Verdict.STANDS
+
+    def _agree(
+        self, mine: _Family, theirs: _Family, own: _Kind, wanted: _Kind, *, is_prefix: bool
+    ) -> bool:
+        """Whether the numbers tell the members of two families apart, and a list has the same."""
+        key = mine, theirs, own, wanted, is_prefix
+        if key not in self._numbered:
+            places = _Places.of(mine, theirs)
+            ours = [places.own(numbers) for numbers in self._own.of(own).families[mine]]
+            others = [places.wanted(n) for n in self._wanted.of(wanted).families[theirs]]
+            self._ledger.spend(len(ours) + len(others))
+            alone = len({*ours}) == len(ours) and len({*others}) == len(others)
+            same = is_prefix or not places.is_another_list or {*ours} == {*others}
+            self._numbered[key] = alone and same
+        return self._numbered[key]
+
+
+class _Classes:
+    """The modules of one side, by what tensors they have."""
+
+    def __init__(self, ledger: Ledger, side: Side) -> None:
+        self._ledger = ledger
+        self._slots = side.slots
+        self._names: dict[_Kind, list[str]] | None = None
+        self._classes: dict[_Kind, _Class] = {}
+
+    def kind(self, name: str) -> _Kind:
+        shape = self._slots[name].shape
+        return name.rpartition(".")[2], (1,) if shape == () else shape
+
+    def of(self, kind: _Kind) -> _Class:
+        """The modules that have a tensor of this kind."""
+        if self._names is None:
+            self._names = {}
+            for name in self._slots:
+                self._names.setdefault(self.kind(name), []).append(name)
+        if kind not in self._classes:
+            self._classes[kind] = made = _Class()
+            names = self._names.get(kind, [])
+            self._ledger.spend(len(names))
+            for name in names:
+                made.add(*_family(name))
+        return self._classes[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Which numbers of one family are in the place of which of another."""
+
+    lead: int
+    """Numbers in what the two begin with, or come after that in the same order."""
+    mine: int
+    """Numbers of the one that are in what both end with; where that begins, of the other."""
+    theirs: int
+    trail: int
+    is_another_list: bool
+    """Whether what some number counts has another name."""
+
+    @classmethod
+    def of(cls, mine: _Family, theirs: _Family) -> _Places:
+        lead, trail = _likeness(mine, theirs)
+        before, after = len(mine) - trail, len(theirs) - trail
+        old, new = mine[lead:before], theirs[lead:after]
+        both = min(old.count(None), new.count(None))
+        first = mine[:lead].count(None)
+        moved = both > 0 or (trail > 0 and mine[before] is None and (before, after) != (lead, lead))
+        ends = mine[before:].count(None)
+        return cls(first + both, mine.count(None) - ends, theirs.count(None) - ends, ends, moved)
+
+    def own(self, numbers: _Numbers) -> _Numbers:
+        return (*numbers[: self.lead], *numbers[self.mine :])
+
+    def wanted(self, numbers: _Numbers) -> _Numbers:
+        return (*numbers[: self.lead], *numbers[self.theirs :])
+
+
+def _family(name: str) -> tuple[_Family, _Numbers]:
+    """That of the module of a tensor, and the numbers in its name."""
+    parts = name.split(".")[:-1]
+    numbers = tuple(filter(is_number, parts))
+    if not numbers:
+        return tuple(parts), ()
+    return tuple(None if is_number(part) else part for part in parts), numbers
+
+
+def _likeness(one: _Family, other: _Family) -> tuple[int, int]:
+    """How many components two begin with, and end with besides."""
+    least = min(len(one), len(other), MOST_PARTS)
+    lead = trail = 0
+    while lead < least and one[lead] == other[lead]:
+        lead += 1
+    while trail < least - lead and one[-1 - trail] == other[-1 - trail]:
+        trail += 1
+    return lead, trail

@@ -1,0 +1,106 @@
+"""Whether the module that a rule gives a name to is the one that its name is most like."""
+
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.matching.accounts import Ledger
+from ckptool.matching.dominance import Gate, Verdict
+from ckptool.matching.matched import matched
+from ckptool.matching.slots import Slot
+from ckptool.matching.swaps import swap_between
+
+TOWERS = ("a.0", "a.1", "b.0.c.0", "b.0.c.1", "b.1", "d", "0", "1", "d.0.e.1", "net.3")
+INNER = ("attn", "x.y", "0", "1", "0.attn", "attn.0", "")
+PARTS = (
+    {"qkv.weight": (4, 4), "proj.bias": (4,)},
+    {"weight": (4, 4), "bias": (4,)},
+    {"weight": (4, 4)},
+    {"0.weight": (4, 4), "2.weight": (8, 4)},
+)
+
+
+def slots(shapes):
+    return {name: Slot(shape, "float32", "parameter") for name, shape in shapes.items()}
+
+
+def joined(*parts):
+    return ".".join(filter(None, parts))
+
+
+def verdict(have, want, own, wanted):
+    every = {name: Slot((4, 4), "float32") for name in (*have, *want)}
+    ledger = Ledger({name: every[name] for name in have}, {name: every[name] for name in want}, {})
+    return Gate(ledger).verdict(swap_between(own, wanted), [(own, wanted)])
+
+
+def check(towers, before, after, part):
+    """The inner component of all towers has another name: none gets what is another's."""
+    true = {joined(t, after, leaf): joined(t, before, leaf) for t in towers for leaf in part}
+    every = [joined(t, before, leaf) for t in towers for leaf in part]
+    if len(true) < len(every) or not {*true}.isdisjoint(every):
+        return  # names that are equal mislead anyone
+    have = slots({joined(t, before, leaf): shape for t in towers for leaf, shape in part.items()})
+    want = slots({joined(t, after, leaf): shape for t in towers for leaf, shape in part.items()})
+    found = matched(have, want).pairs
+    assert found == {wanted: true[wanted] for wanted in found}
+
+
+@pytest.mark.parametrize("towers", list(combinations(TOWERS, 2)), ids="-".join)
+def test_of_two_parts_that_are_alike_neither_gets_what_is_the_others(towers):
+    for before, after in permutations(INNER, 2):
+        for part in PARTS:
+            check(towers, before, after, part)
+
+
+WORDS = st.sampled_from(["a", "b", "attn", "mid_block", "blocks", "0", "1", "2"])
+PATHS = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
+INSIDE = st.lists(WORDS, max_size=2).map(".".join)
+
+
+@given(st.lists(PATHS, min_size=2, max_size=4, unique=True), INSIDE, INSIDE, st.sampled_from(PARTS))
+def test_parts_that_are_alike_never_get_what_is_anothers(towers, before, after, part):
+    check(towers, before, after, part)
+
+
+def test_a_part_does_not_go_to_another_place_because_of_the_numbers_in_its_name():
+    leaves = {"norm.weight": (8,), "to_qkv.weight": (24, 8), "to_out.weight": (8, 8)}
+    places = ("mid_block", "down_blocks.0")
+    have = slots({f"{at}.attn.{leaf}": s for at in places for leaf, s in leaves.items()})
+    want = slots({f"{at}.attentions.0.{leaf}": s for at in places for leaf, s in leaves.items()})
+    found = matched(have, want).pairs
+    assert found.items() <= {name: name.replace("attentions.0", "attn") for name in want}.items()
+
+
+def test_what_is_as_much_like_another_is_tied():
+    want = ["enc_q.w", "enc_k.w"]
+    assert verdict(["enc.w"], want, "enc.w", "enc_q.w") is Verdict.TIED
+    assert verdict(["enc.w"], want[:1], "enc.w", "enc_q.w") is Verdict.STANDS
+
+
+def test_what_is_more_like_another_falls():
+    have, want = ["a.attn.w", "b.attn.w"], ["a.x.w", "b.x.w"]
+    assert verdict(have, want, "a.attn.w", "b.x.w") is Verdict.FALLS
+    assert verdict(have, want, "a.attn.w", "a.x.w") is Verdict.STANDS
+
+
+def test_one_that_is_met_already_counts():
+    have, want = ["a.x.w", "b.x.w"], ["a.x.w", "c.x.w"]
+    assert verdict(have, want, "b.x.w", "c.x.w") is Verdict.TIED
+
+
+def test_within_a_family_numbers_decide():
+    have = [f"layers.{n}.attn.w" for n in range(3)]
+    want = [f"blocks.{n}.self.w" for n in range(3)]
+    assert verdict(have, want, have[1], want[1]) is Verdict.STANDS
+    assert verdict(have, want, have[1], want[2]) is Verdict.FALLS
+    assert verdict(have, want[1:], have[1], want[1]) is Verdict.FALLS
+
+
+def test_a_number_that_is_put_in_is_the_only_one_there():
+    have = ["a.0.attn.w", "a.1.attn.w"]
+    want = ["a.0.attn.0.w", "a.1.attn.0.w"]
+    assert verdict(have, want, have[1], want[1]) is Verdict.STANDS
+    assert verdict(have, [*want, "a.1.attn.1.w"], have[1], want[1]) is Verdict.FALLS
