@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from ckptool.errors import MatchError
+from ckptool.errors import MatchError, UsageError
 from ckptool.matching.advice import is_of_another, may_be_asked, ruling, text_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
@@ -62,6 +62,25 @@ class Allowance:
     lossy_cast: Allowed = False
     min_coverage: float | None = None
 
+    def __post_init__(self) -> None:
+        """Take nothing that would be understood as something else.
+
+        Raises:
+            UsageError: a value is of no use.
+        """
+        if not isinstance(self.strict, bool):
+            raise UsageError(f"strict is True or False, and not {self.strict!r}")
+        for what in ("missing", "unexpected", "mismatched", "lossy_cast"):
+            value = getattr(self, what)
+            if not (value is None or isinstance(value, bool) or _are_globs(value)):
+                raise UsageError(
+                    f"allow_{what} is True, False, or globs of names, and not {value!r}",
+                    hint=f"allow_{what}=['head.*']",
+                )
+        least = self.min_coverage
+        if least is not None and not _is_share(least):
+            raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
+
     def problems(self, report: MatchReport) -> tuple[Problem, ...]:
         """Every reason to refuse, the most telling first; none: it is accepted."""
         return self._judged(report)[0]
@@ -79,7 +98,7 @@ class Allowance:
         found = chain(
             self._nothing(report),
             questions if asked else (),
-            _mismatched(mismatched),
+            _mismatched(mismatched, ", min_coverage=0" * self._is_nothing(report)),
             _missing(missing),
             _unexpected(unexpected),
             () if asked else questions,
@@ -90,10 +109,26 @@ class Allowance:
         )
         return tuple(found), asked
 
+    def _is_nothing(self, report: MatchReport) -> bool:
+        return self.min_coverage != 0 and _fits_nowhere(report)
+
     def _nothing(self, report: MatchReport) -> Iterator[Problem]:
-        if self.min_coverage != 0 and _fits_nowhere(report):
-            own = report.unexpected_keys or [one.own for one in report.mismatched]
-            wanted = report.missing_keys or [one.name for one in report.mismatched]
+        if not self._is_nothing(report):
+            return
+        if any(_counts(one, self.mismatched) for one in report.mismatched):
+            return  # the shapes are told, with what helps
+        if report.mismatched:
+            text = "nothing is left to load: what the two have in common is of another shape"
+            yield Problem("coverage", text, "min_coverage=0 where the model is to stay as it is")
+        elif report.fitting:
+            text = (
+                f"none of the model's parameters is in it: {report.fitting:,} of its other "
+                "tensors are all that fit"
+            )
+            yield Problem("coverage", text, _OTHER)
+        else:
+            own = report.unexpected_keys
+            wanted = report.missing_keys
             text = (
                 f"nothing of it is in the model: it has {_folded(own, 2) or 'no tensors'}; "
                 f"the model has {_folded(wanted, 2)}"
@@ -150,7 +185,19 @@ def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
     return re.compile("|".join(map(translate, globs)) or "(?!)").match
 
 
+def _are_globs(value: object) -> bool:
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(glob, str) for glob in value)
+
+
+def _is_share(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= 1  # type: ignore[operator]
+
+
 def _fits_nowhere(report: MatchReport) -> bool:
+    """Whether nothing is met, or none of what the model has to be loaded for."""
     if report.names and not report.fitting:
         return True
     return report.parameters > 0 and not report.loaded
@@ -168,12 +215,12 @@ def _ambiguous(
     yield Problem("ambiguous", text, ruling(unclear, missing, unexpected))
 
 
-def _mismatched(mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
+def _mismatched(mismatched: Sequence[Mismatch], besides: str) -> Iterator[Problem]:
     if mismatched:
         shown = _labels((one.name, (one.shape, one.wanted)) for one in mismatched)
         texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
         text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
-        yield Problem("mismatched", text, _argument("allow_mismatched", mismatched))
+        yield Problem("mismatched", text, _argument("allow_mismatched", mismatched) + besides)
 
 
 def _missing(missing: Sequence[str]) -> Iterator[Problem]:
@@ -222,7 +269,11 @@ def _are(many: Sized) -> str:
 
 
 def _folded(names: Sequence[str], most: int = 4) -> str:
-    return listed((label for label, _ in _labels((name, None) for name in names)), most)
+    labels = [label for label, _ in _labels((name, None) for name in names)]
+    if len(names) <= _MOST_FOLDED:
+        return listed(labels, most)
+    shown, known = labels[:most], f"the first {_MOST_FOLDED:,} of {len(names):,} are "
+    return known + listed(shown, most) + ", ..." * (len(labels) > most)
 
 
 def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

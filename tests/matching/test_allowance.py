@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.errors import MatchError
+from ckptool.errors import MatchError, UsageError
 from ckptool.matching import (
     Allowance,
     Ambiguity,
@@ -156,11 +156,45 @@ def test_where_next_to_nothing_fits_no_rule_is_proposed_for_a_part():
     assert Allowance().refusal(found).hint.startswith("is it of another model?")
 
 
-def test_where_a_model_is_of_another_size_its_names_are_told():
+def test_where_a_model_is_of_another_size_its_shapes_are_told():
     wrong = tuple(Mismatch(name, name, (3,), (2,)) for name in LAYERS)
     found = report(mismatched=wrong, fitting=0, names=8, loaded=0)
-    first, *_ = Allowance().problems(found)
-    assert "it has layers.{0..7}.weight; the model has layers.{0..7}.weight" in first.text
+    (first,) = Allowance().problems(found)
+    assert first.text == "8 tensors are of another shape: layers.{0..7}.weight [3] for [2]"
+    assert first.remedy == "allow_mismatched='layers.*', min_coverage=0"
+    (second,) = Allowance(mismatched=True).problems(found)
+    assert second.text == "nothing is left to load: what the two have in common is of another shape"
+    assert Allowance(mismatched=True, min_coverage=0).problems(found) == ()
+
+
+def test_buffers_alone_are_nothing_of_a_model():
+    found = report(missing_keys=["1.weight"], fitting=1, names=2, loaded=0, parameters=9)
+    (problem,) = Allowance(strict=False).problems(found)
+    assert problem.text.startswith(
+        "none of the model's parameters is in it: 1 of its other tensors"
+    )
+
+
+@pytest.mark.parametrize("least", [float("nan"), -1, 2, "0.5", True])
+def test_what_is_no_share_is_none(least):
+    with pytest.raises(UsageError, match="min_coverage is a share from 0 to 1"):
+        Allowance(min_coverage=least)
+
+
+@pytest.mark.parametrize("allowed", [3, [1], b"x", {"a": 1}])
+def test_what_is_allowed_is_yes_or_no_or_globs(allowed):
+    with pytest.raises(UsageError, match="allow_missing is True, False, or globs of names"):
+        Allowance(missing=allowed)
+    with pytest.raises(UsageError, match="strict is True or False"):
+        Allowance(strict="no")
+
+
+def test_of_very_many_names_it_is_said_how_many_were_folded():
+    found = report(missing_keys=[f"l.{n}.weight" for n in range(20_000)])
+    (problem,) = Allowance().problems(found)
+    assert problem.text == (
+        "20,000 tensors are missing in it: the first 2,000 of 20,000 are l.{0..1999}.weight"
+    )
 
 
 def test_what_the_optimizer_refuses():
