@@ -17,7 +17,7 @@ from ckptool.matching.counters import BATCHES
 from ckptool.matching.swaps import MOST_PARTS, Side, Swap, is_number
 from ckptool.model import Shape
 
-__all__ = ["Gate", "Verdict"]
+__all__ = ["Gate", "Verdict", "moves_numbers"]
 
 _ENOUGH = 1
 """Families that a rule is clear for, so that it stands for those that are like others too."""
@@ -110,25 +110,39 @@ class Gate:
         key = mine, theirs, own, wanted
         if key not in self._known:
             lead, trail = _likeness(mine, theirs)
+            ours, others = self._own.of(own), self._wanted.of(wanted)
             self._known[key] = max(
-                self._rivalled(mine, theirs, self._wanted.of(wanted), lead, trail),
-                self._rivalled(theirs, mine, self._own.of(own), lead, trail),
+                self._rivalled(mine, theirs, (others, ours), lead, trail),
+                self._rivalled(theirs, mine, (ours, others), lead, trail),
                 key=list(Verdict).index,
             )
         return self._known[key]
 
     def _rivalled(
-        self, family: _Family, partner: _Family, others: _Class, lead: int, trail: int
+        self,
+        family: _Family,
+        partner: _Family,
+        sides: tuple[_Class, _Class],
+        lead: int,
+        trail: int,
     ) -> Verdict:
-        """Whether another family than the partner is more like one, or as much."""
+        """Whether another family than the partner is more like one, or as much.
+
+        `sides`: the partner's, and its own. One that both have is its own partner: it counts where
+        it is as much like in what the two begin and in what they end with.
+        """
+        others, same = sides
         self._ledger.spend(10)
         heads = others.heads.get(family[: lead + 1], set()) if lead < len(family) else set()
-        if heads - {partner}:
-            return Verdict.FALLS
         ends = others.ends.get(family[-trail - 1 :], set()) if trail < len(family) else set()
-        self._ledger.spend(len(ends))
-        if any(_likeness(family, other)[1] > trail for other in ends if other != partner):
-            return Verdict.FALLS
+        self._ledger.spend(len(heads) + len(ends))
+        for other in heads | ends:
+            front, back = _likeness(family, other)
+            if other == partner or not (front > lead or back > trail):
+                continue
+            is_own = other in same.families and {*same.families[other]} == {*others.families[other]}
+            if not is_own or (front >= lead and back >= trail):
+                return Verdict.FALLS
         alike: Iterable[_Family] = others.families
         if lead and trail:
             sets = others.heads.get(family[:lead], set()), others.ends.get(family[-trail:], set())
@@ -217,6 +231,13 @@ class _Places:
 
     def wanted(self, numbers: _Numbers) -> _Numbers:
         return (*numbers[: self.lead], *numbers[self.theirs :])
+
+
+def moves_numbers(own: str, wanted: str) -> bool:
+    """Whether two names have other numbers in the places that are each other's."""
+    (mine, numbers), (theirs, others) = _family(own), _family(wanted)
+    places = _Places.of(mine, theirs)
+    return places.own(numbers) != places.wanted(others)
 
 
 def _family(name: str) -> tuple[_Family, _Numbers]:

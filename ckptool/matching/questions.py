@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.dominance import moves_numbers
+from ckptool.matching.numbering import renumbered
 from ckptool.matching.report import Ambiguity
 from ckptool.matching.rule_text import rule_text, segment_text
 from ckptool.matching.swaps import Swap
@@ -14,6 +16,7 @@ __all__ = ["Contested", "ambiguities"]
 
 _MOST_CONTESTED = 64
 """Rules that are reported as not concluded; of names all alike there would be no end."""
+_SEVERAL = 2
 _MOST_RULES = 8
 """That are proposed to decide one question."""
 
@@ -47,7 +50,11 @@ class _Question:
 
 
 def ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[Ambiguity]:
-    """The questions, each with rules any one of which decides it; of names that nothing meets."""
+    """The questions, each with rules any one of which decides it; of names that nothing meets.
+
+    There are none where they would give numbers to other layers, or guess by a leaf's name alone
+    which of several modules is meant.
+    """
     asked = list(_segments(ledger, contested))
     told = {swap for question in asked for swap in question.hits}
     rest = [item for item in contested if item.account.swap not in told]
@@ -71,6 +78,9 @@ def _segments(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[_Quest
         for swap in swaps:
             question.add(swap, ledger.hits(ledger.account(swap)))
         names = {h: w for hits in question.hits.values() for h, w in hits}
+        hits = [pair for found in question.hits.values() for pair in found]
+        if not _is_safe(ledger, swaps[0], hits):
+            continue
         if len(swaps) > 1 and (text := segment_text(swaps[0], names, ledger.have)):
             question.rules = (text,)
             yield question
@@ -99,6 +109,18 @@ def _shared(ledger: Ledger, contested: Sequence[Contested]) -> list[_Question]:
 def _deciding(ledger: Ledger, question: _Question) -> Iterator[str]:
     by_size = sorted(question.hits, key=lambda swap: -len(question.hits[swap]))
     for swap in by_size[:_MOST_RULES]:
-        text = rule_text(swap, dict(question.hits[swap]), ledger.have)
-        if text:
+        hits = question.hits[swap]
+        if _is_safe(ledger, swap, hits) and (text := rule_text(swap, dict(hits), ledger.have)):
             yield text
+
+
+def _is_safe(ledger: Ledger, swap: Swap, hits: Sequence[Pair]) -> bool:
+    """Whether a rule that the user is told of can be wrong only in what names do not tell."""
+    if any(moves_numbers(*pair) for pair in hits) or renumbered(ledger, ledger.account(swap)):
+        return False
+    modules = [[own.split(".")[:-1], wanted.split(".")[:-1]] for own, wanted in hits]
+    if all(own and wanted and own[-1] == wanted[-1] for own, wanted in modules):
+        return True
+    if swap.is_prefix and not all(map(all, modules)):
+        return True
+    return all(len({name.rpartition(".")[0] for name in left}) < _SEVERAL for left in ledger.left())

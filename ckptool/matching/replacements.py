@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.counters import BATCHES
 from ckptool.matching.dominance import Gate, Verdict
 from ckptool.matching.fronts import is_whole_front
 from ckptool.matching.kinship import Kin, kin_of, sampled
@@ -219,7 +220,8 @@ class _Trial:
     def _unique(self, cases: Iterable[_Case]) -> list[_Case]:
         """Rules of which only the leaf agrees, with a shape that nothing else has on either side.
 
-        They count where the better part of the model is met already.
+        They count where the better part of the model is met already. Where it is one module alone
+        nothing may be left over on either side: the model's one head may be none of the file's two.
         """
         if 2 * len(self._ledger.pairs) < len(self._ledger.want.slots):
             return []
@@ -238,7 +240,18 @@ class _Trial:
                 for account in accounts
                 if any(self._telling(pair) in alone for pair in account.explained)
             )
-        return [case for case in cases if case.account.swap in found]
+        chosen = [case for case in cases if case.account.swap in found]
+        if self._is_all(chosen):
+            return chosen
+        return [case for case in chosen if not _is_lone(segments[case.segment])]
+
+    def _is_all(self, cases: Iterable[_Case]) -> bool:
+        """Whether some rules leave nothing over, but for counters."""
+        hits = [pair for case in cases for pair in self._hits(case)]
+        for left, met in zip(self._ledger.left(), map(set, zip(*hits, strict=True)), strict=False):
+            if any(name not in met and name.rpartition(".")[2] != BATCHES for name in left):
+                return False
+        return bool(hits)
 
     def _telling(self, pair: Pair) -> Shape | None:
         """The shape of a pair, if both have it and it is more than a single number's."""
@@ -264,6 +277,12 @@ class _Trial:
             and len(self._leads.get(case.segment, ())) > 1
             and not any(rival.swap.parts[1:] in self._leads for rival in case.rivals)
         ]
+
+
+def _is_lone(accounts: Iterable[Account]) -> bool:
+    """Whether it is one module that they are about."""
+    pairs = (pair for account in accounts for pair in account.explained)
+    return len({own.rpartition(".")[0] for own, _ in pairs}) < 2
 
 
 def _deep_modules(ledger: Ledger, account: Account, shifted: Container[str]) -> Iterator[str]:

@@ -104,3 +104,10 @@ def test_a_number_that_is_put_in_is_the_only_one_there():
     want = ["a.0.attn.0.w", "a.1.attn.0.w"]
     assert verdict(have, want, have[1], want[1]) is Verdict.STANDS
     assert verdict(have, [*want, "a.1.attn.1.w"], have[1], want[1]) is Verdict.FALLS
+
+
+def test_one_that_both_sides_have_does_not_count_for_what_it_begins_with_alone():
+    rest = ["layer.0.attention.output.w"]
+    have, want = ["layer.0.attn.own.query.w"], ["layer.0.attention.self.query.w"]
+    assert verdict([*have, *rest], [*want, *rest], *have, *want) is Verdict.STANDS
+    assert verdict([*have, *rest], want, *have, *want) is Verdict.FALLS
