@@ -153,10 +153,13 @@ class Allowance:
         if not problems:
             return None
         lines = [_heading(report), *(problem.text for problem in problems[:2])]
+        moved = _moved(report, problems)
+        if moved:
+            lines[-1] += f"; {moved}"
         return MatchError(
             "\n".join(lines),
             file=report.file or None,
-            hint=_hint(report, problems, asked),
+            hint=_hint(report, problems, asked) if not moved else _renumbering(problems),
             report=report,
         )
 
@@ -297,6 +300,21 @@ def _common_front(first: str, last: str) -> str:
     while (dot := first.find(".", end) + 1) and first[:dot] == last[:dot]:
         end = dot
     return first[:end]
+
+
+def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
+    """The lists that may be counted otherwise, where that is why names are left."""
+    asked = {problem.kind for problem in problems}
+    return listed(report.moved, 2) if report.moved and asked & {"missing", "unexpected"} else ""
+
+
+def _renumbering(problems: Sequence[Problem]) -> str:
+    """What helps where layers have other numbers: no rule for just one of them."""
+    allowed = [one.remedy for one in problems if one.kind in ("missing", "unexpected")]
+    return (
+        "give the layers of the file their new numbers first, all of the list; "
+        f"{', '.join(allowed)} where equal numbers are the same layers"
+    )
 
 
 def _heading(report: MatchReport) -> str:

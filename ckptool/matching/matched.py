@@ -12,6 +12,7 @@ from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
 from ckptool.matching.inference import Inferred, InferredRule, inferred
+from ckptool.matching.numbering import moved_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
@@ -95,6 +96,7 @@ def matched(
         cast=matching.casts(),
         tied=tied,
         ambiguous=matching.ambiguities(),
+        moved=matching.moved(),
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
         notes=idle,
@@ -259,6 +261,15 @@ class _Matching:
         unused = set(self.unused())
         mine = {name: own for name, own in self.files.items() if own in unused}
         return {mine[name]: full for name, full in self.closed.placed(mine).items()}
+
+    def moved(self) -> tuple[str, ...]:
+        """Lists whose numbers may mean other layers, in words."""
+        unused, missing = set(self.unused()), set(self.missing())
+        if not (unused and missing):
+            return ()
+        own = [name for name, full in self.files.items() if full in unused]
+        wanted = [name for name, full in self.wanted.items() if full in missing]
+        return moved_lists(self.files, self.wanted, own, wanted)
 
     def mismatches(self) -> tuple[Mismatch, ...]:
         """What is of another shape, in the order of the model."""

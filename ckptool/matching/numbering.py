@@ -6,8 +6,13 @@ from collections.abc import Iterable
 
 from ckptool.matching.accounts import Account, Ledger
 from ckptool.matching.swaps import ANY_NUMBER
+from ckptool.paths import printable
 
-__all__ = ["renumbered"]
+__all__ = ["moved_lists", "renumbered"]
+
+_MOST_NUMBERS = 8
+"""Of a list that has gaps; more nobody reads."""
+_MOST_LISTS = 8
 
 
 def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
@@ -41,6 +46,42 @@ def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
         for name in (account.targets if lists else ())
         if any(start in lists for start, _ in _places(name))
     )
+
+
+def moved_lists(
+    have: Iterable[str], want: Iterable[str], unused: Iterable[str], missing: Iterable[str]
+) -> tuple[str, ...]:
+    """Of which lists either side has numbers that the other has not, with both, in words.
+
+    `unused` of the file's names and `missing` of the model's are those that nothing meets.
+    """
+    ours, theirs = (
+        {place for name in side for place in _places(name)} for side in (unused, missing)
+    )
+    both = {start for start, _ in ours} & {start for start, _ in theirs}
+    if not both:
+        return ()
+    lists = sorted(both, key=lambda start: (start.count("."), start))
+    members = _members(have, both), _members(want, both)
+    told: list[str] = []
+    for start in lists:
+        mine, wanted = (side[start] for side in members)
+        if mine - wanted and wanted - mine and not any(start.startswith(one) for one in told):
+            told.append(start)
+    return tuple(
+        f"{printable(start)}{_shown(members[0][start])} of the file may be "
+        f"{printable(start)}{_shown(members[1][start])} of the model, by other numbers"
+        for start in told[:_MOST_LISTS]
+    )
+
+
+def _shown(numbers: Iterable[str]) -> str:
+    ordered = sorted(numbers, key=lambda number: (len(number), number))
+    first, last = int(ordered[0][:9]), int(ordered[-1][:9])
+    if len(ordered) > 1 and last - first == len(ordered) - 1:
+        return f"{{{first}..{last}}}"
+    more = ",..." * (len(ordered) > _MOST_NUMBERS)
+    return f"{{{','.join(ordered[:_MOST_NUMBERS])}{more}}}" if len(ordered) > 1 else ordered[0]
 
 
 def _members(names: Iterable[str], lists: Iterable[str]) -> dict[str, set[str]]:

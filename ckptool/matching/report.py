@@ -152,6 +152,9 @@ class MatchReport:
     """Names that are one tensor in the model, and not equal in the file."""
     ambiguous: tuple[Ambiguity, ...] = ()
     """Their names are among the missing and the unexpected too."""
+    moved: tuple[str, ...] = ()
+    """Lists of layers that are counted otherwise on the two sides, in words: that equal numbers
+    mean the same layer is not sure."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Names of the file that no model takes, each with the reason: an average's counter."""
     kept: tuple[tuple[str, str], ...] = ()
@@ -210,6 +213,7 @@ class MatchReport:
             "tied": [list(names) for names in self.tied],
             "untied": [list(names) for names in self.untied],
             "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
+            "moved": list(self.moved),
             "left_out": [{"name": name, "reason": reason} for name, reason in self.left_out],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
             "optimizer": self.optimizer and self.optimizer.to_dict(),
