@@ -8,6 +8,7 @@ with. Names that differ in numbers only are one family, and within one the numbe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +20,7 @@ from ckptool.model import Shape
 
 __all__ = ["Gate", "Verdict", "moves_numbers"]
 
+_DIGITS = re.compile("[0-9]+")
 _ENOUGH = 1
 """Families that a rule is clear for, so that it stands for those that are like others too."""
 
@@ -234,7 +236,10 @@ class _Places:
 
 
 def moves_numbers(own: str, wanted: str) -> bool:
-    """Whether two names have other numbers in the places that are each other's."""
+    """Whether two names have other numbers in the places that are each other's, also in words."""
+    digits = _DIGITS.findall(own), _DIGITS.findall(wanted)
+    if len(digits[0]) == len(digits[1]) and digits[0] != digits[1]:
+        return True
     (mine, numbers), (theirs, others) = _family(own), _family(wanted)
     places = _Places.of(mine, theirs)
     return places.own(numbers) != places.wanted(others)

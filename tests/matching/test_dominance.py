@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.matching.accounts import Ledger
-from ckptool.matching.dominance import Gate, Verdict
+from ckptool.matching.dominance import Gate, Verdict, moves_numbers
 from ckptool.matching.matched import matched
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import swap_between
@@ -111,3 +111,9 @@ def test_one_that_both_sides_have_does_not_count_for_what_it_begins_with_alone()
     have, want = ["layer.0.attn.own.query.w"], ["layer.0.attention.self.query.w"]
     assert verdict([*have, *rest], [*want, *rest], *have, *want) is Verdict.STANDS
     assert verdict([*have, *rest], want, *have, *want) is Verdict.FALLS
+
+
+def test_numbers_in_words_are_numbers_too():
+    assert moves_numbers("features_0.c.w", "features.1.c.w")
+    assert not moves_numbers("features_1.c.w", "features.1.c.w")
+    assert not moves_numbers("mlp_module.0.w", "mlp.w")
