@@ -1,20 +1,29 @@
-"""The arguments of `load_into`, looked at before anything else: a typing error is no permission."""
+"""The arguments of `load_into`, looked at before anything else: a typing error is no permission.
+
+What is allowed is looked at by `matching.Allowance`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ckptool.errors import DeviceError, UsageError
 from ckptool.tensors.placement import Placement
 
-__all__ = ["check_arguments"]
-
-_SWITCHES = {"strict": (True, False), "assign": (None, True, False), "verify": (None, True, False)}
+__all__ = ["check_arguments", "check_order"]
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments(
+    *,
+    switches: Mapping[str, Any],
+    lists: Mapping[str, Any],
+    map_location: Any,
+    optimizer_order: Any,
+) -> None:
     """Refuse values that would be taken for something that was not meant.
+
+    `switches` are True, False or None, by the name of the argument; `lists` hold texts.
 
     Raises:
         UsageError: naming the first, and what it may be.
@@ -22,34 +31,31 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     import torch
 
-    place = arguments.get("map_location")
-    Placement(place)
-    if isinstance(place, str):
+    Placement(map_location)
+    if isinstance(map_location, str):
         try:
-            torch.device(place)
+            torch.device(map_location)
         except RuntimeError:
             raise DeviceError(
-                f"map_location={place!r} is no device", hint="'cpu', 'cuda:0', ..."
+                f"map_location={map_location!r} is no device", hint="'cpu', 'cuda:0', ..."
             ) from None
-    for name, value in arguments.items():
-        if name in _SWITCHES and not any(value is one for one in _SWITCHES[name]):
-            _refuse(name, value, " or ".join(map(repr, _SWITCHES[name])))
-        if name.startswith("allow_") and not (
-            value is None or isinstance(value, (bool, str)) or _are_texts(value)
-        ):
-            _refuse(name, value, "True, False, a glob of names or a list of globs")
-        if name in ("rules", "prefixes") and (value is None or isinstance(value, bytes)):
+    for name, value in switches.items():
+        if not any(value is one for one in (None, True, False)):
+            _refuse(name, value, "None or True or False")
+    for name, value in lists.items():
+        if value is None or isinstance(value, bytes):
             _refuse(name, value, "a list")
-    least = arguments.get("min_coverage")
-    is_number = isinstance(least, (int, float)) and not isinstance(least, bool)
-    if least is not None and not (is_number and 0 <= least <= 1):
-        _refuse("min_coverage", least, "a share from 0 to 1")
+    check_order(optimizer_order)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, (Sequence, set, frozenset)) and all(
-        isinstance(one, str) for one in value
-    )
+def check_order(order: Any) -> None:
+    """Refuse what is no order of an optimizer's parameters.
+
+    Raises:
+        UsageError: it is no word that is known.
+    """
+    if order is not None and not (isinstance(order, str) and order == "position"):
+        raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
 
 
 def _refuse(name: str, value: Any, wanted: str) -> None:

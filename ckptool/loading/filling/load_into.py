@@ -16,8 +16,7 @@ from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.fitting.unmade import why_unmade
-from ckptool.loading.optimizers.planning import check_order, planned_optimizer
-from ckptool.matching import Allowance, Allowed, MatchReport
+from ckptool.matching import Allowance, Allowed, Match, MatchReport
 from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch
 from ckptool.tensors.placement import MapLocation
@@ -101,44 +100,36 @@ def load_into(
     """
     require_torch()
     _check_model(model)
-    check_arguments(
-        {
-            "strict": strict,
-            "assign": assign,
-            "verify": verify,
-            "allow_missing": allow_missing,
-            "allow_unexpected": allow_unexpected,
-            "allow_mismatched": allow_mismatched,
-            "allow_lossy_cast": allow_lossy_cast,
-            "min_coverage": min_coverage,
-            "rules": rules,
-            "prefixes": prefixes,
-            "map_location": map_location,
-        }
-    )
-    target = target_of(model)
-    mapped = any(tensor.is_meta for tensor in target.entries.values())
-    place = map_location if mapped or assign else "cpu"
-    allowance = Allowance(
-        strict=strict,
-        missing=allow_missing,
-        unexpected=allow_unexpected,
-        mismatched=allow_mismatched,
-        lossy_cast=allow_lossy_cast,
-        min_coverage=min_coverage,
-    )
     together = Agreement(model)
     with ExitStack() as held:
         with together.reached():
-            check_order(optimizer_order)
+            check_arguments(
+                switches={"assign": assign, "verify": verify},
+                lists={"rules": rules, "prefixes": prefixes},
+                map_location=map_location,
+                optimizer_order=optimizer_order,
+            )
+            allowance = Allowance(
+                strict=strict,
+                missing=allow_missing,
+                unexpected=allow_unexpected,
+                mismatched=allow_mismatched,
+                lossy_cast=allow_lossy_cast,
+                min_coverage=min_coverage,
+            )
+            target = target_of(model)
+            mapped = any(tensor.is_meta for tensor in target.entries.values())
+            place = map_location if mapped or assign else "cpu"
             state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
             match = planned(state, target, rules=rules, prefixes=prefixes)
             if assign:  # what takes the place of a tensor is of its own type
                 match = replace(match, report=match.report.with_changes(cast=()))
             installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
-            between = None
+            report, between = match.report, None
             if optimizer is not None:
                 _check_optimizer(optimizer, installation)
+                from ckptool.loading.optimizers.planning import planned_optimizer  # seldom needed
+
                 plan = planned_optimizer(
                     optimizer,
                     _named(model, target),
@@ -149,17 +140,23 @@ def load_into(
                     order=optimizer_order,
                     allow_lossy_cast=allow_lossy_cast,
                 )
-                match = replace(match, report=match.report.with_changes(optimizer=plan.report))
+                report = report.with_changes(optimizer=plan.report)
                 between = plan.apply
-            refusal = allowance.refusal(match.report)
-            if refusal is not None:
-                why = why_unmade(match.report)
-                refusal.message += f"\n{why}" if why else ""
-                if match.untried:
-                    refusal.hint = _by_torch(match.untried)
-                raise refusal
+            _accept(replace(match, report=report), allowance)
         installation.run(verify=verify, together=together, between=between)
-        return _finished(model, target, match.report)
+        return _finished(model, target, report)
+
+
+def _accept(match: Match, allowance: Allowance) -> None:
+    """Raise what speaks against loading, if anything does."""
+    refusal = allowance.refusal(match.report)
+    if refusal is None:
+        return
+    why = why_unmade(match.report)
+    refusal.message += f"\n{why}" if why else ""
+    if match.untried:
+        refusal.hint = _by_torch(match.untried)
+    raise refusal
 
 
 def _check_model(model: Any) -> None:

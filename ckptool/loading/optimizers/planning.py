@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UsageError
+from ckptool.loading.filling.arguments import check_order
 from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.states import State
 from ckptool.loading.memory import shape_of
@@ -30,7 +31,7 @@ from ckptool.paths import counted, listed, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OptimizerPlan", "check_order", "planned_optimizer"]
+__all__ = ["OptimizerPlan", "planned_optimizer"]
 
 _SPREAD = (
     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
@@ -130,16 +131,6 @@ def planned_optimizer(
     return OptimizerPlan(
         optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, known)
     )
-
-
-def check_order(order: str | None) -> None:
-    """Refuse what is no order.
-
-    Raises:
-        UsageError: it is no word that is known.
-    """
-    if order is not None and not (isinstance(order, str) and order == "position"):
-        raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
 
 
 def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Iterator[Place]:
