@@ -1,10 +1,5 @@
 """`load_into` in a distributed run: two processes, of which both load or neither does."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,38 +7,21 @@ import ckptool
 from ckptool.errors import UsageError
 from ckptool.loading.filling.agreement import Agreement
 from tests.loading.bits import Untouched
+from tests.loading.two_processes import needs_gloo, run_by_two, told_to_each
 from tests.loading.two_ranks import adam, plain
 from tests.loading.two_ranks_loading import WRAPS
-from tests.sources import PROJECT
-
-needs_gloo = pytest.mark.skipif(
-    not torch.distributed.is_gloo_available() or os.name == "nt", reason="needs gloo"
-)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder in which two processes went through all scenes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.loading.two_ranks_loading", folder, str(rank)],
-            cwd=PROJECT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors
-    return folder
+    return run_by_two("tests.loading.two_ranks_loading", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def told(run):
     """What each rank was told, scene by scene."""
-    return [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return told_to_each(run)
 
 
 @needs_gloo

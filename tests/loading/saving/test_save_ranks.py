@@ -1,44 +1,24 @@
 """`save` in a distributed run: two processes, of which one writes and both know how it went."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.loading.two_processes import needs_gloo, run_by_two, told_to_each
 from tests.loading.two_ranks import net, plain
-from tests.sources import PROJECT
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_gloo_available() or os.name == "nt", reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder in which two processes went through all scenes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.loading.two_ranks", folder, str(rank)],
-            cwd=PROJECT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors
-    return folder
+    return run_by_two("tests.loading.two_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def told(run):
     """What each rank was told, scene by scene."""
-    return [json.loads((run / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return told_to_each(run)
 
 
 def test_the_first_rank_writes_its_values_and_all_get_the_receipt(run, told):
