@@ -17,14 +17,17 @@ import click
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Allowed
 
-__all__ = ["Allowing", "allowance_options", "as_options", "in_options"]
+__all__ = ["Allowing", "allowance_options", "as_options", "in_options", "told"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TEXT = r"""r?(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+_TEXT = r"""r?(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
 _VALUE = rf"(?:{_TEXT}|\[{_TEXT}(?:, {_TEXT})*\]|\w+)"
-_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key|like_key)=({_VALUE})(, (?=\w+=))?", re.DOTALL)
-"""An argument of the library, as `Problem.remedy` has them, with the comma before the next."""
+_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key|like_key)=({_VALUE})(, (?=\w+=))?")
+"""An argument of the library, as `Problem.remedy` has them, with the comma before the next.
+
+Its texts are literals: names of a file, whatever is in them, stand nowhere else in a remedy.
+"""
 _EVERY = "*"
 _GLOB = "*?["
 _WORDS = {
@@ -119,13 +122,18 @@ def in_options() -> Iterator[None]:
     try:
         yield
     except MatchError as error:
-        error.message = as_options(error.message).replace("\n", "; ")
+        error.message = told(error.message).replace("\n", "; ")
         error.hint = error.hint and as_options(error.hint, rule="--rename")
         raise
 
 
+def told(text: str) -> str:
+    """What is wrong, in words of the command line; names of a file stay as they are."""
+    return text.replace("; min_coverage asks for", "; --min-coverage asks for")
+
+
 def as_options(text: str, *, rule: str = "--map") -> str:
-    """What the library says of its arguments, in options of the command line."""
+    """What the library says that helps, its arguments as options of the command line."""
 
     def option(found: re.Match[str]) -> str:
         name, value, comma = found.groups()

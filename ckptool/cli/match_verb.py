@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from ckptool.cli.allowing import Allowing, allowance_options, as_options
+from ckptool.cli.allowing import Allowing, allowance_options, as_options, told
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
@@ -97,7 +97,7 @@ def command(
         held = [_document(problem) for problem in problems]
         print_document({**report.to_dict(), "accepted": not problems, "problems": held})
         return
-    unseen = [as_options(problem.text) for problem in problems if problem.kind == "coverage"]
+    unseen = [told(problem.text) for problem in problems if problem.kind == "coverage"]
     report = report.with_changes(notes=(*report.notes, *unseen))
     from ckptool.render.match import match_lines, note_lines
 
@@ -129,8 +129,7 @@ def _used(regexes: Iterable[str], section: Section) -> Iterator[str]:
 
 
 def _document(problem: Problem) -> dict[str, str]:
-    remedy = as_options(problem.remedy)
-    return {"kind": problem.kind, "text": as_options(problem.text), "remedy": remedy}
+    return {"kind": problem.kind, "text": told(problem.text), "remedy": as_options(problem.remedy)}
 
 
 def _writing(

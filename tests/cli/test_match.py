@@ -237,6 +237,26 @@ def test_what_goes_wrong_in_the_code_is_a_sentence(ckptool, folder, monkeypatch)
     assert 'raise ValueError("no data")' in done.err
 
 
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ("x'", "rules='"),
+        ("rules='", "x'"),
+        ("allow_missing=['", "x']"),
+        ("rules=['a=>b'], x", 'allow_unexpected=["\\x'),
+    ],
+)
+@pytest.mark.parametrize("verb", ["match", "convert"])
+def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, verb, own, wanted):
+    file, reference, target = (tmp_path / word for word in ("f.pth", "r.pth", "out.pth"))
+    torch.save({own: torch.ones(2), "b": torch.ones(3)}, file)
+    torch.save({wanted: torch.ones(4), "b": torch.ones(3)}, reference)
+    arguments = [file] if verb == "match" else [file, target]
+    done = ckptool(verb, *arguments, "--like", reference)
+    assert done.code == (1 if verb == "match" else 2)
+    assert "unexpected happened" not in done.err
+
+
 def test_what_helps_is_told_in_options():
     said = "rules=[r'^q\\.=>k.', 'a=>b'], allow_unexpected='unused', allow_missing=['a', \"it's\"]"
     assert as_options(said) == (
