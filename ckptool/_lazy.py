@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +24,24 @@ def importer(
         home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{home}"), name)
+        with _uncollected():
+            value = getattr(import_module(f"{package}.{home}"), name)
         namespace[name] = value
         return value
 
     return imported
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Put off garbage collection: what modules make stays, and there is all of torch to look at.
+
+    A collection that an import sets off takes longer than the import itself.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
