@@ -100,13 +100,22 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
     """The rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
 
     Raises:
-        UsageError: a text that is no rule, or one in place of a list of them.
+        UsageError: what is no rule, or a text in place of a list of them.
     """
     for given in (rules, prefixes):
         if isinstance(given, str):
             raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
-    checked = [regex_rule(rule) if isinstance(rule, str) else rule for rule in rules]
-    return [*checked, *map(prefix_rule, prefixes)]
+    checked = [
+        rule if isinstance(rule, Rule) else regex_rule(_text(rule, "a rule is a text, REGEX=>REPL"))
+        for rule in rules
+    ]
+    return [*checked, *(prefix_rule(_text(one, "a prefix is a text, OLD=NEW")) for one in prefixes)]
+
+
+def _text(given: Any, wanted: str) -> str:
+    if isinstance(given, str):
+        return given
+    raise UsageError(f"{wanted}, not {given!r}")
 
 
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -1,17 +1,17 @@
-"""The arguments of `load_into`, looked at before anything else: a typing error is no permission.
+"""The arguments of `load_into` and `match`, looked at first: a typing error is no permission.
 
 What is allowed is looked at by `matching.Allowance`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.errors import DeviceError, UsageError
 from ckptool.tensors.placement import Placement
 
-__all__ = ["check_arguments", "check_order"]
+__all__ = ["check_arguments", "check_lists", "check_order"]
 
 
 def check_arguments(
@@ -42,10 +42,19 @@ def check_arguments(
     for name, value in switches.items():
         if not any(value is one for one in (None, True, False)):
             _refuse(name, value, "None or True or False")
-    for name, value in lists.items():
-        if value is None or isinstance(value, bytes):
-            _refuse(name, value, "a list")
+    check_lists(**lists)
     check_order(optimizer_order)
+
+
+def check_lists(**lists: Any) -> None:
+    """Refuse what is no list of texts, or of what stands for them, by the name of the argument.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, value in lists.items():
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            _refuse(name, value, "a list", f"{name}=[{value!r}]" if isinstance(value, str) else None)
 
 
 def check_order(order: Any) -> None:
@@ -58,5 +67,5 @@ def check_order(order: Any) -> None:
         raise UsageError(f"optimizer_order={order!r} is neither None nor 'position'")
 
 
-def _refuse(name: str, value: Any, wanted: str) -> None:
-    raise UsageError(f"{name}={value!r} is not {wanted}", hint=f"{name} is {wanted}")
+def _refuse(name: str, value: Any, wanted: str, hint: str | None = None) -> None:
+    raise UsageError(f"{name}={value!r} is not {wanted}", hint=hint or f"{name} is {wanted}")

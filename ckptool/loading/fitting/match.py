@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.loading.filling.arguments import check_lists
 from ckptool.loading.fitting.likes import target_like
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import stated
@@ -56,9 +57,11 @@ def match(
         UnreadableFile: a file cannot be opened as a checkpoint; see `ckptool.open`.
         AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
         NameCollision: the rules make two names one.
-        UsageError: a text that is no rule, or an argument that is none of the above.
+        UsageError: what is no list of rules, a text that is no rule, or an argument that is none of
+            the above.
         UnsupportedFormat: what fits is a DTensor or ShardedTensor of which the file has a part.
     """
+    check_lists(rules=rules, prefixes=prefixes)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key) as state:
         found = planned(state, target, rules=rules, prefixes=prefixes)

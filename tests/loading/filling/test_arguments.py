@@ -6,7 +6,11 @@ from torch import nn
 
 from ckptool.errors import DeviceError, MatchError, UsageError
 from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.fitting.match import match
 from tests.loading.bits import Untouched
+
+SLIPS = (None, "a=>b", b"a=>b", "", 5, {"a": "b"}, [None], [5], [b"a=>b"], nn.Linear)
+"""Given where a list of rules is wanted."""
 
 
 @pytest.mark.parametrize(
@@ -24,9 +28,7 @@ from tests.loading.bits import Untouched
         ("assign", "x"),
         ("verify", "q"),
         ("verify", 1),
-        ("rules", None),
-        ("rules", "a=>b"),
-        ("prefixes", None),
+        *((name, value) for name in ("rules", "prefixes") for value in SLIPS),
     ],
 )
 def test_a_slip_is_refused_with_the_name_of_the_argument(name, value):
@@ -36,6 +38,25 @@ def test_a_slip_is_refused_with_the_name_of_the_argument(name, value):
         load_into(model, nn.Linear(1, 1).state_dict(), **{name: value})
     before.check()
     assert name.rstrip("s") in str(caught.value)
+
+
+@pytest.mark.parametrize("value", SLIPS)
+@pytest.mark.parametrize("name", ["rules", "prefixes"])
+def test_match_looks_at_its_arguments_as_load_into_does(name, value):
+    state = nn.Linear(1, 1).state_dict()
+    told = []
+    for asked in (lambda **given: match(state, nn.Linear(1, 1), **given),
+                  lambda **given: load_into(nn.Linear(1, 1), state, **given)):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            asked(**{name: value})
+        told.append((caught.value.message, caught.value.hint))
+    assert told[0] == told[1]
+
+
+def test_a_text_in_the_place_of_a_list_is_shown_as_one():
+    with pytest.raises(UsageError, match="rules='a=>b' is not a list") as caught:
+        match({}, nn.Linear(1, 1), rules="a=>b")
+    assert caught.value.hint == "rules=['a=>b']"
 
 
 @pytest.mark.parametrize("value", ["nope", 5])
