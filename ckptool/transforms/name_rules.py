@@ -106,10 +106,10 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
         if isinstance(given, str):
             raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
     checked = [
-        rule if isinstance(rule, Rule) else regex_rule(_text(rule, "a rule is a text, REGEX=>REPL"))
+        rule if isinstance(rule, Rule) else regex_rule(_text(rule, "rules are texts, REGEX=>REPL"))
         for rule in rules
     ]
-    return [*checked, *(prefix_rule(_text(one, "a prefix is a text, OLD=NEW")) for one in prefixes)]
+    return [*checked, *(prefix_rule(_text(one, "prefixes are texts, OLD=NEW")) for one in prefixes)]
 
 
 def _text(given: Any, wanted: str) -> str:

@@ -54,7 +54,8 @@ def check_lists(**lists: Any) -> None:
     """
     for name, value in lists.items():
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-            _refuse(name, value, "a list", f"{name}=[{value!r}]" if isinstance(value, str) else None)
+            shown = f"{name}=[{value!r}]" if isinstance(value, str) else None
+            _refuse(name, value, "a list", shown)
 
 
 def check_order(order: Any) -> None:
