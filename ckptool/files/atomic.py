@@ -11,6 +11,7 @@ from io import FileIO
 
 from ckptool.errors import FileBusy, TargetExists, WriteDenied
 from ckptool.files.locking import undisturbed
+from ckptool.files.names import beside
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.recovery import settle
 from ckptool.files.refusals import check_space, who, worded
@@ -22,7 +23,7 @@ from ckptool.files.system import (
     reserve,
     sync_folder,
 )
-from ckptool.files.temporary import beside, folder_of, found_beside, private, seal
+from ckptool.files.temporary import folder_of, found_beside, private, seal
 
 __all__ = ["atomic_output", "refuse_target"]
 

@@ -18,16 +18,13 @@ from typing import Any
 
 from ckptool.errors import CorruptFile
 from ckptool.files.copying import write_at
+from ckptool.files.names import UNFINISHED, journal_path
 from ckptool.files.source import BLOCK, FileSource
 from ckptool.files.system import boot_id, hand_over, sync_folder
-from ckptool.files.temporary import beside
 from ckptool.limits import DEFAULT_LIMITS
 
 __all__ = [
     "Journal",
-    "has_journal",
-    "journal_path",
-    "journalled",
     "read_journal",
     "remove_journal",
     "remove_unfinished",
@@ -35,8 +32,6 @@ __all__ = [
 ]
 
 VERSION = 1
-_ENDING = ".ckptool-journal"
-_UNFINISHED = ".tmp"
 _LINE_BYTES = 64 << 20
 """The most that the first line may take: a thousand times what a set of a thousand files needs."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -53,24 +48,6 @@ class Journal:
     """The process that is doing it, or was."""
     boot: str = field(default_factory=boot_id)
     """The run of the system in which this process is, and device numbers mean something."""
-
-
-def journal_path(target: str) -> str:
-    """Where the journal of `target` lies: `.NAME.ckptool-journal` beside it, links resolved."""
-    return beside(os.path.realpath(target), _ENDING)
-
-
-def journalled(name: str) -> str | None:
-    """The file whose journal is called `name` (if that was not cut); None for any other name."""
-    if not name.startswith(".") or not name.endswith(_ENDING):
-        return None
-    return name[1 : -len(_ENDING)]
-
-
-def has_journal(target: str) -> bool:
-    """Whether a journal lies beside `target`, or the beginning of one."""
-    path = journal_path(target)
-    return os.path.lexists(path) or os.path.lexists(path + _UNFINISHED)
 
 
 def write_journal(target: str, journal: Journal) -> None:
@@ -91,11 +68,11 @@ def write_journal(target: str, journal: Journal) -> None:
     content = b"".join((json.dumps(line).encode("ascii"), b"\n", *journal.blobs))
     remove_unfinished(target)
     try:
-        with open(path + _UNFINISHED, "xb", buffering=0, opener=_private) as file:
+        with open(path + UNFINISHED, "xb", buffering=0, opener=_private) as file:
             _share(file.name, target)
             write_at(file.fileno(), content + hashlib.sha256(content).digest(), 0)
             os.fsync(file.fileno())
-        os.replace(path + _UNFINISHED, path)
+        os.replace(path + UNFINISHED, path)
     except BaseException:
         remove_unfinished(target)
         raise
@@ -142,7 +119,7 @@ def remove_unfinished(target: str) -> None:
     Only for one who holds the lock on `target`: it may be another's who is just writing it.
     """
     with suppress(OSError):
-        os.unlink(journal_path(target) + _UNFINISHED)
+        os.unlink(journal_path(target) + UNFINISHED)
 
 
 def _parse(source: FileSource, target: str) -> Journal:

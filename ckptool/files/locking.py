@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from ckptool.errors import CheckpointError, FileBusy, FileDenied, FileMissing, WriteError
-from ckptool.files.journal import Journal, journal_path, read_journal
+from ckptool.files.journal import Journal, read_journal
+from ckptool.files.names import journal_path
 from ckptool.files.refusals import who
 from ckptool.files.source import open_descriptor
 from ckptool.files.system import boot_id, is_running, lock_holder, try_lock

@@ -12,19 +12,15 @@ from typing import Any, TypeVar
 
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.editing import KIND, Edit, State
-from ckptool.files.journal import (
-    has_journal,
-    read_journal,
-    remove_journal,
-    remove_unfinished,
-)
+from ckptool.files.journal import read_journal, remove_journal, remove_unfinished
 from ckptool.files.locking import exclusive
+from ckptool.files.names import has_journal
 from ckptool.files.refusals import worded
 from ckptool.files.renames import FINISHED
 from ckptool.files.settling import settle_set
 from ckptool.files.source import FileSource
 
-__all__ = ["Recovery", "open_source", "recover", "settle"]
+__all__ = ["Recovery", "open_settled", "recover", "settle"]
 
 _Got = TypeVar("_Got")
 
@@ -54,32 +50,12 @@ class Recovery:
         }
 
 
-def open_source(path: str | os.PathLike[str]) -> FileSource:
-    """Open a file for reading, after what a killed edit left of it has been set right.
-
-    Where the system does not let us set it right, the file reads as it was before the edit. What
-    was done is said in a `CheckpointWarning`.
+def open_settled(path: str) -> FileSource:
+    """The file beside which a journal lies, open for reading, set right first.
 
     Raises:
-        FileMissing: there is no such file.
-        FileBusy: another process is editing it; the message names that one.
-        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
-            touched.
-        UnreadableFile: any other refusal.
+        FileMissing, FileBusy, CorruptFile, UnreadableFile: as `open_source`.
     """
-    path = os.fspath(path)
-    try:
-        source = FileSource(path)
-    except FileMissing:
-        if not _finish_set(path):
-            raise
-        return _opened_as_finished(path)
-    if not has_journal(path):
-        if source.changed() is None:
-            return source  # of one state: no edit had begun when it was opened
-        source.close()
-        return open_source(path)
-    source.close()
     return _opened_as_finished(path) if _finish_set(path) else _opened_as_settled(path)
 
 

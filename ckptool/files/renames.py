@@ -18,8 +18,8 @@ from typing import Any
 from ckptool.errors import CorruptFile
 from ckptool.files.journal import Journal, remove_journal, write_journal
 from ckptool.files.locking import undisturbed
+from ckptool.files.names import beside
 from ckptool.files.system import allow_open_files, sync_folder
-from ckptool.files.temporary import beside
 
 __all__ = ["FINISHED", "KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
 

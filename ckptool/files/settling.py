@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from ckptool.errors import CheckpointError, FileBusy, WriteDenied
 from ckptool.files.journal import Journal, read_journal
 from ckptool.files.locking import leads_to
+from ckptool.files.names import beside
 from ckptool.files.refusals import who
 from ckptool.files.renames import finish_renames
 from ckptool.files.system import lock_holder, try_lock
-from ckptool.files.temporary import beside
 
 __all__ = ["only_writer", "remove", "settle_set"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -10,27 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 
+from ckptool.files.names import beside
 from ckptool.files.output import FileOutput
 from ckptool.files.system import hand_over, sync_folder
 
-__all__ = ["beside", "folder_of", "found_beside", "private", "seal"]
-
-_NAME_BYTES = 255
-_ENDING_BYTES = 40
-
-
-def beside(target: str, ending: str) -> str:
-    """`.NAME` and `ending` (up to 40 bytes) in the folder of `target`, whose links are resolved.
-
-    A name that would become too long is cut and gets a mark of its own.
-    """
-    folder, name = os.path.split(target)
-    raw = os.fsencode(name)
-    room = _NAME_BYTES - 1 - _ENDING_BYTES
-    if len(raw) > room:
-        mark = "-" + hashlib.sha256(raw).hexdigest()[:12]
-        name = raw[: room - len(mark)].decode("utf-8", "ignore") + mark
-    return os.path.join(folder, f".{name}{ending}")
+__all__ = ["folder_of", "found_beside", "private", "seal"]
 
 
 def found_beside(target: str, ending: str) -> list[str]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.editing import Patch
-from ckptool.files.output import Output
-from ckptool.files.recovery import open_source
+from ckptool.files.opening import open_source
 from ckptool.limits import Limits
 
 if TYPE_CHECKING:
+    from ckptool.files.editing import Patch
+    from ckptool.files.output import Output
     from ckptool.formats.shard_index import ShardIndex
     from ckptool.formats.torch_zip import Contents
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import FileSource
-from ckptool.files.journal import has_journal, journalled
+from ckptool.files.names import has_journal, journalled
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import Finding, few, quoted, shell
 from ckptool.formats.safetensors_header import parse_json

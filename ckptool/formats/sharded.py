@@ -14,8 +14,8 @@ from ckptool.errors import (
     FileMissing,
     UnsupportedFormat,
 )
-from ckptool.files.journal import has_journal
 from ckptool.files.locking import leads_to
+from ckptool.files.names import has_journal
 from ckptool.files.system import allow_open_files
 from ckptool.formats import candidates, identify
 from ckptool.formats.base import Format, Probe

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from ckptool.files.editing import Edit, Patch
-from ckptool.files.journal import journal_path, write_journal
+from ckptool.files.journal import write_journal
+from ckptool.files.names import journal_path
 
 NEW = bytes(range(256)) * 4
 

@@ -20,9 +20,10 @@ from ckptool.errors import (
 )
 from ckptool.files import FileSource, editing
 from ckptool.files.editing import Patch, apply_patch
-from ckptool.files.journal import Journal, journal_path, write_journal
+from ckptool.files.journal import Journal, write_journal
 from ckptool.files.locking import exclusive
-from ckptool.files.recovery import open_source
+from ckptool.files.names import journal_path
+from ckptool.files.opening import open_source
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
 
 OLD = bytes(range(1, 251)) * 20

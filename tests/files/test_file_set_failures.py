@@ -9,10 +9,11 @@ import textwrap
 import pytest
 
 from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
-from ckptool.files import recovery, renames, settling, system
+from ckptool.files import opening, recovery, renames, settling, system
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.file_set import atomic_set
-from ckptool.files.journal import has_journal, journal_path, read_journal, write_journal
+from ckptool.files.journal import read_journal, write_journal
+from ckptool.files.names import has_journal, journal_path
 from ckptool.files.settling import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, run_child, write
 
@@ -321,7 +322,7 @@ def test_a_lock_that_is_removed_before_it_is_taken(old, monkeypatch, taken):
 def test_a_reader_leaves_the_journal_that_is_being_written(old, monkeypatch):
     """Half written, it looks like what a kill leaves; the lock on the index tells."""
     monkeypatch.setattr(recovery, "_PAUSES", ())
-    replace, readers = os.replace, [recovery.open_source]
+    replace, readers = os.replace, [opening.open_source]
 
     def read_meanwhile(source, target):
         if target == journal_path(str(old / INDEX)):

@@ -9,8 +9,9 @@ import pytest
 
 from ckptool.errors import FileBusy, FileMissing, UnreadableFile
 from ckptool.files import locking, system
-from ckptool.files.journal import Journal, journal_path, write_journal
+from ckptool.files.journal import Journal, write_journal
 from ckptool.files.locking import exclusive, leads_to
+from ckptool.files.names import journal_path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such locks")
 

@@ -22,13 +22,15 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.files import FileSource, recovery
+from ckptool.files import FileSource, opening, recovery
 from ckptool.files.atomic import atomic_output
 from ckptool.files.copying import copy_bytes
 from ckptool.files.editing import Edit, Patch, apply_patch
-from ckptool.files.journal import Journal, journal_path, write_journal
+from ckptool.files.journal import Journal, write_journal
 from ckptool.files.locking import exclusive
-from ckptool.files.recovery import Recovery, open_source, recover, settle
+from ckptool.files.names import journal_path
+from ckptool.files.opening import open_source
+from ckptool.files.recovery import Recovery, recover, settle
 from tests.files.faults import KILL, POWER, Loss, crash_at, crashes, needs_fork, torn
 from tests.files.test_editing import OLD, PATCHES, edited, rewritten, settled
 
@@ -565,7 +567,7 @@ def test_a_file_that_changes_while_it_is_opened_is_opened_again(path, monkeypatc
             edits.pop()()
         return False
 
-    monkeypatch.setattr(recovery, "has_journal", races)
+    monkeypatch.setattr(opening, "has_journal", races)
     source = open_source(path)
     assert source.read(0, source.size) == OLD + b"more"
     source.check_unchanged()
