@@ -44,7 +44,8 @@ def write_changed(
             for file in checkpoint.sources:
                 _refuse_link(file.path, force=target.force)
             chosen = checkpoint.path  # of a folder of shards, the index in it
-        path = chosen or default_target(source, word, target.format, sharded=sharded)
+        named = checkpoint.path if os.path.isfile(checkpoint.path) and not sharded else source
+        path = chosen or default_target(named, word, target.format, sharded=sharded)
         changed = change(checkpoint)
         receipt = save(
             changed,

@@ -83,8 +83,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in a file or folder, told apart by content; only the header is read.
 
-    A file that is changed meanwhile is read again: its header is that of one state. `source` is
-    the file, already open, as it stands: no journal beside it is looked for.
+    A folder that holds one model under the name that its library gives it is that file. A file
+    that is changed meanwhile is read again: its header is that of one state. `source` is the file,
+    already open, as it stands: no journal beside it is looked for.
 
     Raises:
         UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
@@ -110,6 +111,10 @@ def read_probe(probe: Probe) -> Checkpoint | None:
         UnreadableFile: as `open_checkpoint`.
     """
     try:
+        if probe.is_folder:
+            from ckptool.formats.model_folder import of_model_file  # a file needs none of it
+
+            probe = of_model_file(probe)
         with _collector_paused():
             checkpoint = _read(probe)
     except CheckpointError as error:

@@ -96,6 +96,11 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
         "a checkpoint in shards without their index, which tells what is in which",
         _SHARDS,
     ),
+    FolderKind(
+        (r"pytorch_model_fsdp_\d+",),
+        "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
+        DCP_HINT.replace("{folder}", "{entry}"),
+    ),
 )
 
 

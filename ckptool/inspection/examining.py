@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ckptool.files import InflatedSource, Source
 from ckptool.files.crc import crc32s
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Probe
+from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.inspection.listing import RepeatedBytes
@@ -69,8 +70,13 @@ def examine(
     except CorruptFile as error:  # of the journal of an edit that was cut short
         look.blame(error)
         return look.verdict, None
-    with closing(probe):
+    with ExitStack() as opened:
+        opened.callback(probe.close)
         try:
+            if probe.is_folder:
+                probe = of_model_file(probe)
+                opened.callback(probe.close)
+                look.verdict = Verdict(probe.path)
             index = probe.shard_index
             if index is None:
                 look.at_file(probe, values=values, hashes=hashes)

@@ -35,6 +35,16 @@ def test_what_is_written_equals_the_source(ckptool, model, tmp_path):
         assert torch.equal(after["state_dict"][name.removeprefix("module.")], tensor)
 
 
+def test_the_model_of_a_folder_is_written_beside_it_and_edited_in_place(ckptool, model, tmp_path):
+    (tmp_path / "run").mkdir()
+    inside = model.rename(tmp_path / "run" / "pytorch_model.bin")
+    assert ckptool("strip-module", tmp_path / "run").code == 0
+    assert "fc.weight" in names(tmp_path / "run" / "pytorch_model.stripped.bin")
+    assert "module.fc.weight" in names(inside)
+    assert ckptool("strip-module", tmp_path / "run", "--in-place").code == 0
+    assert "fc.weight" in names(inside)
+
+
 def test_add_module_undoes_it(ckptool, model, tmp_path):
     ckptool("strip-module", model)
     assert ckptool("add-module", tmp_path / "model.stripped.pth").code == 0

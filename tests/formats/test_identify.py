@@ -381,6 +381,7 @@ FOLDERS = {
     18: ["tensor_0.pt", "tensor_1.pt"],
     19: ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
     20: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+    21: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
 }
 
 

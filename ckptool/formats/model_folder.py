@@ -1,0 +1,95 @@
+"""A folder that a library saved one model into: the file in it that is the model.
+
+By names alone, those that transformers, diffusers, peft and accelerate save under and look for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptool.errors import warn
+from ckptool.formats.base import Probe
+from ckptool.formats.identify_kinds import few, quoted
+from ckptool.paths import printable
+
+__all__ = ["of_model_file"]
+
+
+class _Names(NamedTuple):
+    """What files are called that hold one model: of several in a folder the first is read."""
+
+    library: str
+    """Whose order it is."""
+    files: tuple[str, ...]
+
+
+_MODELS = (
+    _Names("transformers", ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")),
+    _Names("diffusers", ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")),
+    _Names("peft", ("adapter_model.safetensors", "adapter_model.bin")),
+)
+_NEXT_MODEL = re.compile(r"(pytorch_)?model(_fsdp)?_\d+\.(safetensors|bin)")
+"""How accelerate calls the second model of a run, and those after it."""
+_PICKLED = ".bin.index.json"
+_SAFE = ".safetensors"
+_SHARDS_OF = {
+    model.library: f"{name}.index.json"
+    for model in _MODELS
+    for name in model.files
+    if name.endswith(_SAFE)
+}
+"""By library the index that it looks for before it takes a pickle."""
+
+
+def of_model_file(probe: Probe) -> Probe:
+    """The probe of the one model in a folder, in the place of that folder's; any other as it is.
+
+    Where a model lies there twice, in safetensors and as a pickle, what its library takes is read,
+    with a warning. Two models are none.
+
+    Raises:
+        CheckpointError: an index of shards is damaged, or one of several; the file cannot be
+            opened.
+    """
+    if not probe.is_folder or probe.archive is not None:
+        return probe
+    found = [names for model in _MODELS if (names := _there(probe, model)) is not None]
+    if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
+        return probe
+    ((library, (chosen, *rivals)),) = found
+    index = probe.shard_index
+    if index is not None:
+        name = os.path.basename(index.path)
+        if not (name.endswith(_PICKLED) and chosen.endswith(_SAFE)):
+            if name == _SHARDS_OF.get(library):
+                _warn(probe, name, library, [chosen, *rivals])
+            return probe
+        rivals.append(name)
+    file = Probe(os.path.join(probe.path, chosen), probe.limits)
+    probe.close()
+    if rivals:
+        _warn(probe, chosen, library, rivals)
+    return file
+
+
+def _warn(probe: Probe, chosen: str, library: str, rivals: list[str]) -> None:
+    warn(
+        f"{printable(probe.path)}: {quoted(chosen)} is read, as {library} does it, and not "
+        f"{few(rivals)} beside it"
+    )
+
+
+def _there(probe: Probe, model: _Names) -> _Names | None:
+    """Those of the files that the folder has, if it has any."""
+    names = tuple(_files(probe, model))
+    return _Names(model.library, names) if names else None
+
+
+def _files(probe: Probe, model: _Names) -> Iterator[str]:
+    """A link that leads nowhere is one too: what is meant is told, and no other taken for it."""
+    for name in model.files:
+        if name in probe.entries and not os.path.isdir(os.path.join(probe.path, name)):
+            yield name
