@@ -11,9 +11,10 @@ from ckptool.loading.filling.agreement import Agreement
 from ckptool.loading.filling.assigning import Assigned
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.filling.spreading import spread_like
+from ckptool.loading.filling.timing import Fills
 from ckptool.loading.filling.torch_loading import torch_load
 from ckptool.loading.filling.undoing import Snapshot, held_back
-from ckptool.loading.filling.watching import unwatched
+from ckptool.loading.filling.watching import Watch, watched
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
@@ -52,14 +53,14 @@ class Installation:
         """Decide how each tensor gets its elements.
 
         On the meta device, and with `assign`, it is another tensor that takes its place. A plain
-        tensor that no hook of torch's looks at is filled straight from the file. The rest is up to
-        torch: it gets tensors that are made of the file. `mapped`: the state maps the file.
+        tensor is filled straight from the file where nobody wants it in the state dict. The rest is
+        up to torch: it gets tensors that are made of the file. `mapped`: the state maps the file.
 
         Raises:
             UsageError: tensors on the meta device are not to be assigned.
         """
         self._model, self._target, self._state, self._match = model, target, state, match
-        self._unwatched = unwatched(model)
+        self._watch = watched(model)
         self._assign, self._mapped = assign, mapped
         entries, pairs = target.entries, match.pairs
         kept = (name for name, _ in match.report.kept)  # hooks may fill those
@@ -76,7 +77,8 @@ class Installation:
         self.assigned = frozenset(id(entries[name]) for name in self._assigned)
         """The `id`s of the tensors that others take the place of."""
         self._storages: set[int] | None = None
-        self._fills = self._filled(frozenset(self._assigned))
+        self._fills = Fills(self._filled(frozenset(self._assigned)), self._watch)
+        self._keeps_all = self._fills.late_bytes <= _KEPT
 
     def run(
         self,
@@ -104,7 +106,7 @@ class Installation:
         filled = False
         try:
             with together.reached():
-                self._load(given)
+                self._load(given, snapshot)
                 undo = between() if between is not None else None
             with together.reached(), held_back():
                 self._fill()
@@ -130,7 +132,9 @@ class Installation:
         found: dict[int, Fill] = {}
         for name, own in self._match.pairs.items():
             tensor = entries.get(name)
-            if tensor is None or name in assigned or id(tensor) not in self._unwatched:
+            if tensor is None or name in assigned:
+                continue
+            if self._watch.get(id(tensor), Watch.BEFORE) is Watch.BEFORE:
                 continue
             ref = self._state.ref(own)
             source = self._state.value(own) if ref is None else ref
@@ -172,12 +176,11 @@ class Installation:
     def _given(self) -> OrderedDict[str, Any]:
         """The state dict for torch. What is not its to fill is there itself: a copy onto itself."""
         entries, slots = self._target.entries, self._target.slots
-        filled = {id(one.tensor) for one in self._fills}
         assigned, made = frozenset(self._assigned), Assigned(cast=self._assign is None)
         given: OrderedDict[str, Any] = OrderedDict()
         for name, own in self._match.pairs.items():
             tensor = entries.get(name)
-            if tensor is not None and id(tensor) in filled:
+            if tensor is not None and tensor in self._fills:
                 given[name] = tensor
                 continue
             value = self._state.value(own)
@@ -194,15 +197,15 @@ class Installation:
         return given
 
     def _kept(self) -> Callable[[torch.Tensor], bool]:
-        """Which tensors must be copied to be put back."""
-        filled = {id(one.tensor) for one in self._fills}
-        if sum(one.tensor.nbytes for one in self._fills) <= _KEPT:
+        """Which tensors must be copied to be put back: all that is written to before the end."""
+        if self._keeps_all:
             return lambda tensor: id(tensor) not in self.assigned
-        given = {id(self._target.entries.get(name)) for name in self._match.pairs} - filled
-        alone = self._unwatched - (given - self.assigned)
+        given = {id(self._target.entries.get(name)) for name in self._match.pairs} - self.assigned
+        alone = {key for key, seen in self._watch.items() if seen is Watch.NONE} - given
+        alone.update(id(one.tensor) for one in self._fills.late)
         return lambda tensor: id(tensor) not in alone
 
-    def _load(self, given: OrderedDict[str, Any]) -> None:
+    def _load(self, given: OrderedDict[str, Any], snapshot: Snapshot) -> None:
         """Have torch load what it is given, with all that hooks do."""
         found = metadata_for(self._state, self._target, self._match)
         metadata = {path: dict(held) for path, held in (found or {}).items()}
@@ -212,13 +215,15 @@ class Installation:
             if not self.assigned.isdisjoint(id(tensor) for _, tensor in held):
                 metadata.setdefault(path, {})["assign_to_params_buffers"] = True
                 real.extend((module, *one) for one in held)
+        visitor = self._fills.visitor(snapshot, self._state.value)
         try:
-            missing, unexpected = torch_load(self._model, given, metadata or None)
+            missing, unexpected = torch_load(self._model, given, metadata or None, visitor)
         except RuntimeError as error:
             told = str(error)
             if not told.startswith("Error(s) in loading state_dict"):
                 raise
             raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
+        self._fills.end()
         if not self._assign:
             self._copy_into_real(real)
         self._check_answer(missing, unexpected)
@@ -265,10 +270,10 @@ class Installation:
     def _fill(self) -> None:
         """Fill the tensors that are left; from here on nobody interrupts."""
         try:
-            fill(self._fills)
+            fill(self._fills.late)
             self._check_unchanged()
         except (UnreadableFile, OSError) as error:
-            if sum(one.tensor.nbytes for one in self._fills) <= _KEPT:
+            if self._keeps_all:
                 raise
             raise UnreadableFile(
                 f"could not be read to its end, and the model is filled in part: {error}",

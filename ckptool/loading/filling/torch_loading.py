@@ -4,34 +4,49 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptool.loading.filling.watching import overrides_loading
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["torch_load"]
+__all__ = ["Visitor", "torch_load"]
 
 _MANY = 10_000
 """Names from which torch's own way, which looks at all of them for each child, takes seconds."""
 
 
+class Visitor(Protocol):
+    """What is done at each module, beside what torch does."""
+
+    def before(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Its own tensors are loaded next, of `state`, in which their names begin with `prefix`."""
+
+    def after(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """They are, and its extra state is set; what is inside is loaded next, of `state` too."""
+
+
 def torch_load(
-    model: torch.nn.Module, state: OrderedDict[str, Any], metadata: Mapping[str, Any] | None
+    model: torch.nn.Module,
+    state: OrderedDict[str, Any],
+    metadata: Mapping[str, Any] | None,
+    visitor: Visitor | None = None,
 ) -> tuple[list[str], list[str]]:
     """Load as torch does with `strict=False`; the names that it misses, and those it cannot place.
+
+    A `visitor` is for a model that does not override its loading.
 
     Raises:
         RuntimeError: what torch says of it; the model may be half loaded then.
     """
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]
-    if len(state) < _MANY or overrides_loading(model):
+    if (len(state) < _MANY and visitor is None) or overrides_loading(model):
         found = model.load_state_dict(state, strict=False)
         missing, unexpected = (getattr(found, f"{kind}_keys", ()) for kind in _KINDS)
         return list(missing), list(unexpected)
-    return _Walk(metadata or {}).load(model, OrderedDict(state))
+    return _Walk(metadata or {}, visitor).load(model, OrderedDict(state))
 
 
 _KINDS = ("missing", "unexpected")
@@ -40,10 +55,10 @@ _KINDS = ("missing", "unexpected")
 class _Walk:
     """`Module.load_state_dict`, each name looked at once for each module that it is in."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], visitor: Visitor | None) -> None:
         from torch.nn.modules.module import _IncompatibleKeys
 
-        self._metadata = metadata
+        self._metadata, self._visitor = metadata, visitor
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._errors: list[str] = []
@@ -61,6 +76,8 @@ class _Walk:
         return self._missing, self._unexpected
 
     def _module(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+        if self._visitor is not None:
+            self._visitor.before(module, state, prefix)
         module._load_from_state_dict(
             state,
             prefix,
@@ -70,6 +87,8 @@ class _Walk:
             self._unexpected,
             self._errors,
         )
+        if self._visitor is not None:
+            self._visitor.after(module, state, prefix)
         inside: dict[str, dict[str, Any]] = {}
         for name, value in state.items():
             if name.startswith(prefix):

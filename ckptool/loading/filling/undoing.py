@@ -41,6 +41,12 @@ class Snapshot:
         self._tensors = [_Held(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
         self._extra = [_Extra(module) for module in model.modules() if _has(module)]
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the elements of one after all, as they are now."""
+        for held in self._tensors:
+            if held.tensor is tensor and held.content is None:
+                held.keep()
+
     def restore(self) -> None:
         """Put everything back, the same objects as before. What is not copied is left alone.
 
@@ -113,14 +119,19 @@ class _Held:
     content: torch.Tensor | None
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
-        from torch.nn.parameter import is_lazy
-
         self.tensor, self.kind = tensor, type(tensor)
         self.data, self.memory = tensor.data, memory_of(tensor)
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content = None
-        if copied and not is_lazy(tensor) and not tensor.is_meta:
-            home = self.data.device if is_spread(tensor) else "cpu"
+        if copied:
+            self.keep()
+
+    def keep(self) -> None:
+        """Copy the elements, where it has any."""
+        from torch.nn.parameter import is_lazy
+
+        if not is_lazy(self.tensor) and not self.data.is_meta:
+            home = self.data.device if is_spread(self.tensor) else "cpu"
             self.content = _unrepeated(self.data).to(home, copy=True)
 
     def restore(self) -> None:

@@ -1,7 +1,9 @@
-"""Which tensors of a model torch does no more to than copy into them: no hook looks on."""
+"""Who looks at a model's tensors while torch loads them, and when: what nobody sees can wait."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,32 +12,49 @@ from ckptool.loading.fitting.own_loading import has_own_load
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["overrides_loading", "unwatched"]
+__all__ = ["Watch", "has_extra_state", "overrides_loading", "watched"]
 
 _HARMLESS = frozenset({"torch.distributed.algorithms._checkpoint.checkpoint_wrapper"})
 """Modules of torch whose hooks change names alone."""
 
 
-def unwatched(model: torch.nn.Module) -> frozenset[int]:
-    """The `id`s of parameters and buffers that no code looks at, or changes, while they are loaded.
+class Watch(IntEnum):
+    """Who looks at a tensor, or changes it, while it is loaded: the more, the higher."""
 
-    Neither their module nor one around it has hooks, an extra state, or a loading of its own.
+    NONE = 0
+    """Nobody: torch alone copies into it."""
+    ABOVE = 1
+    """An extra state is set around it, before it is loaded itself."""
+    AFTER = 2
+    """A hook that runs once it is filled, or the extra state of its own module."""
+    BEFORE = 3
+    """What has the state dict in hand: a hook before torch's loading, or another loading."""
+
+
+def watched(model: torch.nn.Module) -> Mapping[int, Watch]:
+    """The `id`s of all parameters and buffers, with the highest that is true of any place of each.
+
+    Hooks and loadings look at all that is inside their module. An extra state has to do with its
+    own module's tensors; what is inside is loaded, by torch too, when it has been set.
     """
-    if overrides_loading(model) or _swaps():
-        return frozenset()
-    found: dict[bool, set[int]] = {False: set(), True: set()}
-    done: set[tuple[int, bool]] = set()
-    todo = [(model, False)]
+    found: dict[int, Watch] = {}
+    done: set[tuple[int, Watch]] = set()
+    everywhere = overrides_loading(model) or _swaps()
+    todo = [(model, Watch.BEFORE if everywhere else Watch.NONE)]
     while todo:
-        module, seen = todo.pop()
-        seen = seen or _looks(module)
-        if (id(module), seen) in done:
+        module, around = todo.pop()
+        if (id(module), around) in done:
             continue
-        done.add((id(module), seen))
+        done.add((id(module), around))
+        own = inside = max(around, _looks(module))
+        if has_extra_state(module):
+            own, inside = max(own, Watch.AFTER), max(inside, Watch.ABOVE)
         for held in (module._parameters, module._buffers):
-            found[seen].update(id(tensor) for tensor in held.values() if tensor is not None)
-        todo.extend((child, seen) for child in module._modules.values() if child is not None)
-    return frozenset(found[False] - found[True])
+            for tensor in held.values():
+                if tensor is not None:
+                    found[id(tensor)] = max(own, found.get(id(tensor), own))
+        todo.extend((child, inside) for child in module._modules.values() if child is not None)
+    return found
 
 
 def _swaps() -> bool:
@@ -53,19 +72,26 @@ def overrides_loading(model: torch.nn.Module) -> bool:
     return has_own_load(model) or isinstance(model, torch.jit.ScriptModule)
 
 
-def _looks(module: torch.nn.Module) -> bool:
-    """Whether loading this module is more than torch's copying of tensors."""
+def _looks(module: torch.nn.Module) -> Watch:
+    """How loading this module is more than torch's copying of tensors, its extra state aside."""
     import torch
 
-    base, kind = torch.nn.Module, type(module)
-    return (
-        kind._load_from_state_dict not in _by_names_alone()
+    if (
+        type(module)._load_from_state_dict not in _by_names_alone()
         or "_load_from_state_dict" in vars(module)
-        or kind.set_extra_state is not base.set_extra_state
         or isinstance(module, torch.jit.ScriptModule)
         or any(map(_acts, module._load_state_dict_pre_hooks.values()))
-        or any(map(_acts, module._load_state_dict_post_hooks.values()))
-    )
+    ):
+        return Watch.BEFORE
+    after = any(map(_acts, module._load_state_dict_post_hooks.values()))
+    return Watch.AFTER if after else Watch.NONE
+
+
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Whether torch sets an extra state of it."""
+    import torch
+
+    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
 
 
 @cache

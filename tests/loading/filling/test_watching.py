@@ -1,21 +1,25 @@
-"""Which tensors no hook of torch's looks at while they are loaded."""
+"""Who looks at which tensors while torch loads them."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ckptool.loading.filling.watching import overrides_loading, unwatched
+from ckptool.loading.filling.watching import Watch, overrides_loading, watched
 
 
 def net():
     return nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), nn.Linear(1, 1))
 
 
-def names(model):
-    found = unwatched(model)
+def watches(model):
+    found = watched(model)
     every = [*model.named_parameters(), *model.named_buffers()]
-    return {name for name, tensor in every if id(tensor) in found}
+    return {name: found[id(tensor)] for name, tensor in every}
+
+
+def names(model):
+    return {name for name, watch in watches(model).items() if watch is Watch.NONE}
 
 
 def names_below(model, prefix):
@@ -49,6 +53,8 @@ def test_a_loading_of_its_own_and_an_extra_state_watch():
     plain = nn.Linear(1, 1)
     model = nn.Sequential(Own(1, 1), Extra(1, 1), nn.LazyLinear(1), plain)
     assert names(model) == {"3.weight", "3.bias"}
+    assert watches(model)["0.bias"] is watches(model)["2.weight"] is Watch.BEFORE
+    assert watches(model)["1.bias"] is Watch.AFTER
     plain._load_from_state_dict = plain._load_from_state_dict
     assert names(model) == set()
 
@@ -61,9 +67,35 @@ def test_a_module_in_two_places_is_watched_where_one_of_them_is():
     assert names(model) == {name for name in names(net()) if name.startswith("0.")}
 
 
+class Extra(nn.Sequential):
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_hook_after_loading_sees_less_than_one_before():
+    model = net()
+    model.register_load_state_dict_post_hook(lambda *_: None)
+    model[0].register_load_state_dict_pre_hook(lambda *_: None)
+    found = watches(model)
+    assert {name for name in found if found[name] is Watch.BEFORE} == {
+        name for name in found if name.startswith("0.")
+    }
+    assert found["1.weight"] is found["1.bias"] is Watch.AFTER
+
+
+def test_an_extra_state_has_to_do_with_its_own_module_alone():
+    model = Extra(net(), Extra(nn.Linear(1, 1)))
+    model.register_buffer("own", torch.ones(1))
+    found = watches(model)
+    assert found.pop("own") is Watch.AFTER
+    assert set(found.values()) == {Watch.ABOVE}
+    model[1].register_load_state_dict_post_hook(lambda *_: None)
+    assert watches(model)["1.0.weight"] is Watch.AFTER
+
+
 def test_the_hooks_of_activation_checkpointing_change_names_alone():
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
-    assert len(unwatched(model)) == 2
+    assert len(names(model)) == 2
 
 
 def test_models_that_load_in_their_own_way():
@@ -72,7 +104,7 @@ def test_models_that_load_in_their_own_way():
             return super().load_state_dict(*rest, **options)
 
     assert overrides_loading(Own(1, 1))
-    assert unwatched(Own(1, 1)) == frozenset()
+    assert set(watches(Own(1, 1)).values()) == {Watch.BEFORE}
     patched = nn.Linear(1, 1)
     assert not overrides_loading(patched)
     patched.load_state_dict = patched.load_state_dict
