@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
@@ -31,8 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One named run of bytes of an archive; a deflated one reads as what it inflates to."""
 
     name: str
@@ -44,8 +42,7 @@ class Record:
     compressed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(NamedTuple):
     """Records by name: those of a zip, or the files of an unzipped one."""
 
     path: str
@@ -122,8 +119,7 @@ class Probe:
             self.source.close()
 
 
-@dataclass(frozen=True, slots=True)
-class WritePlan:
+class WritePlan(NamedTuple):
     """A file that is not written yet: its exact size, what it leaves out, and how to write it."""
 
     format: str
@@ -137,8 +133,7 @@ class WritePlan:
     """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EditPlan:
+class EditPlan(NamedTuple):
     """A change of the source file itself, in which the tensors stay where they are."""
 
     patch: Patch

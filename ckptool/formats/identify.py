@@ -10,8 +10,7 @@ import re
 
 from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import DCP_HINT, Finding, few, quoted, shell, untar, unused
-from ckptool.formats.tar_members import is_tar, read_members
+from ckptool.formats.identify_kinds import DCP_HINT, Finding, quoted, shell
 
 __all__ = ["explain", "refuse"]
 
@@ -43,7 +42,13 @@ def refuse(probe: Probe) -> CheckpointError | None:
 def explain(probe: Probe) -> CheckpointError:
     """The error for a file or folder that no format takes; it says what it is instead."""
     # Imported here: a file that opens needs none of it, and should not wait for it.
-    from ckptool.formats import identify_folder, identify_magic, identify_text, identify_zip
+    from ckptool.formats import (
+        identify_folder,
+        identify_magic,
+        identify_tar,
+        identify_text,
+        identify_zip,
+    )
 
     if probe.is_folder:
         return identify_folder.find(probe).error(probe.path)
@@ -53,7 +58,7 @@ def explain(probe: Probe) -> CheckpointError:
         _cut_in_its_magic(probe)
         or _zeros(probe)
         or identify_zip.find(probe)
-        or _tar(probe)
+        or identify_tar.find(probe)
         or identify_magic.find(probe)
         or identify_text.find(probe)
         or _unknown(probe)
@@ -119,26 +124,6 @@ def _zeros(probe: Probe) -> Finding | None:
         f"nothing but zero bytes{more}: space was reserved and its content never written",
         "a download, a copy or a crashed disk leaves such a file: fetch it again",
     )
-
-
-def _tar(probe: Probe) -> Finding | None:
-    """A tar with what is in it; torch's own of 2017 is a format of its own."""
-    if probe.source is None or not is_tar(probe.head):
-        return None
-    try:
-        names = list(read_members(probe.source, probe.limits))
-    except CheckpointError as error:
-        return Finding(f"a damaged tar archive: {error.message}", error.hint, type(error))
-    folder = unused(f"{probe.path}.unpacked")
-    unpacking = untar(probe.path, folder)
-    if any(name.endswith("model_config.yaml") for name in names):
-        weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
-        return Finding(
-            "a NeMo model: a tar archive with the checkpoint and its settings in it",
-            f"{unpacking} {shell(weights)} && ckptool list {shell(os.path.join(folder, weights))}",
-            UnsupportedFormat,
-        )
-    return Finding(f"a tar archive that holds {few(names)}", f"unpack it: {unpacking}")
 
 
 def _unknown(probe: Probe) -> Finding:

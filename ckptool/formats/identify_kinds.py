@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint
 
@@ -33,8 +32,7 @@ _KEPT_ENDING = 60
 """Characters at the end of a name that is too long: what it was called, and its endings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What something is, so that "FILE is ..." is a sentence, and the step that helps."""
 
     what: str
@@ -53,6 +51,8 @@ def as_argument(path: str) -> str:
 
 def shell(path: str) -> str:
     """A path as one word of a command."""
+    import shlex  # here: only what is wrong with a file is told with commands
+
     return shlex.quote(as_argument(path))
 
 

@@ -6,7 +6,7 @@ long names stand in members of their own before the one that they speak of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, Source
@@ -55,8 +55,7 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
     raise LimitExceeded(f"the tar has more than {limits.max_records:,} members", file=source.name)
 
 
-@dataclass(frozen=True)
-class _Extra:
+class _Extra(NamedTuple):
     """What the next header cannot hold: a name longer than 100 bytes, a size beyond 8 GiB."""
 
     name: str = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptool.matching.accounts import Ledger, OutOfBudget
 from ckptool.matching.dominance import Gate
@@ -19,8 +20,7 @@ from ckptool.matching.swaps import Swap
 __all__ = ["Inferred", "InferredRule", "inferred"]
 
 
-@dataclass(frozen=True, slots=True)
-class InferredRule:
+class InferredRule(NamedTuple):
     """A rule, with what it does: `kind` is `prefix` (purely taken off or put on) or `inferred`."""
 
     kind: str
@@ -31,13 +31,12 @@ class InferredRule:
     """Wanted name to name in the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inferred:
+class Inferred(NamedTuple):
     """What was found for names that had no match yet."""
 
     rules: tuple[InferredRule, ...] = ()
     ambiguous: tuple[Ambiguity, ...] = ()
-    near: dict[str, str] = field(default_factory=dict)
+    near: Mapping[str, str] = MappingProxyType({})
     """Wanted name to name in the file that a rule gives it, though its shape is another."""
 
 

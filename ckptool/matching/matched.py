@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
-from ckptool.matching.inference import Inferred, InferredRule, inferred
 from ckptool.matching.numbering import moved_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
@@ -22,6 +21,9 @@ from ckptool.matching.stations import Stations
 from ckptool.matching.unwrapping import is_average_counter
 from ckptool.matching.ways import Side, Way, chosen_way, fits
 from ckptool.transforms.name_rules import Rule, regex_rule
+
+if TYPE_CHECKING:
+    from ckptool.matching.inference import Inferred, InferredRule
 
 __all__ = ["Match", "matched"]
 
@@ -163,6 +165,9 @@ class _Matching:
         """Pair names by the rules that those left over suggest."""
         if not self._may_go_on():
             return
+        # Imported here: of most files wrappers and a front are all that differs.
+        from ckptool.matching.inference import inferred
+
         mine = _told(self.way.have, self.old_mine)
         wanted = _told(self.way.want, self.old_wanted)
         for name in [name for name in self.met if name not in wanted]:
@@ -187,23 +192,26 @@ class _Matching:
     def _accept(self, found: Inferred) -> bool:
         """Take over new pairs; whether there were any."""
         before, taken = len(self.met), set(self.met.values())
-        near = InferredRule("near", "", "", found.near)
-        for rule in (*found.rules, near):
-            if self.closed.forbids(rule.pairs):
-                continue
-            found_now = {
-                name: mine
-                for name, mine in rule.pairs.items()
-                if name not in self.met and mine not in taken
-            }
-            new = {self.wanted[name]: self.files[mine] for name, mine in found_now.items()}
-            for full, own in new.items():
-                self._pair(full, own)
-            self.met.update(found_now)
-            taken.update(found_now.values())
-            if new and rule is not near:
-                self.rules.append(InferredRule(rule.kind, rule.text, rule.rule, new))
+        for rule in found.rules:
+            new = self._take(rule.pairs, taken)
+            if new:
+                self.rules.append(rule._replace(pairs=new))
+        self._take(found.near, taken)
         return len(self.met) > before
+
+    def _take(self, pairs: Mapping[str, str], taken: set[str]) -> dict[str, str]:
+        """Pair bare names of which neither is met yet; those that were, as whole names."""
+        if self.closed.forbids(pairs):
+            return {}
+        found = {
+            name: mine for name, mine in pairs.items() if name not in self.met and mine not in taken
+        }
+        new = {self.wanted[name]: self.files[mine] for name, mine in found.items()}
+        for full, own in new.items():
+            self._pair(full, own)
+        self.met.update(found)
+        taken.update(found.values())
+        return new
 
     def tie(self) -> tuple[tuple[str, ...], ...]:
         """Give all names of one tensor what one of them has; those tensors that are loaded."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from ckptool.matching.accounts import Account, Ledger
-from ckptool.matching.swaps import ANY_NUMBER
 from ckptool.paths import printable
 
-__all__ = ["moved_lists", "renumbered"]
+if TYPE_CHECKING:
+    from ckptool.matching.accounts import Account, Ledger
+
+__all__ = ["ANY_NUMBER", "moved_lists", "renumbered"]
+
+ANY_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""Finds the components of a name that are numbers."""
 
 _MOST_NUMBERS = 8
 """Of a list that has gaps; more nobody reads."""

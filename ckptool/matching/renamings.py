@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ckptool.matching.change_rules import differing, regex_of
-from ckptool.matching.inference import InferredRule
 from ckptool.matching.report import Renaming
 from ckptool.matching.stations import Column, Stations
-from ckptool.transforms.name_rules import Rule
+
+if TYPE_CHECKING:
+    from ckptool.matching.inference import InferredRule
+    from ckptool.transforms.name_rules import Rule
 
 __all__ = ["renamings", "rewritten"]
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from ckptool.errors import UsageError
-from ckptool.matching.swaps import ANY_NUMBER, MOST_PARTS, Head, Side, Swap
+from ckptool.matching.numbering import ANY_NUMBER
+from ckptool.matching.swaps import MOST_PARTS, Head, Side, Swap
 from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["rule_text", "segment_text", "swap_text"]

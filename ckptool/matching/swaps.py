@@ -11,7 +11,6 @@ from functools import cached_property
 from ckptool.matching.slots import Slot
 
 __all__ = [
-    "ANY_NUMBER",
     "MOST_PARTS",
     "Head",
     "Side",
@@ -22,9 +21,6 @@ __all__ = [
 
 MOST_PARTS = 64
 """Components of a name that are looked at; hostile ones have a million."""
-
-ANY_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""Finds the components of a name that are numbers."""
 
 Head = tuple[str | None, ...]
 """Leading components of names; None is any number."""
