@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import NamedTuple
 
-from ckptool.errors import warn
+from ckptool.errors import CheckpointError, warn
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import few, quoted
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.paths import printable
 
-__all__ = ["of_model_file"]
+__all__ = ["of_model_file", "opens_as"]
 
 
 class _Names(NamedTuple):
@@ -54,32 +56,47 @@ def of_model_file(probe: Probe) -> Probe:
         CheckpointError: an index of shards is damaged, or one of several; the file cannot be
             opened.
     """
-    if not probe.is_folder or probe.archive is not None:
+    choice = _chosen(probe)
+    if choice is None:
         return probe
+    library, (chosen, *rivals) = choice
+    folder = probe.path
+    if chosen != _SHARDS_OF[library]:
+        file = Probe(os.path.join(folder, chosen), probe.limits)
+        probe.close()
+        probe = file
+    if rivals:
+        warn(
+            f"{printable(folder)}: {quoted(chosen)} is read, as {library} does it, and not "
+            f"{few(rivals)} beside it"
+        )
+    return probe
+
+
+def opens_as(folder: str, path: str) -> bool:
+    """Whether a folder is opened as this file, or index, in it."""
+    with suppress(CheckpointError, OSError), closing(Probe(folder, DEFAULT_LIMITS)) as probe:
+        choice, index = _chosen(probe), probe.shard_index
+        if choice is not None:
+            return choice.files[0] == os.path.basename(path)
+        return index is not None and os.path.basename(index.path) == os.path.basename(path)
+    return False
+
+
+def _chosen(probe: Probe) -> _Names | None:
+    """What is the one model of a folder, then what is not read for that."""
+    if not probe.is_folder or probe.archive is not None:
+        return None
     found = [names for model in _MODELS if (names := _there(probe, model)) is not None]
     if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
-        return probe
-    ((library, (chosen, *rivals)),) = found
-    index = probe.shard_index
-    if index is not None:
-        name = os.path.basename(index.path)
-        if not (name.endswith(_PICKLED) and chosen.endswith(_SAFE)):
-            if name == _SHARDS_OF.get(library):
-                _warn(probe, name, library, [chosen, *rivals])
-            return probe
-        rivals.append(name)
-    file = Probe(os.path.join(probe.path, chosen), probe.limits)
-    probe.close()
-    if rivals:
-        _warn(probe, chosen, library, rivals)
-    return file
-
-
-def _warn(probe: Probe, chosen: str, library: str, rivals: list[str]) -> None:
-    warn(
-        f"{printable(probe.path)}: {quoted(chosen)} is read, as {library} does it, and not "
-        f"{few(rivals)} beside it"
-    )
+        return None
+    ((library, files),) = found
+    if probe.shard_index is None:
+        return found[0]
+    index = os.path.basename(probe.shard_index.path)
+    if index.endswith(_PICKLED) and files[0].endswith(_SAFE):
+        return _Names(library, (*files, index))
+    return _Names(library, (index, *files)) if index == _SHARDS_OF[library] else None
 
 
 def _there(probe: Probe, model: _Names) -> _Names | None:

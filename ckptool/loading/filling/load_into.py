@@ -69,7 +69,8 @@ def load_into(
 
     Args:
         model: On any device, in any wrapper.
-        source: A file, an open checkpoint, a state dict, or a dict that holds one.
+        source: A file, the folder of a model or of a trainer's checkpoint, an open checkpoint, a
+            state dict, or a dict that holds one.
         strict: False allows missing and unexpected names, as torch does.
         allow_missing: True, or globs of the model's names that may be missing in the file.
         allow_unexpected: True, or globs of the file's names that the model need not have.
@@ -82,9 +83,11 @@ def load_into(
         assign: None: on the meta device alone; True: everywhere, with the types of the file.
         verify: Whether the file is read and held against its checksums before the model is
             touched. None: where it has at most 1 GiB to load and is not mapped.
-        optimizer: Loaded from the same file, by the names of its parameters.
+        optimizer: Loaded from the same file, by the names of its parameters; of a folder whose
+            model file has none, from `optimizer.pt` (or `optimizer.bin`) in it.
         key: Which state dict of the source, as `load_state_dict` takes it.
-        optimizer_key: Which optimizer's state, where there are several.
+        optimizer_key: Which optimizer's state, where there are several: an address in the file, or
+            the name of its own file in the folder.
         optimizer_order: `"position"`: the optimizer is over the same parameters in the same order.
 
     Raises:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
+from ckptool.formats import open_checkpoint
 from ckptool.loading.fitting.boxes import Boxes
 from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.shards import without_hidden
@@ -56,8 +57,11 @@ class State:
         self._containers = {} if boxes is None else boxes.containers
         self.slots: Slots = _slots(section, self._originals)
         """The model's own entries; not plain values that a script put beside them."""
+        self.folder: str | None = None
+        """The folder that was given, where it is one: what else is in it belongs to the model."""
         self._options = options
         self._maker: TreeMaker | None = None
+        self._held = ExitStack()
 
     @property
     def file(self) -> str:
@@ -134,6 +138,19 @@ class State:
         finally:
             maker.forget()
 
+    def opened(self, path: str) -> Checkpoint:
+        """Another file of the same save, open as long as this one.
+
+        Raises:
+            UnreadableFile: it cannot be opened as a checkpoint; see `ckptool.open`.
+        """
+        return self._held.enter_context(open_checkpoint(path))
+
+    def close(self) -> None:
+        """Let go of what was made, and of what was opened beside."""
+        self.forget()
+        self._held.close()
+
     def forget(self) -> None:
         """Let go of the values that were made."""
         if self._maker is not None:
@@ -168,10 +185,8 @@ def stated(
     if isinstance(source, Mapping):
         boxes = Boxes()
         state = _chosen(boxes.checkpoint(source), key, boxes, options)
-        try:
+        with closing(state):
             yield state
-        finally:
-            state.forget()
         return
     if not isinstance(source, (str, os.PathLike, Checkpoint)):
         raise UsageError(
@@ -181,10 +196,10 @@ def stated(
         state = _chosen(checkpoint, key, None, options)
         if state.section.unread:
             warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
-        try:
+        if not isinstance(source, Checkpoint) and os.path.isdir(source):
+            state.folder = os.fsdecode(source)
+        with closing(state):
             yield state
-        finally:
-            state.forget()
 
 
 def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: dict[str, Any]) -> State:

@@ -12,6 +12,7 @@ from ckptool.loading.filling.arguments import check_order
 from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.states import State
 from ckptool.loading.memory import shape_of
+from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
 from ckptool.loading.optimizers.kind import other_kind
 from ckptool.loading.optimizers.names import Place, Reading, bare_names, read_names
 from ckptool.loading.optimizers.pairing import (
@@ -21,7 +22,7 @@ from ckptool.loading.optimizers.pairing import (
     by_position,
     by_shapes,
 )
-from ckptool.loading.optimizers.saved import Names, Saved, Unchosen, saved_optimizer
+from ckptool.loading.optimizers.saved import Names, Saved
 from ckptool.loading.optimizers.shapes import Owners, owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, holds_inert, unmade
 from ckptool.loading.optimizers.undo import layers, remembered
@@ -55,6 +56,7 @@ class OptimizerPlan:
         Raises:
             MatchError: the report has problems.
             CorruptFile: bytes of the state are not what they were when the file was written.
+            UnreadableFile: its file was written to meanwhile.
             DeviceError, UnsupportedFormat: a tensor cannot be made here.
         """
         if self._maker is None or self.report.problems:
@@ -63,6 +65,8 @@ class OptimizerPlan:
         undo = remembered(self.optimizer)
         try:
             self.optimizer.load_state_dict(self._maker.state_dict(self.optimizer))
+            for source in self._maker.saved.tree.sources:
+                source.check_unchanged()
         except BaseException:
             undo()
             raise
@@ -86,7 +90,8 @@ def planned_optimizer(
     file that is, `slots` what the model has. Parameters are matched by the names that the file
     keeps of them; without such by the shapes that the state tells, where each is one parameter's
     alone of all that the file's model has; with `order="position"` by position, for which the
-    caller vouches. `key` is the address of the optimizer where the file has several.
+    caller vouches. `key` is the address of the optimizer where the file has several, or the name of
+    its file in the folder that was given.
 
     Raises:
         UsageError: what is given is no optimizer, or the order no word that is known.
@@ -102,13 +107,13 @@ def planned_optimizer(
     )
     report = OptimizerReport("names", 0, len(parameters))
     try:
-        saved = saved_optimizer(state.tree, state.section, key)
+        saved = found_optimizer(state, key)
     except Unchosen as error:
         return OptimizerPlan(
             optimizer, replace(report, problems=(str(error),), remedy=error.remedy)
         )
     owners = owners_by_shape(state.slots, slots or {}, wanted.places, match)
-    pairing = _paired(saved, state, wanted, match, owners, order)
+    pairing = _paired(saved, wanted, match, owners, order)
     report = replace(report, by=pairing.by, notes=tuple(_notes(saved, optimizer, pairing)))
     names = [place.name for place in wanted.places]
     refused = _refused(optimizer, saved, pairing, wanted, slots or {})
@@ -144,7 +149,7 @@ def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Itera
 
 
 def _paired(
-    saved: Saved, state: State, wanted: Wanted, match: Match, owners: Owners, order: str | None
+    saved: Saved, wanted: Wanted, match: Match, owners: Owners, order: str | None
 ) -> Pairing:
     """By names where they lead somewhere, else by position or shapes."""
 
@@ -152,7 +157,7 @@ def _paired(
         return read_names(names, saved.parameters, wanted.places, match)
 
     own = saved.names()
-    lists = [own] if own else saved.names_beside(state.tree.root)
+    lists = [own] if own else saved.names_beside()
     readings = {reading: names for names in lists if _leads_anywhere(reading := read(names)) or own}
     best = [reading for reading in readings if reading.is_whole] or list(readings)
     if len(best) == 1 and (best[0].is_whole or order is None):
@@ -255,7 +260,7 @@ def _is_allowed(name: str, allowed: Allowed) -> bool:
 
 def _notes(saved: Saved, optimizer: torch.optim.Optimizer, pairing: Pairing) -> Iterator[str]:
     """What is worth knowing, and no reason to refuse."""
-    yield from pairing.notes
+    yield from (*saved.notes, *pairing.notes)
     if saved.strays:
         count = counted(len(saved.strays), "parameter")
         yield f"the file keeps state of {count} that no group of its optimizer has: left out"

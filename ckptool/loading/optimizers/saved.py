@@ -10,26 +10,17 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.model import Path, Shape, TensorRef
-from ckptool.optimizers import groups_of, model_of, shape_of
-from ckptool.paths import counted, listed, name_of, printable, resolve
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+from ckptool.optimizers import groups_of, shape_of
+from ckptool.paths import counted, name_of, printable
+from ckptool.statedict import Section
 
-__all__ = ["Kept", "Names", "Saved", "Unchosen", "is_flat", "place_of", "saved_optimizer"]
+__all__ = ["Kept", "Names", "Saved", "is_flat", "place_of"]
 
 Names = tuple[str, ...]
 """A name for each parameter of a file's optimizer, in the order of its groups."""
 
 _FLAT = ("prev_flat_grad", "old_dirs")
 """Keys of LBFGS, which keeps of its first parameter what is of all of them, in their order."""
-
-
-class Unchosen(Exception):
-    """Why no optimizer of the file is the one to load, as a sentence, and what helps."""
-
-    def __init__(self, text: str, remedy: str) -> None:
-        """Keep both."""
-        super().__init__(text)
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +58,11 @@ def is_flat(state: Any) -> bool:
 class Saved:
     """What `Optimizer.state_dict()` was."""
 
+    tree: Checkpoint
+    """All of the file that it is in."""
     section: Section
+    notes: tuple[str, ...] = ()
+    """Where it was found, where that is not the file of the model."""
 
     @cached_property
     def options(self) -> list[dict[Any, Any]]:
@@ -134,13 +129,13 @@ class Saved:
                 seen.add(name)
         return ""
 
-    def names_beside(self, root: Any) -> list[Names]:
+    def names_beside(self) -> list[Names]:
         """Lists of names that stand in the optimizer's dict or next to it, one for each parameter.
 
         What they are names of is for the caller to find out: there are lists of classes as well.
         """
         found: dict[Names, None] = {}
-        for holder in (self.section.node, *_holders(root, self.section.path)):
+        for holder in (self.section.node, *_holders(self.tree.root, self.section.path)):
             for key, value in holder.items():
                 if isinstance(key, str) and "name" in key.lower():
                     names = self._in_order(value)
@@ -194,60 +189,6 @@ def _holders(root: Any, path: Path) -> Iterator[dict[Any, Any]]:
         if isinstance(node, dict):
             yield node
             return
-
-
-def saved_optimizer(tree: Checkpoint, model: Section, key: Any = None) -> Saved:
-    """The optimizer under `key`, else the only one of the file, or the only one of `model`.
-
-    Raises:
-        Unchosen: there is none, or none that is certain.
-        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
-    """
-    if key is not None:
-        path, node = resolve(tree, key, accept=_is_one)
-        return Saved(Section(path, "optimizer", node, node))
-    every = sections(tree.root)
-    models = _once(one for one in every if one.kind in MODEL_KINDS)
-    found = _once(one for one in every if one.kind == "optimizer")
-    if not found:
-        raise Unchosen(
-            "the state of an optimizer is asked for, and there is none",
-            "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) "
-            "where it is in a file of its own",
-        )
-    owners = [model_of(one, models, found) for one in found]
-    own = [
-        one
-        for one, owner in zip(found, owners, strict=True)
-        if owner is not None and owner.holder is model.holder
-    ]
-    if len(own) == 1:
-        return Saved(own[0])
-    names = [printable(one.name) for one in found]
-    if len(found) == 1:
-        owner = owners[0]
-        if owner is None or all(one.holder is not model.holder for one in models):
-            return Saved(found[0])
-        raise Unchosen(
-            f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
-            "model chosen",
-            f"optimizer_key={names[0]!r} takes it all the same",
-        )
-    raise Unchosen(
-        f"there are {len(found)} optimizers: {listed(names)}", f"optimizer_key={names[0]!r}"
-    )
-
-
-def _is_one(node: Any) -> bool:
-    return isinstance(node, dict) and is_optimizer(node)
-
-
-def _once(found: Iterator[Section]) -> list[Section]:
-    """Each section once, under its first path."""
-    once: dict[int, Section] = {}
-    for one in found:
-        once.setdefault(id(one.holder), one)
-    return list(once.values())
 
 
 def place_of(saved: Saved, key: Any, *inside: Any) -> str:

@@ -155,7 +155,7 @@ class Maker:
     def _here(self, node: Any, device: str = "cpu") -> Any:
         """A node made on a device. Nothing of it is the caller's own: steps will change it."""
         made = self.state.made(node, map_location=device, mmap=False)
-        if self.state.tree.format != "memory":
+        if self.saved.tree.format != "memory":
             return made
         return _mapped(made, lambda tensor: tensor.detach().to(device, copy=True))
 

@@ -1,0 +1,162 @@
+"""Which optimizer's state is meant: that in the model's file, or one that a trainer put beside it.
+
+transformers writes `optimizer.pt`, accelerate `optimizer.bin` and, of more of them,
+`optimizer_1.bin`, each the whole of one `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.formats.identify_kinds import shell
+from ckptool.formats.model_folder import opens_as
+from ckptool.loading.fitting.states import State
+from ckptool.loading.optimizers.saved import Saved
+from ckptool.optimizers import model_of
+from ckptool.paths import listed, printable, resolve
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+
+__all__ = ["Unchosen", "found_optimizer"]
+
+_FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
+_FOLDER = re.compile(r"optimizer_\d+")
+"""How accelerate calls the distributed checkpoint of an optimizer of FSDP's."""
+_NONE = "the state of an optimizer is asked for, and there is none"
+
+
+class Unchosen(Exception):
+    """Why no optimizer of the file is the one to load, as a sentence, and what helps."""
+
+    def __init__(self, text: str, remedy: str) -> None:
+        """Keep both."""
+        super().__init__(text)
+        self.remedy = remedy
+
+
+def found_optimizer(state: State, key: Any = None) -> Saved:
+    """The optimizer that belongs to the model of `state`, or what `key` says.
+
+    In the file of the model; where that has none, and a folder was given, in the one file of an
+    optimizer that lies there. `key` is an address in that, or the name of such a file.
+
+    Raises:
+        Unchosen: there is none, or none that is certain.
+        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
+        UnreadableFile: the file of the optimizer cannot be opened.
+    """
+    names = [] if state.folder is None else _inside(state.folder, _FILE)
+    if key in names:
+        return _of_file(state, key, None)
+    if key is not None and not names:
+        return _under(state.tree, key)
+    every = sections(state.tree.root)
+    if any(one.kind == "optimizer" for one in every):
+        return _of_tree(state.tree, every, state.section.holder, key)
+    if not names:
+        raise _none(state)
+    if len(names) > 1:
+        raise Unchosen(
+            f"there are {len(names)} files of optimizers beside the model: "
+            f"{listed(map(repr, names))}",
+            f"optimizer_key={names[0]!r}",
+        )
+    return _of_file(state, names[0], key)
+
+
+def _inside(folder: str, names: re.Pattern[str]) -> list[str]:
+    """What is called so in a folder."""
+    with suppress(OSError):
+        return sorted(filter(names.fullmatch, os.listdir(folder)))
+    return []
+
+
+def _of_file(state: State, name: str, key: Any) -> Saved:
+    """The optimizer in a file of the folder that was given."""
+    tree = state.opened(os.path.join(state.folder or "", name))
+    try:
+        found = _of_tree(tree, sections(tree.root), None, key)
+    except Unchosen as error:
+        raise Unchosen(f"{name!r}, beside the model: {error}", error.remedy) from None
+    return replace(found, notes=(f"the state is that of {name!r}, beside the model",))
+
+
+def _none(state: State) -> Unchosen:
+    """That there is none, and what lies beside the file that has none."""
+    folder = state.folder
+    if folder is None and state.file:
+        folder = os.path.dirname(state.file) or "."
+        names = _inside(folder, _FILE)
+        if names and opens_as(folder, state.file):
+            text = f"{_NONE} in the file, but {listed(map(repr, names))} beside it"
+            return Unchosen(text, f"load_into(model, {folder!r}, optimizer=...) looks there too")
+    for name in _inside(folder, _FOLDER) if folder is not None else ():
+        parts, whole = (shell(os.path.join(folder or "", one)) for one in (name, "optimizer.bin"))
+        return Unchosen(
+            f"{_NONE} in a file: {name!r}, beside the model, is a distributed checkpoint (DCP)",
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{parts} {whole} makes a file of it",
+        )
+    return Unchosen(
+        _NONE,
+        "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) "
+        "where it is in a file of its own",
+    )
+
+
+def _under(tree: Checkpoint, key: Any) -> Saved:
+    path, node = resolve(tree, key, accept=_is_one)
+    return Saved(tree, Section(path, "optimizer", node, node))
+
+
+def _of_tree(tree: Checkpoint, every: Sequence[Section], model: Any, key: Any) -> Saved:
+    """The optimizer under `key`, else the only one of the file, or the only one of `model`.
+
+    Raises:
+        Unchosen: there is none, or none that is certain.
+        NotFound, AmbiguousName: nothing, or several things, answer to `key`.
+    """
+    if key is not None:
+        return _under(tree, key)
+    models = _once(one for one in every if one.kind in MODEL_KINDS)
+    found = _once(one for one in every if one.kind == "optimizer")
+    if not found:
+        raise Unchosen("it holds no state of an optimizer", "")
+    owners = [model_of(one, models, found) for one in found]
+    own = [
+        one
+        for one, owner in zip(found, owners, strict=True)
+        if owner is not None and owner.holder is model
+    ]
+    if len(own) == 1:
+        return Saved(tree, own[0])
+    names = [printable(one.name) for one in found]
+    if len(found) == 1:
+        owner = owners[0]
+        if owner is None or all(one.holder is not model for one in models):
+            return Saved(tree, found[0])
+        raise Unchosen(
+            f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
+            "model chosen",
+            f"optimizer_key={names[0]!r} takes it all the same",
+        )
+    raise Unchosen(
+        f"there are {len(found)} optimizers: {listed(names)}", f"optimizer_key={names[0]!r}"
+    )
+
+
+def _is_one(node: Any) -> bool:
+    return isinstance(node, dict) and is_optimizer(node)
+
+
+def _once(found: Iterator[Section]) -> list[Section]:
+    """Each section once, under its first path."""
+    once: dict[int, Section] = {}
+    for one in found:
+        once.setdefault(id(one.holder), one)
+    return list(once.values())
