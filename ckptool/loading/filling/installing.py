@@ -175,7 +175,7 @@ class Installation:
 
     def _given(self) -> OrderedDict[str, Any]:
         """The state dict for torch. What is not its to fill is there itself: a copy onto itself."""
-        entries, slots = self._target.entries, self._target.slots
+        entries = self._target.entries
         assigned, made = frozenset(self._assigned), Assigned(cast=self._assign is None)
         given: OrderedDict[str, Any] = OrderedDict()
         for name, own in self._match.pairs.items():
@@ -187,7 +187,7 @@ class Installation:
             if tensor is not None:
                 value = spread_like(tensor, value)
             if tensor is not None and name in assigned:
-                value = made.made(tensor, slots[name].tie, value)
+                value = self._made(made, name, value)
             elif self._is_own(value):  # torch would read it when it has changed already
                 value = value.detach().clone()
             given[name] = value
@@ -195,6 +195,17 @@ class Installation:
             value = self._state.value(own)
             given[name] = value.detach().clone() if self._is_own(value) else value
         return given
+
+    def _made(self, made: Assigned, name: str, value: torch.Tensor) -> torch.Tensor:
+        """What takes the place of a tensor.
+
+        Raises:
+            MatchError: torch makes no such parameter, or no such cast.
+        """
+        try:
+            return made.made(self._target.entries[name], self._target.slots[name].tie, value)
+        except RuntimeError as error:
+            raise self._refused(f"{printable(name)}: {error}") from error
 
     def _kept(self) -> Callable[[torch.Tensor], bool]:
         """Which tensors must be copied to be put back: all that is written to before the end."""

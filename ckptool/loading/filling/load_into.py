@@ -124,7 +124,7 @@ def load_into(
             mapped = any(tensor.is_meta for tensor in target.entries.values())
             place = map_location if mapped or assign else "cpu"
             state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
-            match = planned(state, target, rules=rules, prefixes=prefixes)
+            match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
             if assign:  # what takes the place of a tensor is of its own type
                 match = replace(match, report=match.report.with_changes(cast=()))
             installation = Installation(model, target, state, match, assign=assign, mapped=mapped)

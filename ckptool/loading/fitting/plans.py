@@ -27,8 +27,11 @@ def planned(
     *,
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
+    assign: bool = False,
 ) -> Match:
     """Match the names, then look into the elements where a cast, or an untied tie, may lose some.
+
+    `assign`: the model is to have the tensors themselves, of whatever type.
 
     Raises:
         NameCollision: the rules make two names one.
@@ -45,7 +48,7 @@ def planned(
         file=state.file,
         model=target.label,
     )
-    found = without_unmade(found, state, target)
+    found = without_unmade(found, state, target, loading=own, assign=assign)
     if own is not None:
         found = settled(found, own, state, target)
     untied = (

@@ -1,31 +1,49 @@
-"""Entries of a file that cannot be made into what a model takes: objects, and lazy parameters."""
+"""Entries of a file that a model cannot be given: objects, lazy parameters, quantised tensors."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+from ckptool.errors import UnsupportedFormat
 from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Match, MatchReport
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
 from ckptool.paths import listed, printable
+from ckptool.tensors import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["why_unmade", "without_unmade"]
 
 _NEVER_RAN = "saved by a lazy module that never ran, without elements"
 _NOT_MADE = ", which is not made from a file"
+_NOT_COPIED = ", which torch does not copy into "
 
 
-def without_unmade(match: Match, state: State, target: Target) -> Match:
+def without_unmade(
+    match: Match,
+    state: State,
+    target: Target,
+    *,
+    loading: OwnLoading | None = None,
+    assign: bool = False,
+) -> Match:
     """A match without the pairs whose entry is nothing that the model could be given.
 
     Objects of a pickle are not made, and an extra state with one inside would reach the model as
-    something else; they are missing, and `left_out` says why. What is lazy on both sides is kept.
+    something else; quantised tensors are copied into no others. They are missing, and `left_out`
+    says why. What is lazy on both sides is kept. A `loading` of the model's own may do what
+    torch does not; with `assign` nothing is cast.
     """
     slots, report = target.slots, match.report
-    found: dict[str, str] = {}
+    found = {} if assign else _not_copied(report, target, loading)
     kept: dict[str, str] = {}
     for name, own in match.pairs.items():
         node = state.root[own]
@@ -47,6 +65,7 @@ def without_unmade(match: Match, state: State, target: Target) -> Match:
         unexpected_keys=[own for own in report.unexpected_keys if own not in set(lazy)],
         missing_keys=[name for name in slots if name in missing],
         kept=(*report.kept, *kept.items()),
+        cast=tuple(cast for cast in report.cast if cast.name not in found),
         left_out=(
             *report.left_out,
             *((match.pairs[name], reason) for name, reason in found.items()),
@@ -56,6 +75,40 @@ def without_unmade(match: Match, state: State, target: Target) -> Match:
         fitting=report.fitting - len(found),
     )
     return replace(match, pairs=pairs, report=report)
+
+
+def _not_copied(report: MatchReport, target: Target, loading: OwnLoading | None) -> dict[str, str]:
+    """The names whose type torch does not turn into the model's, with the reason."""
+    return {
+        cast.name: f"{cast.before}{_NOT_COPIED}{cast.after}"
+        for cast in report.cast
+        if cast.name in target.entries
+        and not _is_copied(cast.before, cast.after)
+        and (loading is None or loading.holder(cast.name) is None)
+    }
+
+
+@cache
+def _is_copied(before: str, after: str) -> bool:
+    """Whether torch copies elements of the one type into the other: it is asked to."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of types that torch will have no longer
+            _one_of(after).copy_(_one_of(before))
+    except UnsupportedFormat:  # torch has no such type: that is told where it is made
+        return True
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _one_of(dtype: str) -> torch.Tensor:
+    import torch
+
+    kind = torch_dtype(dtype)
+    if dtype.startswith("q"):
+        return torch._empty_affine_quantized((1,), scale=1.0, zero_point=0, dtype=kind)
+    return torch.empty((1,), dtype=kind)
 
 
 def _is_lazy(node: Any, state: State, own: str) -> bool:
@@ -104,6 +157,6 @@ def why_unmade(report: MatchReport) -> str:
     """A line that says which of the file's entries cannot be made, and why; empty: all can."""
     names: dict[str, list[str]] = {}
     for own, reason in report.left_out:
-        if reason == _NEVER_RAN or reason.endswith(_NOT_MADE):
+        if reason == _NEVER_RAN or reason.endswith(_NOT_MADE) or _NOT_COPIED in reason:
             names.setdefault(reason, []).append(printable(own))
     return "; ".join(f"{listed(some, most=2)}: {reason}" for reason, some in names.items())

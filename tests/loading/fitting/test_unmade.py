@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptool.errors import MatchError
 from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.fitting.match import match
 from tests.loading.bits import Untouched
 
 np = pytest.importorskip("numpy")
@@ -81,3 +82,81 @@ def test_a_lazy_model_that_never_ran(where, tmp_path):
     with pytest.raises(MatchError, match="lazy module that never ran"):
         load_into(other, source)
     before.check()
+
+
+old = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+
+
+def per_tensor():
+    return torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 2, torch.quint8)
+
+
+def per_channel():
+    return torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+    )
+
+
+@old
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("make", [per_tensor, per_channel])
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_torch_copies_into_no_other_type_is_refused_with_its_name(
+    device, make, stored, tmp_path
+):
+    value = make()
+    source = {"weight": value, "bias": torch.ones(2)}
+    if stored:
+        torch.save(source, tmp_path / "a.pth")
+        source = tmp_path / "a.pth"
+    model = nn.Linear(3, 2, device=device)
+    before = Untouched(model)
+    told = f"weight: {str(value.dtype)[6:]}, which torch does not copy into float32"
+    for allowed in (False, True):
+        with pytest.raises(MatchError, match=told) as caught:
+            load_into(model, source, allow_lossy_cast=allowed)
+        assert "allow_lossy_cast" not in str(caught.value.hint)
+        before.check()
+    _, report = match(source, model)
+    assert (report.missing_keys, report.cast) == (["weight"], ())
+    if device == "cpu":
+        load_into(model, source, allow_missing="weight")
+        assert model.bias.tolist() == [1, 1]
+
+
+@old
+def test_a_hook_may_do_what_torch_does_not():
+    def dequantised(state, prefix, *_):
+        state["weight"] = state["weight"].dequantize()
+
+    model = nn.Linear(3, 2)
+    model._register_load_state_dict_pre_hook(dequantised)
+    load_into(model, {"weight": per_tensor(), "bias": torch.ones(2)}, allow_lossy_cast=True)
+    assert torch.allclose(model.weight, torch.ones(2, 3))
+
+
+@old
+def test_what_is_assigned_is_of_its_own_type():
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(2, 3))
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    model = Codes()
+    load_into(model, {"codes": per_tensor(), "weight": torch.ones(2)}, assign=True)
+    assert model.codes.is_quantized
+    before = Untouched(model)
+    with pytest.raises(MatchError, match="weight: Only Tensors of floating point"):
+        load_into(model, {"codes": per_tensor(), "weight": torch.ones(2).int()}, assign=True)
+    before.check()
+
+
+@old
+def test_numbers_are_quantised_where_torch_does_that():
+    model = nn.Module()
+    model.register_buffer("codes", per_tensor().clone())
+    load_into(model, {"codes": torch.zeros(2, 3)}, allow_lossy_cast=True, min_coverage=0)
+    assert not model.codes.dequantize().any()
+    with pytest.raises(MatchError, match="qint8, which torch does not copy into quint8"):
+        load_into(model, {"codes": per_channel()}, allow_lossy_cast=True)
