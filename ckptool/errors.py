@@ -37,7 +37,10 @@ import os
 import re
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptool.remedies import Remedy
 
 __all__ = [
     "AmbiguousName",
@@ -76,13 +79,18 @@ class CheckpointError(Exception):
         message: str,
         *,
         file: str | os.PathLike[str] | None = None,
-        hint: str | None = None,
+        hint: str | Remedy | None = None,
     ) -> None:
         """Keep the parts; `file` is put before the message when it is shown."""
         super().__init__(message)
         self.message = message
         self.file = None if file is None else os.fspath(file)
-        self.hint = hint
+        self.advise(hint)
+
+    def advise(self, hint: str | Remedy | None) -> None:
+        """Say what helps: a text, or arguments, which `remedy` keeps and `hint` has as a text."""
+        self.remedy = None if isinstance(hint, str) else hint
+        self.hint = None if hint is None else str(hint)
 
     def __str__(self) -> str:
         """The sentence, with the file in front where it is known and not named already."""
@@ -92,7 +100,7 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a pickle between processes, keyword-only arguments and all."""
-        return (_rebuild, (type(self), self.message, self.file, self.hint))
+        return (_rebuild, (type(self), self.message, self.file, self.remedy or self.hint))
 
 
 def _names(message: str, file: str) -> bool:
@@ -101,7 +109,7 @@ def _names(message: str, file: str) -> bool:
 
 
 def _rebuild(
-    kind: type[CheckpointError], message: str, file: str | None, hint: str | None
+    kind: type[CheckpointError], message: str, file: str | None, hint: str | Remedy | None
 ) -> CheckpointError:
     return kind(message, file=file, hint=hint)
 
@@ -185,7 +193,8 @@ class NotRepresentable(WriteError, ValueError):
 class MatchError(CheckpointError, RuntimeError):
     """A state dict does not fit a model, which was not touched; `report` says all about it.
 
-    A `RuntimeError` like the one that `Module.load_state_dict` raises.
+    A `RuntimeError` like the one that `Module.load_state_dict` raises. Where arguments help,
+    `remedy` has them as data: `load_into(model, path, **dict(error.remedy.arguments))`.
     """
 
     def __init__(
@@ -193,7 +202,7 @@ class MatchError(CheckpointError, RuntimeError):
         message: str,
         *,
         file: str | os.PathLike[str] | None = None,
-        hint: str | None = None,
+        hint: str | Remedy | None = None,
         report: Any = None,
     ) -> None:
         """Keep the `matching.MatchReport` as well."""

@@ -11,6 +11,7 @@ from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module, module_state, unread_submodules
 from ckptool.paths import held_items, listed, name_of, printable, resolve, walk
+from ckptool.remedies import Remedy
 from ckptool.wrappers import wrappers_of
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=f"choose one: key={printable(found[0].name)!r}",
+            hint=Remedy((("key", found[0].name),), lead="choose one: "),
         )
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import shlex
-from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,18 +13,12 @@ import click
 
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Allowed
+from ckptool.render.remedies import as_options
 
-__all__ = ["Allowing", "allowance_options", "as_options", "in_options", "told"]
+__all__ = ["Allowing", "allowance_options", "in_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TEXT = r"""r?(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
-_VALUE = rf"(?:{_TEXT}|\[{_TEXT}(?:, {_TEXT})*\]|\w+)"
-_ARGUMENT = re.compile(rf"\b(allow_\w+|rules|key|like_key)=({_VALUE})(, (?=\w+=))?")
-"""An argument of the library, as `Problem.remedy` has them, with the comma before the next.
-
-Its texts are literals: names of a file, whatever is in them, stand nowhere else in a remedy.
-"""
 _EVERY = "*"
 _GLOB = "*?["
 _WORDS = {
@@ -122,38 +113,10 @@ def in_options() -> Iterator[None]:
     try:
         yield
     except MatchError as error:
-        error.message = told(error.message).replace("\n", "; ")
-        error.hint = error.hint and as_options(error.hint, rule="--rename")
+        error.message = error.message.replace("\n", "; ")
+        if error.remedy is not None:
+            error.advise(as_options(error.remedy, rule="--rename"))
         raise
-
-
-def told(text: str) -> str:
-    """What is wrong, in words of the command line; names of a file stay as they are."""
-    return text.replace("; min_coverage asks for", "; --min-coverage asks for")
-
-
-def as_options(text: str, *, rule: str = "--map") -> str:
-    """What the library says that helps, its arguments as options of the command line."""
-
-    def option(found: re.Match[str]) -> str:
-        name, value, comma = found.groups()
-        word = rule if name == "rules" else f"--{name.replace('_', '-')}"
-        return " ".join(_words(word, value)) + (" " if comma else "")
-
-    return _ARGUMENT.sub(option, text).replace("min_coverage", "--min-coverage")
-
-
-def _words(word: str, value: str) -> Iterator[str]:
-    """An option for each of the texts that an argument has."""
-    if value == "True":
-        yield word
-    elif value.isidentifier():
-        yield f"{word} {value}"
-    else:
-        given = literal_eval(value)
-        between = "=" if word.startswith("--allow-") else " "
-        for text in [given] if isinstance(given, str) else given:
-            yield f"{word}{between}{shlex.quote(text)}"
 
 
 def _allowed(globs: tuple[str, ...]) -> Allowed:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import click
 
-from ckptool.cli.allowing import Allowing, allowance_options, as_options, told
+from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
@@ -16,6 +17,8 @@ from ckptool.loading.fitting.factory import referred
 from ckptool.loading.fitting.references import reference
 from ckptool.matching import Allowance, MatchReport, Problem
 from ckptool.matching.fitting import compared, match_of
+from ckptool.remedies import Remedy
+from ckptool.render.remedies import as_options, option_words
 from ckptool.render.terminal import Look
 from ckptool.render.text import clean, runnable, wrapped
 from ckptool.statedict import Section, model_state_dict, wrapped_names
@@ -91,13 +94,15 @@ def command(
         wanted = reference(referred(like), key=like_key)
         found = match_of(section, wanted.slots, file=file, model=wanted.label, rules=rules)
         report = compared(section, found)
-    problems = allowance.problems(report)
+    judgement = allowance.judged(report, found.again)
+    problems = judgement.problems
     settle(1 if problems else 0)
     if as_json:
-        held = [_document(problem) for problem in problems]
-        print_document({**report.to_dict(), "accepted": not problems, "problems": held})
+        document = {"accepted": not problems, "problems": [_document(one) for one in problems]}
+        helps = _helping(judgement.remedy) if judgement.remedy else None
+        print_document({**report.to_dict(), **document, "remedy": helps})
         return
-    unseen = [told(problem.text) for problem in problems if problem.kind == "coverage"]
+    unseen = [problem.text for problem in problems if problem.kind == "coverage"]
     report = report.with_changes(notes=(*report.notes, *unseen))
     from ckptool.render.match import match_lines, note_lines
 
@@ -106,9 +111,9 @@ def command(
         say(note_lines(report, look, options=True), quiet=quiet)
     lines = match_lines(report, look, fold=not no_fold, accepted=accepted, options=True)
     print_lines(lines)
-    refusal = allowance.refusal(report)
-    if refusal is not None and refusal.hint and not fmt:
-        print_lines(["", *wrapped(f"hint: {clean(as_options(refusal.hint))}", look.width)])
+    if judgement.remedy and not fmt:
+        hint = f"hint: {clean(as_options(judgement.remedy))}"
+        print_lines(["", *wrapped(hint, look.width)])
     if accepted and not fmt and not prefixes:
         chosen = {"--key": key, "--like-key": like_key}
         options = [word for name, value in chosen.items() if value for word in (name, value)]
@@ -129,7 +134,11 @@ def _used(regexes: Iterable[str], section: Section) -> Iterator[str]:
 
 
 def _document(problem: Problem) -> dict[str, str]:
-    return {"kind": problem.kind, "text": told(problem.text), "remedy": as_options(problem.remedy)}
+    return {"kind": problem.kind, "text": problem.text, "remedy": as_options(problem.remedy)}
+
+
+def _helping(remedy: Remedy) -> dict[str, Any]:
+    return {"text": as_options(remedy), "options": option_words(remedy)}
 
 
 def _writing(

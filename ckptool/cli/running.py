@@ -18,7 +18,7 @@ import click
 from ckptool.cli.console import EXIT_CODE, complain, say
 from ckptool.cli.group import cli
 from ckptool.cli.interrupts import Interrupts
-from ckptool.errors import AmbiguousName, CheckpointError, CheckpointWarning
+from ckptool.errors import CheckpointError, CheckpointWarning
 from ckptool.render.terminal import look_of
 from ckptool.render.text import clean
 
@@ -145,10 +145,10 @@ def _report(error: Exception) -> None:
 
 def _in_words(error: Exception) -> tuple[str, str | None]:
     """One sentence about an error, and what helps."""
-    if isinstance(error, AmbiguousName) and error.hint:
-        from ckptool.cli.allowing import as_options
+    if isinstance(error, CheckpointError) and error.remedy is not None:
+        from ckptool.render.remedies import as_options
 
-        return str(error), as_options(error.hint)
+        return str(error), as_options(error.remedy)
     if isinstance(error, CheckpointError):
         return str(error), error.hint
     if isinstance(error, click.ClickException):

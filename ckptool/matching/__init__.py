@@ -1,6 +1,6 @@
 """Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch."""
 
-from ckptool.matching.allowance import Allowance, Allowed, Problem
+from ckptool.matching.allowance import Allowance, Allowed, Judgement, Problem
 from ckptool.matching.matched import Match, matched
 from ckptool.matching.report import (
     Ambiguity,
@@ -17,6 +17,7 @@ __all__ = [
     "Allowed",
     "Ambiguity",
     "Cast",
+    "Judgement",
     "Match",
     "MatchReport",
     "Mismatch",

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from ckptool.matching.report import Ambiguity, MatchReport
+from ckptool.errors import NameCollision, UsageError
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.remedies import Argument, Remedy
+from ckptool.transforms.name_rules import regex_rule
 
-__all__ = ["is_of_another", "may_be_asked", "ruling", "text_of"]
+__all__ = [
+    "ANY_RULE",
+    "OTHER",
+    "RENAMES",
+    "Again",
+    "allowing",
+    "deciding",
+    "is_of_another",
+    "may_be_asked",
+    "renumbering",
+    "ruling",
+    "tried",
+]
 
 _LITTLE = 4
 """A share of which one in so many is next to nothing."""
 _MOST_RULES = 3
+_MOST_NAMED = 3
+"""Names that an argument lists."""
+_LONGEST_NAMED = 160
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
+_GLOB = frozenset("*?[")
+
+ANY_RULE: Argument = ("rules", ("REGEX=>REPL",))
+"""For the reader to fill in: no rule is known."""
+RENAMES = Remedy((ANY_RULE,), note=" where only names differ")
+OTHER = Remedy(
+    lead="is it of another model? ",
+    instead=(
+        Remedy((("key", "NAME"),), note=" takes another state dict of the file"),
+        Remedy((ANY_RULE,), note=" renames"),
+    ),
+)
+
+Again = Callable[[Sequence[str]], MatchReport]
+"""The report of a match again, with more rules after all others; without any, as it was."""
 
 
 def is_of_another(report: MatchReport) -> bool:
@@ -47,18 +81,105 @@ def _renumbers(one: Ambiguity) -> bool:
     return len(one.rules) < 2 and any(own) and any(wanted) and own.isdisjoint(wanted)
 
 
-def ruling(unclear: Sequence[Ambiguity], missing: Sized, unexpected: Sized) -> str:
-    """The rules that decide the questions, and what is to be allowed then."""
+def ruling(unclear: Sequence[Ambiguity], rest: Callable[[Sequence[str]], Remedy | None]) -> Remedy:
+    """The rules that decide the questions, each with what `rest` says has to be allowed then.
+
+    `rest` is None for rules that do no good: those are not told. Empty where no rules are left.
+    """
     unclear = [one for one in unclear if not _is_lone(one)] or unclear
-    rules = [rule for one in unclear for rule in one.rules[:1]][:_MOST_RULES]
-    text = f"rules=[{', '.join(map(text_of, rules)) or repr('REGEX=>REPL')}]"
-    if len(missing) != len(unexpected):
-        text += f", allow_{'unexpected' if len(missing) < len(unexpected) else 'missing'}=True"
+    firsts = tuple(rule for one in unclear for rule in one.rules[:1])[:_MOST_RULES]
     others = unclear[0].rules[1:_MOST_RULES] if len(unclear) == 1 else ()
-    return text + "".join(f"; or rules=[{text_of(rule)}] instead" for rule in others)
+    ways = [firsts, *((rule,) for rule in others)] if firsts else []
+    found = [(("rules", rules), left) for rules in ways if (left := rest(rules)) is not None]
+    if not found:
+        return Remedy()
+    (first, left), *more = found
+    instead = [
+        Remedy((rules,), note=" instead")
+        if other.arguments == left.arguments
+        else Remedy((rules, *other.arguments), other.note)
+        for rules, other in more
+    ]
+    return Remedy((first, *left.arguments), left.note, instead=tuple(instead))
 
 
-def text_of(text: str) -> str:
-    """A text as Python has it, backslashes as they are where that can be."""
-    plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
-    return f"r'{text}'" if plain else repr(text)
+def deciding(question: Remedy) -> Remedy:
+    """The first of the ways to decide a question, as one that names alone do not speak for."""
+    arguments = question.arguments or (ANY_RULE,)
+    return Remedy(arguments, f"{question.note} where that is the same layer")
+
+
+def tried(report: MatchReport, rules: Sequence[str], again: Again | None) -> MatchReport | None:
+    """What would be left of a report with these rules; None where they do no good.
+
+    That is where they meet no name more, or one that is met would be so no longer. What was found
+    beside the names, in elements or by the model's own loading, is as it was.
+    """
+    again = again or partial(_by_names, report)
+    before = again(())
+    try:
+        after = again(rules)
+    except (NameCollision, UsageError):
+        return None
+    met = {*before.missing_keys}.difference(after.missing_keys)
+    used = {*before.unexpected_keys}.difference(after.unexpected_keys)
+    apart = {one.name: one.own for one in before.mismatched}
+    lost = {*after.missing_keys}.difference(before.missing_keys, apart)
+    dropped = {*after.unexpected_keys}.difference(before.unexpected_keys, apart.values())
+    if not (met and used) or lost or dropped:
+        return None
+    wrong = {one.name for one in after.mismatched}
+    mismatched = [one for one in report.mismatched if one.name in wrong or one.name not in apart]
+    return report.with_changes(
+        missing_keys=[name for name in report.missing_keys if name not in met],
+        unexpected_keys=[own for own in report.unexpected_keys if own not in used],
+        mismatched=(*mismatched, *(one for one in after.mismatched if one.name not in apart)),
+        ambiguous=after.ambiguous,
+        fitting=report.fitting + after.fitting - before.fitting,
+    )
+
+
+def _by_names(report: MatchReport, texts: Sequence[str]) -> MatchReport:
+    """The same by the names that a report tells of, where nothing else is known."""
+    rules, wanted = [regex_rule(text) for text in texts], set(report.missing_keys)
+    met: dict[str, str] = {}
+    for own in report.unexpected_keys:
+        new = own
+        for rule in rules:
+            new = rule.apply(new) or new
+        if new in wanted and new != own:
+            met[own] = new
+    wanted.difference_update(met.values())
+    return report.with_changes(
+        missing_keys=[name for name in report.missing_keys if name in wanted],
+        unexpected_keys=[own for own in report.unexpected_keys if own not in met],
+        ambiguous=() if met else report.ambiguous,
+        fitting=report.fitting + len(met),
+    )
+
+
+def allowing(name: str, some: Iterable[str | Mismatch | Cast]) -> Argument:
+    """The argument that allows just these: by names, by what they begin with, or any."""
+    names = [one if isinstance(one, str) else one.name for one in some]
+    shown = len(names) <= _MOST_NAMED and max(map(len, names)) <= _LONGEST_NAMED
+    if shown and _GLOB.isdisjoint("".join(names)):
+        return name, tuple(names)
+    front = _common_front(min(names), max(names))
+    is_glob = front and len(front) <= _LONGEST_NAMED and _GLOB.isdisjoint(front)
+    return name, f"{front}*" if is_glob else True
+
+
+def _common_front(first: str, last: str) -> str:
+    """The components, each with its dot, with which both names begin."""
+    end = 0
+    while (dot := first.find(".", end) + 1) and first[:dot] == last[:dot]:
+        end = dot
+    return first[:end]
+
+
+def renumbering(allowed: Remedy) -> Remedy:
+    """What helps where layers have other numbers: no rule for just one of them."""
+    return Remedy(
+        note="give the layers of the file their new numbers first, all of the list",
+        instead=(Remedy(allowed.arguments, " where equal numbers are the same layers"),),
+    )

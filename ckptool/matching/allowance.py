@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from ckptool.errors import MatchError, UsageError
-from ckptool.matching.advice import is_of_another, may_be_asked, ruling, text_of
+from ckptool.matching.advice import (
+    OTHER,
+    RENAMES,
+    Again,
+    allowing,
+    deciding,
+    is_of_another,
+    may_be_asked,
+    renumbering,
+    ruling,
+    tried,
+)
+from ckptool.matching.change_rules import escaped
+from ckptool.matching.folding import folded, folded_within, labels
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
-from ckptool.patterns import families
+from ckptool.remedies import Argument, Remedy, together
 
-__all__ = ["Allowance", "Allowed", "Problem"]
+__all__ = ["Allowance", "Allowed", "Judgement", "Problem"]
 
-_MOST_FOLDED = 2000
-"""Names that are folded for a message; it shows a few."""
-_MOST_NAMED = 3
-"""Names that an argument lists."""
 _MOST_REMEDIES = 4
 _SMALL = 0.001
-
-_OTHER = (
-    "is it of another model? key=NAME takes another state dict of the file, "
-    "rules=['REGEX=>REPL'] renames"
-)
+_NONE = Remedy()
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -43,8 +48,17 @@ class Problem:
     `optimizer`."""
     text: str
     """One line, names folded."""
-    remedy: str = ""
-    """The argument of `load_into`, or the option of `ckptool match`, that helps."""
+    remedy: Remedy = _NONE
+    """The arguments of `load_into` that help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Why a report is refused, the most telling first; no problems: it is accepted."""
+
+    problems: tuple[Problem, ...]
+    remedy: Remedy
+    """What helps against all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,24 +95,23 @@ class Allowance:
         if least is not None and not _is_share(least):
             raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
 
-    def problems(self, report: MatchReport) -> tuple[Problem, ...]:
+    def problems(self, report: MatchReport, again: Again | None = None) -> tuple[Problem, ...]:
         """Every reason to refuse, the most telling first; none: it is accepted."""
-        return self._judged(report)[0]
+        return self.judged(report, again).problems
 
-    def _judged(self, report: MatchReport) -> tuple[tuple[Problem, ...], bool]:
-        """The same, and whether what is ambiguous is to be decided by a rule."""
-        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
-        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
-        refused = {*missing, *unexpected}
-        unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
-        mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
+    def judged(self, report: MatchReport, again: Again | None = None) -> Judgement:
+        """The same, with what helps. By `again` a rule is tried before it is told of."""
+        missing, unexpected, mismatched, unclear = self._refused(report)
         lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
-        questions = list(_ambiguous(unclear, missing, unexpected))
-        asked = may_be_asked(report, unclear)
+        question = _NONE
+        if unclear:
+            question = ruling(unclear, lambda rules: self._rest(tried(report, rules, again)))
+        asked = bool(question) and may_be_asked(report, unclear)
+        questions = list(_ambiguous(unclear, question))
         found = chain(
             self._nothing(report),
             questions if asked else (),
-            _mismatched(mismatched, ", min_coverage=0" * self._is_nothing(report)),
+            _mismatched(mismatched, (("min_coverage", 0),) * self._is_nothing(report)),
             _missing(missing),
             _unexpected(unexpected),
             () if asked else questions,
@@ -107,7 +120,40 @@ class Allowance:
             self._coverage(report),
             _optimizer(report),
         )
-        return tuple(found), asked
+        problems = tuple(found)
+        if _moved(report, problems):
+            return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
+        return Judgement(problems, _helping(report, problems, asked))
+
+    def _refused(
+        self, report: MatchReport
+    ) -> tuple[list[str], list[str], list[Mismatch], list[Ambiguity]]:
+        """The names that are not allowed, shapes that are not, and the questions about those."""
+        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
+        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
+        mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
+        refused = {*missing, *unexpected}
+        unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
+        return missing, unexpected, mismatched, unclear
+
+    def _rest(self, report: MatchReport | None) -> Remedy | None:
+        """What has to be allowed where a rule has left such a report, and what that leaves out."""
+        if report is None or not report.fitting:
+            return None
+        missing, unexpected, mismatched, unclear = self._refused(report)
+        if may_be_asked(report, unclear):
+            return Remedy(note=" (more is asked then)")
+        arguments: list[Argument] = []
+        told: list[str] = []
+        if missing:
+            arguments.append(("allow_missing", True))
+            told.append(f"leaves {folded_within(missing)} as the model has it")
+        if unexpected:
+            arguments.append(("allow_unexpected", True))
+            told.insert(0, f"passes over {folded_within(unexpected)}")
+        if mismatched:
+            arguments.append(allowing("allow_mismatched", mismatched))
+        return Remedy(tuple(arguments), f" ({'; '.join(told)})" if told else "")
 
     def _is_nothing(self, report: MatchReport) -> bool:
         return self.min_coverage != 0 and _fits_nowhere(report)
@@ -119,37 +165,39 @@ class Allowance:
             return  # the shapes are told, with what helps
         if report.mismatched:
             text = "nothing is left to load: what the two have in common is of another shape"
-            yield Problem("coverage", text, "min_coverage=0 where the model is to stay as it is")
+            note = " where the model is to stay as it is"
+            yield Problem("coverage", text, Remedy((("min_coverage", 0),), note))
         elif report.fitting:
             text = (
                 f"none of the model's parameters is in it: {report.fitting:,} of its other "
                 "tensors are all that fit"
             )
-            yield Problem("coverage", text, _OTHER)
+            yield Problem("coverage", text, OTHER)
         else:
             own = report.unexpected_keys
             wanted = report.missing_keys
             text = (
-                f"nothing of it is in the model: it has {_folded(own, 2) or 'no tensors'}; "
-                f"the model has {_folded(wanted, 2)}"
+                f"nothing of it is in the model: it has {folded(own, 2) or 'no tensors'}; "
+                f"the model has {folded(wanted, 2)}"
             )
-            yield Problem("coverage", text, _OTHER)
+            yield Problem("coverage", text, OTHER)
 
     def _coverage(self, report: MatchReport) -> Iterator[Problem]:
         least = self.min_coverage
         if least is not None and report.coverage < least and not _fits_nowhere(report):
             text = (
-                f"{_percent(report.coverage)} of the model's parameters are loaded; min_coverage "
-                f"asks for {100 * least:.6g}%"
+                f"{_percent(report.coverage)} of the model's parameters are loaded; "
+                f"{100 * least:.6g}% is the least that is to be"
             )
             yield Problem("coverage", text)
 
-    def refusal(self, report: MatchReport) -> MatchError | None:
+    def refusal(self, report: MatchReport, again: Again | None = None) -> MatchError | None:
         """The error to raise; None: it is accepted.
 
-        Its text is the three most useful lines, its hint the argument or command that helps most.
+        Its text is the three most useful lines, its remedy what helps most.
         """
-        problems, asked = self._judged(report)
+        judgement = self.judged(report, again)
+        problems = judgement.problems
         if not problems:
             return None
         lines = [_heading(report), *(problem.text for problem in problems[:2])]
@@ -159,7 +207,7 @@ class Allowance:
         return MatchError(
             "\n".join(lines),
             file=report.file or None,
-            hint=_hint(report, problems, asked) if not moved else _renumbering(problems),
+            hint=judgement.remedy or None,
             report=report,
         )
 
@@ -206,115 +254,75 @@ def _fits_nowhere(report: MatchReport) -> bool:
     return report.parameters > 0 and not report.loaded
 
 
-def _ambiguous(
-    unclear: Sequence[Ambiguity], missing: Sized, unexpected: Sized
-) -> Iterator[Problem]:
-    """What a rule decides, and what is left over on the larger side then."""
+def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
     if not unclear:
         return
     first, others = unclear[0], len(unclear) - 1
     more = f", and {counted(others, 'other question')}" if others else ""
-    text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
-    yield Problem("ambiguous", text, ruling(unclear, missing, unexpected))
+    text = f"not guessed: {folded(first.names)} may be {folded(first.candidates)}{more}"
+    yield Problem("ambiguous", text, remedy)
 
 
-def _mismatched(mismatched: Sequence[Mismatch], besides: str) -> Iterator[Problem]:
+def _mismatched(mismatched: Sequence[Mismatch], besides: tuple[Argument, ...]) -> Iterator[Problem]:
     if mismatched:
-        shown = _labels((one.name, (one.shape, one.wanted)) for one in mismatched)
+        shown = labels((one.name, (one.shape, one.wanted)) for one in mismatched)
         texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
         text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
-        yield Problem("mismatched", text, _argument("allow_mismatched", mismatched) + besides)
+        allowed = allowing("allow_mismatched", mismatched)
+        yield Problem("mismatched", text, Remedy((allowed, *besides)))
 
 
 def _missing(missing: Sequence[str]) -> Iterator[Problem]:
     if missing:
-        text = f"{_are(missing)} missing in it: {_folded(missing)}"
-        yield Problem("missing", text, _argument("allow_missing", missing))
+        text = f"{_are(missing)} missing in it: {folded(missing)}"
+        yield Problem("missing", text, Remedy((allowing("allow_missing", missing),)))
 
 
 def _unexpected(unexpected: Sequence[str]) -> Iterator[Problem]:
     if unexpected:
-        text = f"{_are(unexpected)} not in the model: {_folded(unexpected)}"
-        yield Problem("unexpected", text, _argument("allow_unexpected", unexpected))
+        text = f"{_are(unexpected)} not in the model: {folded(unexpected)}"
+        yield Problem("unexpected", text, Remedy((allowing("allow_unexpected", unexpected),)))
 
 
 def _untied(report: MatchReport) -> Iterator[Problem]:
     """What lets the first name of each group have its way is told with the first of them."""
+    if not report.untied:
+        return
     own = {wanted: own for one in report.renamed for own, wanted in one.names}
     extra = [own.get(name, name) for names in report.untied for name in names[1:]]
-    rules = (f"^{re.escape(name)}$=>unused.{number}" for number, name in enumerate(extra))
-    remedy = f"rules=[{', '.join(map(text_of, rules))}], {_argument('allow_unexpected', extra)}"
+    rules = tuple(f"^{escaped(name)}$=>unused.{number}" for number, name in enumerate(extra))
+    remedy = Remedy((("rules", rules), allowing("allow_unexpected", extra)))
     for names in report.untied:
-        text = f"{_folded(names)} are one tensor in the model, and differ in the file"
+        text = f"{folded(names)} are one tensor in the model, and differ in the file"
         yield Problem("untied", text, remedy)
-        remedy = ""
+        remedy = _NONE
 
 
 def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
     if lossy:
-        shown = _labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
+        shown = labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
         texts = [
             f"{name} {before} -> {after}{f' ({loss})' if loss else ''}"
             for name, (before, after, loss) in shown
         ]
         text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
-        yield Problem("lossy-cast", text, _argument("allow_lossy_cast", lossy))
+        yield Problem("lossy-cast", text, Remedy((allowing("allow_lossy_cast", lossy),)))
 
 
 def _optimizer(report: MatchReport) -> Iterator[Problem]:
     found = report.optimizer
     for number, text in enumerate(found.problems if found is not None else ()):
-        yield Problem("optimizer", text, found.remedy if found and not number else "")
+        yield Problem("optimizer", text, Remedy(note=found.remedy if found and not number else ""))
 
 
 def _are(many: Sized) -> str:
     return "1 tensor is" if len(many) == 1 else f"{len(many):,} tensors are"
 
 
-def _folded(names: Sequence[str], most: int = 4) -> str:
-    labels = [label for label, _ in _labels((name, None) for name in names)]
-    if len(names) <= _MOST_FOLDED:
-        return listed(labels, most)
-    shown, known = labels[:most], f"the first {_MOST_FOLDED:,} of {len(names):,} are "
-    return known + listed(shown, most) + ", ..." * (len(labels) > most)
-
-
-def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Names of repeated layers as one, with what they have in common; many are not looked at."""
-    some = list(islice(rows, _MOST_FOLDED))
-    return [(one.label, some[one.numbers[0]][1]) for one in families(some)]
-
-
-def _argument(name: str, some: Sequence[str | Mismatch | Cast]) -> str:
-    """The argument that allows just these: by names, by what they begin with, or any."""
-    names = [one if isinstance(one, str) else one.name for one in some]
-    if len(names) <= _MOST_NAMED and not any(set("*?[") & set(one) for one in names):
-        return f"{name}={[printable(one) for one in names]!r}"
-    front = _common_front(min(names), max(names))
-    return f"{name}={front + '*'!r}" if front and not set("*?[") & set(front) else f"{name}=True"
-
-
-def _common_front(first: str, last: str) -> str:
-    """The components, each with its dot, with which both names begin."""
-    end = 0
-    while (dot := first.find(".", end) + 1) and first[:dot] == last[:dot]:
-        end = dot
-    return first[:end]
-
-
 def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
     """The lists that may be counted otherwise, where that is why names are left."""
     asked = {problem.kind for problem in problems}
     return listed(report.moved, 2) if report.moved and asked & {"missing", "unexpected"} else ""
-
-
-def _renumbering(problems: Sequence[Problem]) -> str:
-    """What helps where layers have other numbers: no rule for just one of them."""
-    allowed = [one.remedy for one in problems if one.kind in ("missing", "unexpected")]
-    return (
-        "give the layers of the file their new numbers first, all of the list; "
-        f"{', '.join(allowed)} where equal numbers are the same layers"
-    )
 
 
 def _heading(report: MatchReport) -> str:
@@ -338,23 +346,26 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
 
 
-def _hint(report: MatchReport, problems: Sequence[Problem], asked: bool) -> str | None:
+def _of(problems: Iterable[Problem], *kinds: str) -> Remedy:
+    return together(one.remedy for one in problems if one.kind in kinds)
+
+
+def _helping(report: MatchReport, problems: Sequence[Problem], asked: bool) -> Remedy:
     """What helps: a rule where it is likely, else all that would have to be allowed."""
     kinds = {problem.kind: problem for problem in reversed(problems)}
     question, share = kinds.get("ambiguous"), kinds.get("coverage")
     if question is not None and asked:
-        return question.remedy
+        return together((question.remedy, _of(problems, "untied", "lossy-cast", "optimizer")))
     if share is not None and share.remedy:
         return share.remedy
     if is_of_another(report) and "unexpected" in kinds:
-        return _OTHER
+        return OTHER
     remedies = [one.remedy for one in problems if one.remedy and one.kind != "ambiguous"]
     if len(remedies) > _MOST_REMEDIES:
-        return None
-    allowed = ", ".join(remedies)
+        return _NONE
+    allowed = together(remedies)
     if question is not None:
-        rules = question.remedy.partition("]")[0] + "]"
-        return f"{allowed}; or {rules} where that is the same layer"
+        return replace(allowed, instead=(deciding(question.remedy),))
     if {"missing", "unexpected"} <= kinds.keys():
-        return f"{allowed}; or rules=['REGEX=>REPL'] where only names differ"
-    return allowed or None
+        return replace(allowed, instead=(RENAMES,))
+    return allowed

@@ -15,6 +15,7 @@ from ckptool.matching.report import MatchReport
 from ckptool.matching.slots import Slots, slots_of
 from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.paths import counted, listed, printable
+from ckptool.remedies import Remedy
 from ckptool.statedict import (
     MODEL_KINDS,
     Section,
@@ -214,7 +215,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: the first that does not.
     """
-    refusals = [allowance.refusal(naming.report) for naming in namings]
+    refusals = [allowance.refusal(naming.report, naming.match.again) for naming in namings]
     refused = next((refusal for refusal in refusals if refusal is not None), None)
     if refused is None:
         return
@@ -228,7 +229,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     raise MatchError(
         refused.message,
         file=refused.file,
-        hint=f"--key {printable(fitting[0])} takes the state dict alone that fits",
+        hint=Remedy((("key", fitting[0]),), " takes the state dict alone that fits"),
         report=refused.report,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +53,10 @@ class Match:
     """Of those, what the modules' own loading takes: as they call it, to the name in the file."""
     untried: str = ""
     """The class whose own loading may take more, which could not be tried; empty: none."""
+    again: Callable[[Sequence[str]], MatchReport] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """The report by names alone, with more rules after the user's; without any, as it was."""
 
 
 def matched(
@@ -76,6 +80,13 @@ def matched(
         UsageError: the user's rules leave nothing of a name.
     """
     rules = list(rules)
+
+    def again(texts: Sequence[str]) -> MatchReport:
+        if not texts:
+            return report
+        every = [*rules, *map(regex_rule, texts)]
+        return matched(have, want, rules=every, metadata=metadata, closed=closed, file=file).report
+
     ruled, idle = ruled_names(have, rules, file)
     way = chosen_way({ruled[own]: have[own] for own in have} if ruled else have, want)
     own = {new: own for own, new in ruled.items()}
@@ -107,7 +118,8 @@ def matched(
     pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
     placed = matching.placed()
     names = {**placed, **{own: name for name, own in direct.items()}}
-    return Match(pairs, rewritten(have, names, found, rules), report, placed)
+    renamed = rewritten(have, names, found, rules)
+    return Match(pairs, renamed, report, placed, again=again)
 
 
 @dataclass(eq=False)

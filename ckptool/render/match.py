@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
@@ -10,10 +9,12 @@ from itertools import chain, groupby, islice
 from ckptool.inspection.values import shape_text
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
+from ckptool.remedies import Argument, Remedy
 from ckptool.render.diff_rows import folded, share
+from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import clean, count, plural, runnable, shorten, wrapped
+from ckptool.render.text import clean, count, plural, shorten, wrapped
 
 __all__ = ["match_lines", "match_text", "note_lines"]
 
@@ -254,29 +255,29 @@ def _meaning(status: str, report: MatchReport, options: bool) -> str:
         return f"{why}, and none is guessed; {_deciding(report, options)} decides it"
     if status == "CAST" and not any(cast.lossy for cast in report.cast):
         return "becomes the model's type as it is loaded"
-    template = _MEANINGS.get(status, "")
-    return template.format(*(_argument(word, options) for word in _ALLOWED.get(status, ())))
+    text = _MEANINGS.get(status, "")
+    return text.format(_argument(_ALLOWED[status], options)) if status in _ALLOWED else text
 
 
 def _deciding(report: MatchReport, options: bool) -> str:
     rules = (rule for one in report.ambiguous for rule in one.rules)
-    rule = next(rules, _PATTERN)
-    return f"--map {runnable(shlex.quote(rule))}" if options else f"rules=[{clean(repr(rule))}]"
+    return _argument(("rules", (next(rules, _PATTERN),)), options)
 
 
-def _argument(word: str, options: bool) -> str:
-    return f"--allow-{word}" if options else f"allow_{word.replace('-', '_')}=True"
+def _argument(argument: Argument, options: bool) -> str:
+    remedy = Remedy((argument,))
+    return clean(as_options(remedy) if options else str(remedy))
 
 
 _WHOLE = {
     False: "some rows are only counted; the fields of the report have all names",
     True: "some rows are only counted; --no-fold has one for each name",
 }
-_ALLOWED = {
-    "MISSING": ("missing",),
-    "UNEXPECTED": ("unexpected",),
-    "MISMATCH": ("mismatched",),
-    "CAST": ("lossy-cast",),
+_ALLOWED: dict[str, Argument] = {
+    "MISSING": ("allow_missing", True),
+    "UNEXPECTED": ("allow_unexpected", True),
+    "MISMATCH": ("allow_mismatched", True),
+    "CAST": ("allow_lossy_cast", True),
 }
 _MEANINGS = {
     "MISSING": "the model has it and the file has not; {} leaves it as the model has it",

@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckptool.cli.allowing import as_options
-
 NET = """
 from torch import nn
 
@@ -257,18 +255,41 @@ def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, verb, own, 
     assert "unexpected happened" not in done.err
 
 
-def test_what_helps_is_told_in_options():
-    said = "rules=[r'^q\\.=>k.', 'a=>b'], allow_unexpected='unused', allow_missing=['a', \"it's\"]"
-    assert as_options(said) == (
-        "--map '^q\\.=>k.' --map 'a=>b' --allow-unexpected=unused --allow-missing=a "
-        "--allow-missing='it'\"'\"'s'"
+def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_path):
+    file, reference = tmp_path / "f.pth", tmp_path / "r.pth"
+    own = ["rules='^a=>b', allow_missing=True; key='x'", "it's $HOME", "--json", "\x1b#0m"]
+    torch.save({**dict.fromkeys(own[:3], torch.ones(2)), "b": torch.ones(3)}, file)
+    torch.save({own[3]: torch.ones(4), "b": torch.ones(3)}, reference)
+    done = ckptool("match", file, "--like", reference, "--json")
+    given = [f"--allow-unexpected={name}" for name in own[:3]]
+    assert done.document["remedy"]["options"] == [f"--allow-missing={own[3]}", *given]
+    done = ckptool("match", file, "--like", reference, *done.document["remedy"]["options"])
+    assert done.code == 0
+    done = ckptool("match", file, "--like", reference)
+    (hint,) = [line for line in done.out.splitlines() if line.startswith("hint: ")]
+    told = shlex.split(hint.removeprefix("hint: ").partition("; or --map")[0])
+    assert told[1:] == given
+    assert "--allow-missing=$'\\x1b#0m'" in hint
+
+
+def test_what_is_advised_is_enough(ckptool, tmp_path):
+    two, one = ({f"{name}.{n}.w": torch.ones(3, 3) for n in range(4) for name in names}
+                for names in (["encoder_q", "encoder_k"], ["encoder"]))  # fmt: skip
+    torch.save(two, tmp_path / "f.pth")
+    torch.save({**one, "fc": torch.ones(7)}, tmp_path / "r.pth")
+    words = [tmp_path / "f.pth", "--like", tmp_path / "r.pth"]
+    done = ckptool("match", *words)
+    *_, hint = done.out.splitlines()
+    assert hint == (
+        "hint: --map '^encoder_q\\.=>encoder.' --allow-missing --allow-unexpected "
+        "(passes over encoder_k.{0..3}.w; leaves fc as the model has it); "
+        "or --map '^encoder_k\\.=>encoder.' instead"
     )
-    assert as_options("key=NAME takes it, rules=['R', \"S\"] does", rule="--rename") == (
-        "--key NAME takes it, --rename R --rename S does"
-    )
-    assert as_options("allow_lossy_cast=True; min_coverage is") == (
-        "--allow-lossy-cast; --min-coverage is"
-    )
+    remedy = ckptool("match", *words, "--json").document["remedy"]
+    assert f"hint: {remedy['text']}" == hint
+    assert ckptool("match", *words, *remedy["options"]).code == 0
+    done = ckptool("convert", words[0], tmp_path / "out.pth", *words[1:])
+    assert "hint: --rename '^encoder_q\\.=>encoder.' --allow-missing" in done.err
 
 
 @pytest.mark.parametrize(
@@ -294,6 +315,7 @@ def test_the_document_has_the_report_and_what_became_of_it(ckptool, folder):
     document = done.document
     assert (done.code, document["fits"], document["accepted"]) == (0, False, True)
     assert document["problems"] == []
+    assert document["remedy"] is None
 
 
 def test_a_table_alone_has_a_row_for_each_tensor(ckptool, folder):

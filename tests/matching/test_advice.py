@@ -2,8 +2,10 @@
 
 import pytest
 
-from ckptool.matching import Ambiguity, MatchReport
-from ckptool.matching.advice import is_of_another, may_be_asked, ruling
+from ckptool.errors import NameCollision
+from ckptool.matching import Ambiguity, MatchReport, Mismatch
+from ckptool.matching.advice import allowing, is_of_another, may_be_asked, ruling, tried
+from ckptool.remedies import Remedy
 
 WHOLE = Ambiguity(("s.a.w", "s.b.w"), ("a.w", "b.w"), (r"^s\.=>",))
 LONE = Ambiguity(("proj.w", "proj.b"), ("pool.w", "pool.b"), (r"^proj\.=>pool.",))
@@ -50,9 +52,90 @@ def test_not_where_it_would_leave_most_as_it_was():
     assert not may_be_asked(report(0, missing=9, unexpected=9), [WHOLE])
 
 
+def left_over(**left):
+    """What has to be allowed once a rule is given, which is nothing for others."""
+    return lambda rules: left.get("".join(rules).strip("^=>"))
+
+
 def test_rules_that_rule_each_other_out_are_all_told():
-    unclear = Ambiguity(("s.a", "t.a"), ("a",), (r"^s\.=>", r"^t\.=>"))
-    assert ruling([unclear], ["a"], ["s.a", "t.a"]) == (
-        r"rules=[r'^s\.=>'], allow_unexpected=True; or rules=[r'^t\.=>'] instead"
+    unclear = Ambiguity(("s.a", "t.a"), ("a",), ("^s=>", "^t=>", "^u=>"))
+    rest = Remedy((("allow_unexpected", True),), " (passes over it)")
+    other = Remedy((("allow_missing", True),))
+    assert str(ruling([unclear], left_over(s=rest, t=rest, u=other))) == (
+        "rules=['^s=>'], allow_unexpected=True (passes over it); or rules=['^t=>'] instead; "
+        "or rules=['^u=>'], allow_missing=True"
     )
-    assert ruling([WHOLE, LONE], [], []) == r"rules=[r'^s\.=>']"
+
+
+def test_rules_that_do_no_good_are_not_told():
+    unclear = Ambiguity(("s.a", "t.a"), ("a",), ("^s=>", "^t=>"))
+    assert str(ruling([unclear], left_over(t=Remedy()))) == "rules=['^t=>']"
+    assert not ruling([unclear], left_over())
+    assert not ruling([Ambiguity(("a",), ("b",))], lambda rules: Remedy())
+
+
+def test_of_questions_those_that_more_than_a_lone_module_speaks_for_are_answered():
+    assert str(ruling([LONE, WHOLE], lambda rules: Remedy())) == r"rules=[r'^s\.=>']"
+    assert dict(ruling([WHOLE, WHOLE], lambda rules: Remedy()).arguments) == {
+        "rules": (r"^s\.=>", r"^s\.=>")
+    }
+
+
+def after(missing, unexpected, mismatched=()):
+    """What is found again, whatever the rules are."""
+    known = {"missing_keys": ["a", "b"], "unexpected_keys": ["x", "y"]}
+    found = MatchReport(missing_keys=missing, unexpected_keys=unexpected, mismatched=mismatched)
+    return lambda rules: found if rules else MatchReport(**known)
+
+
+def test_a_rule_that_is_tried_tells_what_is_left():
+    report = MatchReport(missing_keys=["a", "b", "own"], unexpected_keys=["x", "y"])
+    found = tried(report, ["r=>"], after(["b"], ["y"]))
+    assert (found.missing_keys, found.unexpected_keys) == (["b", "own"], ["y"])
+    wrong = Mismatch("a", "x", (1,), (2,))
+    found = tried(report, ["r=>"], after(["b"], ["y"], (wrong,)))
+    assert found.mismatched == (wrong,)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        after(["a", "b"], ["x", "y"]),
+        after(["b", "met before"], ["y"]),
+        after(["b"], ["y", "taken before"]),
+    ],
+)
+def test_a_rule_that_meets_nothing_or_loses_something_does_no_good(again):
+    report = MatchReport(missing_keys=["a", "b"], unexpected_keys=["x", "y"])
+    assert tried(report, ["r=>"], again) is None
+
+
+def test_rules_that_go_not_together_do_no_good():
+    def collide(rules):
+        if rules:
+            raise NameCollision("two of one name")
+        return MatchReport()
+
+    assert tried(MatchReport(), ["a=>b"], collide) is None
+    assert tried(MatchReport(), ["no rule"], None) is None
+
+
+def test_where_nothing_else_is_known_a_rule_is_tried_on_the_names_alone():
+    report = MatchReport(missing_keys=["b.w", "c.w"], unexpected_keys=["a.w", "d.w"])
+    found = tried(report, ["^a=>x", "^x=>b"], None)
+    assert (found.missing_keys, found.unexpected_keys) == (["c.w"], ["d.w"])
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (["a", "b"], ("a", "b")),
+        (["l.0.w", "l.1.w", "l.2.w", "l.3.w"], "l.*"),
+        (["a", "b", "c", "d"], True),
+        (["a[0]"], True),
+        (["l.a[0]", "l.b"], "l.*"),
+        (["l[0].a", "l[0].b"], True),
+    ],
+)
+def test_what_is_allowed_is_no_more_than_has_to_be(names, given):
+    assert allowing("allow_missing", names) == ("allow_missing", given)

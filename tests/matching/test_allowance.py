@@ -14,6 +14,7 @@ from ckptool.matching import (
     OptimizerReport,
     Renaming,
 )
+from ckptool.transforms import regex_rule
 
 LAYERS = [f"layers.{number}.weight" for number in range(8)]
 
@@ -70,7 +71,7 @@ def test_only_lossy_casts_are_refused():
     found = report(cast=(exact, lossy))
     (problem,) = Allowance(strict=False).problems(found)
     assert problem.text == ("1 tensor is changed by a cast: b float32 -> float16 (2 of 4 overflow)")
-    assert problem.remedy == "allow_lossy_cast=['b']"
+    assert problem.remedy.arguments == (("allow_lossy_cast", ("b",)),)
     assert kinds(Allowance(lossy_cast=True), found) == []
     assert kinds(Allowance(), report(cast=(exact,))) == []
 
@@ -80,15 +81,15 @@ def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
     allowance = Allowance(strict=False, mismatched=True, lossy_cast=True)
     (problem,) = allowance.problems(found)
     assert "embed.weight, head.weight are one tensor in the model" in problem.text
-    assert problem.remedy == (
+    assert str(problem.remedy) == (
         r"rules=[r'^head\.weight$=>unused.0'], allow_unexpected=['head.weight']"
     )
     several = report(
         untied=(("a", "b"), ("c", "d")), renamed=(Renaming("prefix", "", (("m.d", "d"),)),)
     )
     first, second = allowance.problems(several)
-    assert first.remedy.startswith(r"rules=['^b$=>unused.0', r'^m\.d$=>unused.1']")
-    assert second.remedy == ""
+    assert dict(first.remedy.arguments)["rules"] == ("^b$=>unused.0", r"^m\.d$=>unused.1")
+    assert not second.remedy
 
 
 def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for():
@@ -108,7 +109,9 @@ def test_a_share_that_is_too_small_is_refused():
     found = report(missing_keys=["a"])
     (problem,) = Allowance(strict=False, min_coverage=0.99).problems(found)
     assert problem.kind == "coverage"
-    assert problem.text == "98.0% of the model's parameters are loaded; min_coverage asks for 99%"
+    assert problem.text == (
+        "98.0% of the model's parameters are loaded; 99% is the least that is to be"
+    )
     assert kinds(Allowance(strict=False, min_coverage=0.98), found) == []
 
 
@@ -124,8 +127,9 @@ def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
     first, *_ = Allowance().problems(found)
     assert first.kind == "ambiguous"
     assert first.text == "not guessed: s.a.w, s.b.w, t.a.w may be a.w, b.w"
-    assert first.remedy == r"rules=[r'^s\.=>'], allow_unexpected=True"
-    assert Allowance().refusal(found).hint == first.remedy
+    assert str(first.remedy) == r"rules=[r'^s\.=>'], allow_unexpected=True (passes over t.a.w)"
+    assert Allowance().refusal(found).remedy == first.remedy
+    assert Allowance().refusal(found).hint == str(first.remedy)
     assert kinds(Allowance(strict=False), found) == []
     assert kinds(Allowance(unexpected=True), found) == ["ambiguous", "missing"]
 
@@ -161,7 +165,7 @@ def test_where_a_model_is_of_another_size_its_shapes_are_told():
     found = report(mismatched=wrong, fitting=0, names=8, loaded=0)
     (first,) = Allowance().problems(found)
     assert first.text == "8 tensors are of another shape: layers.{0..7}.weight [3] for [2]"
-    assert first.remedy == "allow_mismatched='layers.*', min_coverage=0"
+    assert str(first.remedy) == "allow_mismatched='layers.*', min_coverage=0"
     (second,) = Allowance(mismatched=True).problems(found)
     assert second.text == "nothing is left to load: what the two have in common is of another shape"
     assert Allowance(mismatched=True, min_coverage=0).problems(found) == ()
@@ -206,7 +210,7 @@ def test_what_the_optimizer_refuses():
 def test_what_helps_against_the_optimizers_first_problem_is_in_the_hint():
     optimizer = OptimizerReport("names", 0, 2, ("one", "two"), remedy="optimizer_key='a'")
     found = report(missing_keys=["b"], optimizer=optimizer)
-    assert [one.remedy for one in Allowance(strict=False).problems(found)] == [
+    assert [str(one.remedy) for one in Allowance(strict=False).problems(found)] == [
         "optimizer_key='a'", "",
     ]  # fmt: skip
     assert Allowance().refusal(found).hint == "allow_missing=['b'], optimizer_key='a'"
@@ -244,6 +248,28 @@ def test_what_the_hint_says_helps():
     found = report(missing_keys=LAYERS, unexpected_keys=["b[0]"])
     assert Allowance(missing="layers.*", unexpected=True).problems(found) == ()
     assert "allow_unexpected=True" in Allowance().refusal(found).hint
+
+
+def test_names_that_look_like_arguments_are_only_names():
+    name = "x', rules='a=>b\", allow_mismatched=True"
+    error = Allowance().refusal(report(missing_keys=[name], unexpected_keys=["min_coverage"]))
+    assert error.remedy.arguments == (
+        ("allow_missing", (name,)),
+        ("allow_unexpected", ("min_coverage",)),
+    )
+    assert eval(f"dict({error.hint.partition(';')[0]})")["allow_missing"] == [name]
+
+
+def test_a_name_that_no_one_could_read_is_not_given_to_an_argument():
+    long = "x" * 5000
+    error = Allowance().refusal(report(missing_keys=[f"a.{long}"], unexpected_keys=[f"{long}.b"]))
+    assert error.remedy.arguments == (("allow_missing", "a.*"), ("allow_unexpected", True))
+
+
+def test_an_arrow_in_a_name_does_not_end_the_rule_about_it():
+    (problem,) = Allowance().problems(report(untied=(("a", "b=>c"),)))
+    (rule,) = dict(problem.remedy.arguments)["rules"]
+    assert regex_rule(rule).apply("b=>c") == "unused.0"
 
 
 def test_a_coverage_is_never_rounded_up_to_all():

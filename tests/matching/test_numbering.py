@@ -24,7 +24,10 @@ def test_a_list_that_is_counted_from_another_number_is_told_with_both_ranges(fro
     )
     error = Allowance().refusal(found)
     assert str(error).endswith(found.moved[0])
+    assert "all of the list; or allow_missing=['layers.0.a.w', " in error.hint
+    assert error.hint.endswith(" where equal numbers are the same layers")
     assert "rules=" not in error.hint
+    assert error.remedy.arguments == ()
 
 
 def test_numbers_with_gaps_are_listed():

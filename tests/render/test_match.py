@@ -131,7 +131,7 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert row.startswith("l.{0..7}.q ")
     assert row.endswith("could be l.{0..7}.a, l.{0..7}.b")
     assert "UNEXPECTED" not in text
-    assert r"rules=['\\.q$=>.a'] decides it" in text
+    assert r"rules=[r'\.q$=>.a'] decides it" in text
     assert r"--map '\.q$=>.a' decides it" in "\n".join(lines(found, options=True))
 
 

@@ -152,13 +152,13 @@ def load_into(
 
 def _accept(match: Match, allowance: Allowance) -> None:
     """Raise what speaks against loading, if anything does."""
-    refusal = allowance.refusal(match.report)
+    refusal = allowance.refusal(match.report, match.again)
     if refusal is None:
         return
     why = why_unmade(match.report)
     refusal.message += f"\n{why}" if why else ""
     if match.untried:
-        refusal.hint = _by_torch(match.untried)
+        refusal.advise(_by_torch(match.untried))
     raise refusal
 
 

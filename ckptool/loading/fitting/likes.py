@@ -49,9 +49,8 @@ def target_like(like: Any, *, key: Any = None) -> Target:
             with stated(like, key=key) as state:
                 return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
         except AmbiguousName as error:
-            error.hint = error.hint and error.hint.replace(
-                "choose one: key=", "choose one: like_key="
-            )
+            if error.remedy is not None:
+                error.advise(error.remedy.with_names({"key": "like_key"}))
             raise
     if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
         return Target(_REFERENCE, _of_names(like))

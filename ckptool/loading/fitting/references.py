@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound
+from ckptool.errors import NotFound
 from ckptool.loading.fitting.likes import target_like
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.load import opened
@@ -45,11 +45,9 @@ def _of_file(like: str | os.PathLike[str] | Checkpoint, key: Any) -> Target:
         try:
             section = model_state_dict(checkpoint, key)
         except NotFound as error:
-            several = isinstance(error, AmbiguousName) and key is None
-            hint = (error.hint or "").replace("key=", "like_key=") if several else error.hint
-            raise type(error)(
-                f"the reference: {error.message}", file=error.file, hint=hint
-            ) from error
+            told = f"the reference: {error.message}"
+            remedy = error.remedy and error.remedy.with_names({"key": "like_key"})
+            raise type(error)(told, file=error.file, hint=remedy or error.hint) from error
         held = getattr(section.node, "metadata", None)
         metadata = held if isinstance(held, dict) else None
         return Target(checkpoint.path, slots_of(section), metadata=metadata)

@@ -1,0 +1,89 @@
+"""What helps, as data: arguments of the library, of which every text about them is made.
+
+A text for people is never read again: names of a file stand in it, and may look like anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["Argument", "Given", "Remedy", "literal", "together"]
+
+Given = bool | float | str | tuple[str, ...]
+"""What an argument is given: True, a number, a text or several."""
+Argument = tuple[str, Given]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to give a function of the library, and what is said of that; as text it is Python."""
+
+    arguments: tuple[Argument, ...] = ()
+    """To be given together."""
+    note: str = ""
+    """What is said behind them, space and all."""
+    lead: str = ""
+    """What is said before them."""
+    instead: tuple[Remedy, ...] = ()
+    """Other ways, each in place of `arguments`."""
+
+    def __bool__(self) -> bool:
+        """Whether it says anything."""
+        return bool(self.arguments or self.note or self.lead or self.instead)
+
+    def __str__(self) -> str:
+        """`rules=['a=>b'], allow_missing=True; or key='ema'`."""
+        return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
+
+    def told(self, spelled: Callable[[str, Given], str], between: str) -> str:
+        """The text, its arguments as they are spelled, with something between any two."""
+        given = between.join(spelled(name, value) for name, value in self.arguments)
+        others = (other.told(spelled, between) for other in self.instead)
+        return self.lead + "; or ".join(filter(None, (given + self.note, *others)))
+
+    def with_names(self, names: Mapping[str, str]) -> Remedy:
+        """The same for a function that calls some arguments otherwise."""
+        return replace(
+            self,
+            arguments=tuple((names.get(name, name), given) for name, given in self.arguments),
+            instead=tuple(other.with_names(names) for other in self.instead),
+        )
+
+
+def together(remedies: Iterable[Remedy]) -> Remedy:
+    """All of them at once: what several give one argument becomes a list."""
+    given: dict[str, Given] = {}
+    note, lead = "", ""
+    instead: list[Remedy] = []
+    for remedy in remedies:
+        for name, value in remedy.arguments:
+            given[name] = _both(given[name], value) if name in given else value
+        apart = ", " if not remedy.arguments and remedy.note and (given or note) else ""
+        note += apart + remedy.note
+        lead += remedy.lead
+        instead += remedy.instead
+    return Remedy(tuple(given.items()), note, lead, tuple(instead))
+
+
+def _both(one: Given, other: Given) -> Given:
+    if isinstance(one, (str, tuple)) and isinstance(other, (str, tuple)):
+        every = (value for given in (one, other) for value in _texts(given))
+        return tuple(dict.fromkeys(every))
+    return one if isinstance(one, bool) else other
+
+
+def _texts(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else given
+
+
+def _value(given: Given) -> str:
+    if isinstance(given, tuple):
+        return f"[{', '.join(map(literal, given))}]"
+    return literal(given) if isinstance(given, str) else repr(given)
+
+
+def literal(text: str) -> str:
+    """A text as Python has it, backslashes as they are where that can be."""
+    plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
+    return f"r'{text}'" if plain else repr(text)

@@ -1,0 +1,51 @@
+"""What helps, as options of the command line."""
+
+import shlex
+
+import pytest
+
+from ckptool.remedies import Remedy
+from ckptool.render.remedies import as_options, option_words
+from tests.test_remedies import ODD
+
+
+def test_each_text_has_an_option():
+    remedy = Remedy(
+        (
+            ("rules", (r"^q\.=>k.", "a=>b")),
+            ("allow_unexpected", "unused"),
+            ("allow_missing", ("a", "it's")),
+            ("allow_lossy_cast", True),
+            ("min_coverage", 0),
+        )
+    )
+    assert as_options(remedy) == (
+        r"--map '^q\.=>k.' --map 'a=>b' --allow-unexpected=unused --allow-missing=a "
+        "--allow-missing='it'\"'\"'s' --allow-lossy-cast --min-coverage=0"
+    )
+    assert option_words(remedy, rule="--rename")[:4] == [
+        "--rename", r"^q\.=>k.", "--rename", "a=>b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [text for text in ODD if text.isprintable()])
+@pytest.mark.parametrize("name", ["rules", "allow_missing", "key"])
+def test_a_shell_gives_back_the_words(name, text):
+    remedy = Remedy(((name, (text, "--json", "a=b")),))
+    assert shlex.split(as_options(remedy)) == option_words(remedy)
+
+
+def test_what_does_not_print_is_as_a_shell_takes_it():
+    remedy = Remedy((("allow_missing", ("a\x1b[0m",)),))
+    assert as_options(remedy) == r"--allow-missing=$'a\x1b[0m'"
+    assert option_words(remedy) == ["--allow-missing=a\x1b[0m"]
+
+
+def test_what_looks_like_an_option_is_given_to_one():
+    assert option_words(Remedy((("key", "--json"),))) == ["--key=--json"]
+
+
+def test_words_are_words_whatever_they_look_like():
+    said = "allow_missing=True, rules=['a=>b']; min_coverage is"
+    remedy = Remedy((("key", "a"),), f" {said}", f"{said}: ", (Remedy(note=said),))
+    assert as_options(remedy) == f"{said}: --key a {said}; or {said}"

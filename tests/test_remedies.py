@@ -1,0 +1,76 @@
+"""What helps, as data and as the arguments of a call."""
+
+import pickle
+
+import pytest
+
+from ckptool.errors import AmbiguousName, CheckpointError, MatchError
+from ckptool.remedies import Remedy, literal, together
+
+ODD = ["plain", "it's", 'a "b"', "back\\slash", "ends\\", "\x1b[31m", "x'], rules=['y", "\\d'", ""]
+
+
+def called(text):
+    """What a call would be given."""
+    return eval(f"dict({text})")
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_text_is_as_python_has_it(text):
+    assert eval(literal(text)) == text
+    assert literal(text).isprintable()
+
+
+def test_a_pattern_keeps_its_backslashes():
+    assert literal(r"^a\.=>b.") == r"r'^a\.=>b.'"
+
+
+def test_the_text_is_the_arguments_of_a_call():
+    remedy = Remedy(
+        (("rules", tuple(ODD)), ("allow_missing", True), ("key", "a'b"), ("min_coverage", 0))
+    )
+    assert called(str(remedy)) == {
+        "rules": ODD, "allow_missing": True, "key": "a'b", "min_coverage": 0,
+    }  # fmt: skip
+
+
+def test_what_is_said_stands_around_them():
+    other = Remedy((("key", "b"),), " instead")
+    remedy = Remedy((("key", "a"),), " is it", "choose one: ", (other, Remedy(note="ask")))
+    assert str(remedy) == "choose one: key='a' is it; or key='b' instead; or ask"
+    assert str(Remedy(lead="is it? ", instead=(other,))) == "is it? key='b' instead"
+    assert str(Remedy()) == ""
+
+
+def test_what_says_nothing_is_none():
+    assert not Remedy()
+    assert all([Remedy((("a", True),)), Remedy(note="b"), Remedy(instead=(Remedy(note="c"),))])
+
+
+def test_a_function_may_call_an_argument_otherwise():
+    remedy = Remedy((("key", "key"),), instead=(Remedy((("key", "b"),)),))
+    assert str(remedy.with_names({"key": "like_key"})) == "like_key='key'; or like_key='b'"
+
+
+def test_several_are_given_at_once():
+    one = Remedy((("rules", ("a=>b",)), ("allow_missing", "x.*")), " (so)")
+    two = Remedy((("rules", ("c=>d",)), ("allow_missing", ("y", "x.*")), ("min_coverage", 0)))
+    assert together([one, two, Remedy(note="ask")]) == Remedy(
+        (("rules", ("a=>b", "c=>d")), ("allow_missing", ("x.*", "y")), ("min_coverage", 0)),
+        " (so), ask",
+    )
+    assert together([Remedy((("allow_missing", True),)), two]).arguments[0][1] is True
+    assert together([two, Remedy((("allow_missing", True),))]).arguments[1][1] is True
+    assert together([]) == Remedy()
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, AmbiguousName, MatchError])
+def test_an_error_has_them_as_data_and_as_text(kind):
+    remedy = Remedy((("key", "a"),), lead="choose one: ")
+    error = pickle.loads(pickle.dumps(kind("no", file="f", hint=remedy)))
+    assert (error.hint, error.remedy) == ("choose one: key='a'", remedy)
+    error.advise("ask")
+    assert (error.hint, error.remedy) == ("ask", None)
+    error = pickle.loads(pickle.dumps(error))
+    assert (error.hint, error.remedy) == ("ask", None)
+    assert kind("no").hint is None
