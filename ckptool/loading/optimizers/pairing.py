@@ -7,7 +7,7 @@ order get each other's moments without a word.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -19,7 +19,7 @@ from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
 from ckptool.patterns import families
 
-__all__ = ["Pairing", "Wanted", "by_names", "by_position", "by_shapes"]
+__all__ = ["Pairing", "Wanted", "by_names", "by_position", "by_shapes", "by_some_names"]
 
 _VOUCH = (
     'optimizer_order="position" where the optimizer was built over its parameters in the order of '
@@ -91,14 +91,59 @@ def by_position(saved: Saved, wanted: Wanted) -> Pairing:
     return Pairing("position", groups, kept, tuple(_other_shapes(kept, wanted)))
 
 
-def by_shapes(saved: Saved, wanted: Wanted, owners: Owners) -> Pairing:
-    """Each state goes to the only parameter that it can be of, of all that the models have."""
+def by_some_names(
+    saved: Saved, named: Mapping[int, str], reading: Reading, wanted: Wanted, owners: Owners
+) -> Pairing:
+    """What has a name, by its place in the file, goes where that leads; the rest by shapes.
+
+    A parameter is in one group alone, so that what names lead to is no candidate for the rest.
+    """
+    if problem := _other_counts(saved, wanted):
+        return Pairing("names", problems=(problem,))
+    difference = _disputed(reading)
+    pairs: dict[int, Kept] = {}
+    for at, number in zip(named, reading.found, strict=True):
+        one = saved.parameters[at]
+        if number is None or number in pairs:
+            difference = difference or f"{printable(named[at])} is in the file only"
+        else:
+            pairs[number] = one
+            here = wanted.places[number].group
+            if here != one.group and not difference:
+                difference = (
+                    f"{printable(named[at])} is in group {one.group} of the file, and in group "
+                    f"{here} of the optimizer"
+                )
+    if difference:
+        return Pairing("names", problems=(_misfit(saved, wanted, difference),))
+    rest = by_shapes(saved, wanted, owners.without(pairs), without=frozenset(pairs.values()))
+    bare = [number for number, group in enumerate(saved.options) if "param_names" not in group]
+    note = f"group {listed(map(str, bare))} of the file has no names: shapes tell whose state it is"
+    kept = {number: one for number, one in pairs.items() if one.state is not None}
+    wrong = tuple(_other_shapes(kept, wanted))
+    return Pairing(
+        "names",
+        rest.groups,
+        dict(sorted({**kept, **rest.kept}.items())),
+        (*wrong, *rest.problems),
+        (note,),
+        "" if wrong else rest.remedy,
+    )
+
+
+def by_shapes(
+    saved: Saved, wanted: Wanted, owners: Owners, *, without: Collection[Kept] = ()
+) -> Pairing:
+    """Each state goes to the only parameter that it can be of, of all that the models have.
+
+    Those `without` which it is to be done have theirs.
+    """
     if problem := _other_counts(saved, wanted):
         return Pairing("shapes", problems=(problem,))
     pairs: dict[int, Kept] = {}
     open_states: list[Kept] = []
     problems: list[str] = []
-    states = [one for one in saved.parameters if one.state is not None]
+    states = [one for one in saved.parameters if one.state is not None and one not in without]
     counts = Counter(one.likely_shape for one in states)
     lost: list[str] = []
     groups = wanted.numbers()

@@ -21,8 +21,9 @@ from ckptool.loading.optimizers.pairing import (
     by_names,
     by_position,
     by_shapes,
+    by_some_names,
 )
-from ckptool.loading.optimizers.saved import Names, Saved
+from ckptool.loading.optimizers.saved import Kept, Names, Saved
 from ckptool.loading.optimizers.shapes import Owners, owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, holds_inert, unmade
 from ckptool.loading.optimizers.undo import layers, remembered
@@ -153,10 +154,15 @@ def _paired(
 ) -> Pairing:
     """By names where they lead somewhere, else by position or shapes."""
 
-    def read(names: Names) -> Reading:
-        return read_names(names, saved.parameters, wanted.places, match)
+    def read(names: Names, kept: Sequence[Kept] = saved.parameters) -> Reading:
+        return read_names(names, kept, wanted.places, match)
 
     own = saved.names()
+    if own is None and (some := saved.some_names()):
+        reading = read(tuple(some.values()), [saved.parameters[at] for at in some])
+        if order is None:
+            return by_some_names(saved, some, reading, wanted, owners)
+        return _contradicted(some, reading) or by_position(saved, wanted)
     lists = [own] if own else saved.names_beside()
     readings = {reading: names for names in lists if _leads_anywhere(reading := read(names)) or own}
     best = [reading for reading in readings if reading.is_whole] or list(readings)
@@ -164,13 +170,17 @@ def _paired(
         return by_names(saved, readings[best[0]], best[0], wanted)
     if order is None:
         return by_shapes(saved, wanted, owners)
-    for reading in best:
-        for at, number in enumerate(reading.found):
-            if number not in (None, at):
-                name = printable(readings[reading][at])
-                text = f"the file's names contradict the order: {name} is parameter {at:,} there"
-                return Pairing("position", problems=(f"{text}, and {number:,} here",))
-    return by_position(saved, wanted)
+    told = (_contradicted(dict(enumerate(readings[reading])), reading) for reading in best)
+    return next(filter(None, told), None) or by_position(saved, wanted)
+
+
+def _contradicted(names: Mapping[int, str], reading: Reading) -> Pairing | None:
+    """That names, by their places in the file, are not in the order that was vouched for."""
+    for (at, name), number in zip(names.items(), reading.found, strict=True):
+        if number not in (None, at):
+            text = f"the file's names contradict the order: {printable(name)} is parameter {at:,}"
+            return Pairing("position", problems=(f"{text} there, and {number:,} here",))
+    return None
 
 
 def _leads_anywhere(reading: Reading) -> bool:

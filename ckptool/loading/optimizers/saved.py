@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -109,6 +109,22 @@ class Saved:
         """The names that the groups keep: in `param_names`, or where others keep numbers."""
         held = [group.get("param_names") for group in self.options]
         return self._in_order(held) or _distinct([one.key for one in self.parameters])
+
+    def some_names(self) -> dict[int, str]:
+        """By the places of parameters their names, of those groups that have them.
+
+        Nothing where any group keeps something else, or a name is there twice.
+        """
+        held = [group.get("param_names") for group in self.options]
+        ends = list(accumulate(len(group) for group in self.groups))
+        named: dict[int, str] = {}
+        for names, group, end in zip(held, self.groups, ends, strict=True):
+            if names is None:
+                continue
+            if not isinstance(names, (list, tuple)) or len(names) != len(group):
+                return {}
+            named.update(zip(range(end - len(group), end), names, strict=True))
+        return named if _distinct(list(named.values())) else {}
 
     @property
     def misnamed(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptool.loading.optimizers.names import Place, leads_of
 from ckptool.matching import Match, Slot
@@ -31,6 +32,17 @@ class Owners:
             return {lead: name for held in self._all() for lead, name in held.items()}
         lazy = self.outside.get(None, {})
         return {**self.leads.get(shape, {}), **self.outside.get(shape, {}), **lazy}
+
+    def without(self, taken: Collection[Lead]) -> Owners:
+        """The same but for parameters whose state is known."""
+
+        def rest(held: Mapping[Any, dict[Lead, str]]) -> dict[Any, dict[Lead, str]]:
+            return {
+                shape: {lead: name for lead, name in named.items() if lead not in taken}
+                for shape, named in held.items()
+            }
+
+        return Owners(rest(self.leads), rest(self.outside))
 
     def _all(self) -> list[dict[Lead, str]]:
         return [*self.leads.values(), *self.outside.values()]

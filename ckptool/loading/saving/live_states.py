@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import UsageError, warn
+from ckptool.errors import NameCollision, UsageError, warn
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.paths import counted
 from ckptool.wrappers import Rename, strip_names
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["LiveStates", "is_optimizer"]
 
 _CONTAINERS = (list, tuple, set, frozenset)
+
+_Names = list[list[str] | None]
+"""For each group of an optimizer the names of its parameters."""
 
 
 class LiveStates:
@@ -111,7 +114,7 @@ class LiveStates:
         """What its `state_dict()` gives, with `param_names` in its groups.
 
         The names are those of the first module that has all of its parameters; else those that the
-        optimizer itself was given, wrappers off.
+        optimizer itself was given, wrappers off; else, group by group, what there is of either.
         """
         owner = self._owner(optimizer)
         if owner is not None and any(_shards(owner)):
@@ -124,25 +127,49 @@ class LiveStates:
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
-        names = _own_names(groups) if owner is None else _names_in(optimizer, groups, owner)
+        if owner is not None:
+            names = _names_in(optimizer, groups, owner)
+        else:
+            names = _own_names(groups)
+            if None in names:
+                names = self._some_names(optimizer, groups, names)
         return {**state, "param_groups": _named(groups, names)}
 
     def _owner(self, optimizer: Any) -> torch.nn.Module | None:
-        """The module whose parameters it trains; a warning where there are some, and none has."""
+        """The module whose parameters it trains."""
         wanted = {id(parameter) for parameter in _parameters(optimizer)}
-        strange = []
-        for module in self._modules:
-            rest = wanted - set(map(id, module.parameters()))
-            if not rest:
-                return module
-            strange.append(len(rest))
-        if strange and wanted:
-            warn(
-                f"an optimizer is saved without the names of its parameters: {min(strange):,} of "
-                f"{counted(len(wanted), 'parameter')} are none of the model's; load_into has only "
-                "their shapes, or optimizer_order='position', to go by"
+        return next(
+            (one for one in self._modules if wanted.issubset(map(id, one.parameters()))), None
+        )
+
+    def _some_names(self, optimizer: Any, groups: list[dict[str, Any]], own: _Names) -> _Names:
+        """For groups that are of one module those of that, else their `own`; a warning of the rest.
+
+        The module is the one that has most of the parameters.
+        """
+        wanted = {id(parameter) for parameter in _parameters(optimizer)}
+        strange = [len(wanted - set(map(id, module.parameters()))) for module in self._modules]
+        if not strange or not wanted:
+            return own
+        fewest = min(strange)
+        names = _names_in(optimizer, groups, self._modules[strange.index(fewest)])
+        taken = {name for group in names for name in group or ()}
+        for number, (found, mine) in enumerate(zip(names, own, strict=True)):
+            if found is None and mine is not None and taken.isdisjoint(mine):
+                names[number] = mine
+                taken.update(mine)
+        if None in names:
+            how = (
+                "the names of some of its parameters only"
+                if taken
+                else "no names of its parameters"
             )
-        return None
+            warn(
+                f"an optimizer is saved with {how}: {fewest:,} of "
+                f"{counted(len(wanted), 'parameter')} are none of the model's; load_into has only "
+                "shapes, or optimizer_order='position', to go by"
+            )
+        return names
 
     def _of_module(
         self, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
@@ -270,9 +297,7 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _names_in(
-    optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module
-) -> list[list[str]] | None:
+def _names_in(optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module) -> _Names:
     """The model's names of the parameters of each group; None where `groups` are other ones."""
     bare = bare_names(model)
     known: dict[int, str] = {}
@@ -280,21 +305,34 @@ def _names_in(
         known.setdefault(id(parameter), bare(name))
     live = [group["params"] for group in optimizer.param_groups]
     if [len(params) for params in live] != [len(group["params"]) for group in groups]:
+        return [None] * len(groups)
+    every = ([known.get(id(parameter)) for parameter in params] for params in live)
+    return [_texts(names) for names in every]
+
+
+def _own_names(groups: list[dict[str, Any]]) -> _Names:
+    """The names that the optimizer was made with, wrappers off."""
+    names = [_texts(group.get("param_names")) for group in groups]
+    names = [
+        own if own and len(own) == len(group["params"]) else None
+        for own, group in zip(names, groups, strict=True)
+    ]
+    try:
+        renamed = strip_names(dict.fromkeys(name for own in names for name in own or ())).renamed
+    except NameCollision:
+        renamed = {}
+    return [own and [renamed.get(name, name) for name in own] for own in names]
+
+
+def _texts(names: Any) -> list[str] | None:
+    """A list of names, if it is one."""
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         return None
-    return [[known[id(parameter)] for parameter in params] for params in live]
+    return list(names)
 
 
-def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
-    """The names that the optimizer was made with, wrappers off; None where it has none."""
-    names = [group.get("param_names") for group in groups]
-    given = [name for group in names for name in group or ()]
-    if None in names or not all(isinstance(name, str) for name in given):
-        return None
-    renamed = strip_names(dict.fromkeys(given)).renamed
-    return [[renamed.get(name, name) for name in group or ()] for group in names]
-
-
-def _named(groups: list[dict[str, Any]], names: list[list[str]] | None) -> list[dict[str, Any]]:
-    if names is None:
-        return groups
-    return [{**group, "param_names": own} for group, own in zip(groups, names, strict=True)]
+def _named(groups: list[dict[str, Any]], names: _Names) -> list[dict[str, Any]]:
+    return [
+        group if own is None else {**group, "param_names": own}
+        for group, own in zip(groups, names, strict=True)
+    ]

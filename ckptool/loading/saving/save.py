@@ -62,7 +62,8 @@ def save(
     Args:
         path: Where to. A name that ends in `.safetensors` makes such a file, of a model alone.
         model: A module, wrapped or not; or its state dict, whose wrapper names go.
-        optimizer: Its parameters are found in `model`, or in another module among the values.
+        optimizer: Its parameters are found in `model`, or in another module among the values. A
+            group that has some of no module is written without names, with a warning.
         overwrite: Replace a file that is there.
         values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
             `dtype`, and list, tuple, dict, OrderedDict, set and Counter of those; numpy scalars
