@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UnreadableFile, UsageError, warn
@@ -14,6 +15,7 @@ from ckptool.loading.filling.spreading import spread_like
 from ckptool.loading.filling.timing import Fills
 from ckptool.loading.filling.torch_loading import torch_load
 from ckptool.loading.filling.undoing import Snapshot, held_back
+from ckptool.loading.filling.unread import UnreadDict
 from ckptool.loading.filling.watching import Watch, watched
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.shards import without_hidden
@@ -134,7 +136,7 @@ class Installation:
             tensor = entries.get(name)
             if tensor is None or name in assigned:
                 continue
-            if self._watch.get(id(tensor), Watch.BEFORE) is Watch.BEFORE:
+            if self._watch.get(id(tensor), Watch.ALWAYS) is Watch.ALWAYS:
                 continue
             ref = self._state.ref(own)
             source = self._state.value(own) if ref is None else ref
@@ -174,14 +176,17 @@ class Installation:
             source.check_unchanged()
 
     def _given(self) -> OrderedDict[str, Any]:
-        """The state dict for torch. What is not its to fill is there itself: a copy onto itself."""
+        """The state dict for torch. What is not its to fill is there itself: a copy onto itself.
+
+        Where a hook is given the dict, it gets elements of the file if it looks at them.
+        """
         entries = self._target.entries
         assigned, made = frozenset(self._assigned), Assigned(cast=self._assign is None)
-        given: OrderedDict[str, Any] = OrderedDict()
+        given: OrderedDict[str, Any] = UnreadDict()
         for name, own in self._match.pairs.items():
             tensor = entries.get(name)
             if tensor is not None and tensor in self._fills:
-                given[name] = tensor
+                given[name] = self._fills.given(tensor, partial(self._state.value, own))
                 continue
             value = self._state.value(own)
             if tensor is not None:
@@ -194,7 +199,7 @@ class Installation:
         for name, own in self._match.beyond.items():
             value = self._state.value(own)
             given[name] = value.detach().clone() if self._is_own(value) else value
-        return given
+        return given if self._fills.are_seen else OrderedDict(given)
 
     def _made(self, made: Assigned, name: str, value: torch.Tensor) -> torch.Tensor:
         """What takes the place of a tensor.

@@ -60,9 +60,10 @@ def load_into(
     end the process or change its numbers. Names that are one tensor in the model stay one; those
     that only the file ties become two.
 
-    Modules with hooks, a loading of their own or an extra state are given real tensors, and a copy
-    of theirs is kept until all is done: around the whole model that is up to twice its size beside
-    it. With `assign=True` the tensors that are replaced live as long.
+    Beside the model nothing of its size is held, where no code of its own looks on. Of a module with
+    hooks, a loading of its own, or for its own tensors an extra state, a copy is kept until all is
+    done; what a hook takes out of the state dict, or a `load_state_dict` of the model's own is
+    given, is held as well. With `assign=True` the tensors that are replaced live as long.
 
     A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, each from its
     own `source`, or by none: a process that is refused stops the others, which say why.

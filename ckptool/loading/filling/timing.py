@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.filling.reading import Fill, fill
+from ckptool.loading.filling.reading import Fill, can_fill, fill
 from ckptool.loading.filling.undoing import Snapshot
-from ckptool.loading.filling.watching import Watch, has_extra_state
+from ckptool.loading.filling.unread import Unread, is_unread, raw
+from ckptool.loading.filling.watching import Watch, has_extra_state, looks
 
 if TYPE_CHECKING:
     import torch
@@ -16,16 +17,16 @@ __all__ = ["Fills"]
 
 
 class Fills:
-    """What of a model is filled without torch's doing. In the dict for torch each is itself."""
+    """What of a model is filled without torch's doing."""
 
     def __init__(self, fills: Iterable[Fill], watch: Mapping[int, Watch]) -> None:
         """Tell those that wait until all is done from those that a hook wants to see."""
         self._all = {id(one.tensor): one for one in fills}
-        seen = {key: watch[key] for key in self._all}
+        self._shapes = {key: one.tensor.shape for key, one in self._all.items()}
+        seen = self._seen = {key: watch[key] for key in self._all}
         self._late = {key: self._all[key] for key in seen if seen[key] <= Watch.ABOVE}
-        self._waiting = {key: one for key, one in self._all.items() if key not in self._late}
-        """Those of the others that torch has not come to."""
-        self._is_seen = any(seen.values())
+        self._waiting = {key: self._all[key] for key in seen if seen[key] is Watch.AFTER}
+        """What torch has not come to, of those that wait for it."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether it is filled here."""
@@ -41,30 +42,59 @@ class Fills:
         """How many bytes those are."""
         return sum(one.tensor.nbytes for one in self._late.values())
 
+    @property
+    def are_seen(self) -> bool:
+        """Whether somebody looks at any of them."""
+        return any(self._seen.values())
+
     def visitor(self, snapshot: Snapshot, value: Callable[[str], Any]) -> Visit | None:
         """What is to be done on torch's way through the model; None: nothing.
 
         `value` makes what the file has under a name.
         """
-        return Visit(self, snapshot, value) if self._is_seen else None
+        return Visit(self, snapshot, value) if self.are_seen else None
 
-    def fill_own(self, module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """Fill the tensors of a module that torch copies onto themselves next."""
-        found: dict[int, Fill] = {}
+    def given(self, tensor: torch.Tensor, read: Callable[[], Any]) -> torch.Tensor | Unread:
+        """What is in the dict for torch: the tensor itself, or what `read` makes if it is asked."""
+        return Unread(tensor, read) if self._seen[id(tensor)] is Watch.BEFORE else tensor
+
+    def own(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str
+    ) -> Iterator[tuple[str, Fill]]:
+        """The fills of a module whose values nobody has in hand, with their names."""
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                one = None if id(tensor) in self._late else self._all.get(id(tensor))
-                if one is not None and state.get(prefix + name) is tensor:
-                    found[id(tensor)] = one
-        fill(found.values())
-        for key in found:
+                one = self._all.get(id(tensor))
+                if tensor is None or one is None:
+                    continue
+                value = dict.get(state, prefix + name)  # as it is, unread
+                if self._seen[id(tensor)] is not Watch.BEFORE:
+                    is_left = value is tensor
+                else:
+                    is_left = is_unread(value, tensor) and looks(module) < Watch.BEFORE
+                if is_left:
+                    yield prefix + name, one
+
+    def is_as_planned(self, one: Fill) -> bool:
+        """Whether a tensor can be filled still: hooks may have put other data into it."""
+        tensor = one.tensor
+        return tensor.shape == self._shapes[id(tensor)] and can_fill(tensor, one.source)
+
+    def fill_now(self, fills: Iterable[Fill]) -> None:
+        """Fill those that do not wait for the end."""
+        now = {id(one.tensor): one for one in fills if id(one.tensor) not in self._late}
+        fill(now.values())
+        for key in now:
             self._waiting.pop(key, None)
 
-    def left_to_torch(self, tensor: Any) -> Fill | None:
-        """A fill that torch is to make in the place of this; None: it is none."""
+    def of(self, value: Any) -> Fill | None:
+        """The fill of what stands for itself in the dict for torch; None: it is none."""
+        return self._all.get(id(value))
+
+    def leave(self, one: Fill) -> None:
+        """Fill it no more: torch does."""
         for some in (self._late, self._waiting):
-            some.pop(id(tensor), None)
-        return self._all.get(id(tensor))
+            some.pop(id(one.tensor), None)
 
     def end(self) -> None:
         """What torch did not come to is filled with the rest."""
@@ -81,19 +111,31 @@ class Visit:
 
     def before(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Fill what its extra state and hooks will see."""
-        self._fills.fill_own(module, state, prefix)
+        own: list[Fill] = []
+        for name, one in self._fills.own(module, state, prefix):
+            if self._fills.is_as_planned(one):
+                own.append(one)
+                state[name] = one.tensor
+            else:
+                self._leave(one)
+                state[name] = self._value(one.name)
+        self._fills.fill_now(own)
         self._inside = _inside(module)
 
     def after(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Where an extra state has made what is inside anew, torch gets the real elements."""
         if self._inside == _inside(module):
             return
-        for name, value in state.items():
-            inside = "." in name[len(prefix) :]
-            one = self._fills.left_to_torch(value) if inside else None
+        for name, value in list(raw(state)):
+            one = self._fills.of(value) if "." in name[len(prefix) :] else None
             if one is not None:
-                self._snapshot.keep(one.tensor)
+                self._leave(one)
                 state[name] = self._value(one.name)
+
+    def _leave(self, one: Fill) -> None:
+        """Leave a tensor to torch, after all."""
+        self._snapshot.keep(one.tensor)
+        self._fills.leave(one)
 
 
 def _inside(module: torch.nn.Module) -> list[tuple[str, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptool.loading.filling.unread import UnreadDict, raw
 from ckptool.loading.filling.watching import overrides_loading
 
 if TYPE_CHECKING:
@@ -46,7 +48,10 @@ def torch_load(
         found = model.load_state_dict(state, strict=False)
         missing, unexpected = (getattr(found, f"{kind}_keys", ()) for kind in _KINDS)
         return list(missing), list(unexpected)
-    return _Walk(metadata or {}, visitor).load(model, OrderedDict(state))
+    walk = _Walk(metadata, visitor)
+    found = walk.load(model, state)
+    walk.settle()
+    return found
 
 
 _KINDS = ("missing", "unexpected")
@@ -55,10 +60,12 @@ _KINDS = ("missing", "unexpected")
 class _Walk:
     """`Module.load_state_dict`, each name looked at once for each module that it is in."""
 
-    def __init__(self, metadata: Mapping[str, Any], visitor: Visitor | None) -> None:
+    def __init__(self, metadata: Mapping[str, Any] | None, visitor: Visitor | None) -> None:
         from torch.nn.modules.module import _IncompatibleKeys
 
-        self._metadata, self._visitor = metadata, visitor
+        self._metadata, self._visitor = metadata or {}, visitor
+        self._has_metadata = metadata is not None
+        self._parts: list[weakref.ref[UnreadDict]] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._errors: list[str] = []
@@ -67,7 +74,10 @@ class _Walk:
     def load(
         self, model: torch.nn.Module, state: OrderedDict[str, Any]
     ) -> tuple[list[str], list[str]]:
-        self._module(model, state, "")
+        copied = type(state)(raw(state))
+        if self._has_metadata:
+            copied._metadata = self._metadata  # type: ignore[attr-defined]
+        self._module(model, copied, "")
         if self._errors:
             told = "\n\t".join(self._errors)
             raise RuntimeError(
@@ -90,12 +100,27 @@ class _Walk:
         if self._visitor is not None:
             self._visitor.after(module, state, prefix)
         inside: dict[str, dict[str, Any]] = {}
-        for name, value in state.items():
+        if isinstance(state, UnreadDict):
+            self._parts.append(weakref.ref(state))
+        for name, value in raw(state):
             if name.startswith(prefix):
                 inside.setdefault(name[len(prefix) :].partition(".")[0], {})[name] = value
         for name, child in module._modules.items():
             if child is not None:
-                self._module(child, inside.get(name, {}), f"{prefix}{name}.")
+                part = inside.get(name, {})
+                if isinstance(state, UnreadDict):
+                    part = UnreadDict(part)
+                self._module(child, part, f"{prefix}{name}.")
         for hook in module._load_state_dict_post_hooks.values():
             if hook(module, self._keys) is not None:
                 raise AssertionError("a hook after load_state_dict returned a value")
+
+    def settle(self) -> None:
+        """Read what is left in a dict that a hook keeps, while the file is open.
+
+        That of the walk itself must be gone.
+        """
+        for one in self._parts:
+            part = one()
+            if part is not None:
+                part.read()

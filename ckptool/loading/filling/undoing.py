@@ -39,13 +39,16 @@ class Snapshot:
         """Look at the model; of the tensors that are `copied` the elements are kept too."""
         self._modules = [_Attributes(module) for module in model.modules()]
         self._tensors = [_Held(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
+        self._by_id: dict[int, _Held] | None = None
         self._extra = [_Extra(module) for module in model.modules() if _has(module)]
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the elements of one after all, as they are now."""
-        for held in self._tensors:
-            if held.tensor is tensor and held.content is None:
-                held.keep()
+        if self._by_id is None:
+            self._by_id = {id(held.tensor): held for held in self._tensors}
+        found = self._by_id.get(id(tensor))
+        if found is not None and found.content is None:
+            found.keep()
 
     def restore(self) -> None:
         """Put everything back, the same objects as before. What is not copied is left alone.

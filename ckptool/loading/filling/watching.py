@@ -12,7 +12,7 @@ from ckptool.loading.fitting.own_loading import has_own_load
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Watch", "has_extra_state", "overrides_loading", "watched"]
+__all__ = ["Watch", "has_extra_state", "looks", "overrides_loading", "watched"]
 
 _HARMLESS = frozenset({"torch.distributed.algorithms._checkpoint.checkpoint_wrapper"})
 """Modules of torch whose hooks change names alone."""
@@ -28,7 +28,9 @@ class Watch(IntEnum):
     AFTER = 2
     """A hook that runs once it is filled, or the extra state of its own module."""
     BEFORE = 3
-    """What has the state dict in hand: a hook before torch's loading, or another loading."""
+    """What has the state dict in hand: a hook before torch's loading, or a module's own loading."""
+    ALWAYS = 4
+    """The whole model's own loading, or another way of torch's than to copy."""
 
 
 def watched(model: torch.nn.Module) -> Mapping[int, Watch]:
@@ -40,13 +42,13 @@ def watched(model: torch.nn.Module) -> Mapping[int, Watch]:
     found: dict[int, Watch] = {}
     done: set[tuple[int, Watch]] = set()
     everywhere = overrides_loading(model) or _swaps()
-    todo = [(model, Watch.BEFORE if everywhere else Watch.NONE)]
+    todo = [(model, Watch.ALWAYS if everywhere else Watch.NONE)]
     while todo:
         module, around = todo.pop()
         if (id(module), around) in done:
             continue
         done.add((id(module), around))
-        own = inside = max(around, _looks(module))
+        own = inside = max(around, looks(module))
         if has_extra_state(module):
             own, inside = max(own, Watch.AFTER), max(inside, Watch.ABOVE)
         for held in (module._parameters, module._buffers):
@@ -72,8 +74,8 @@ def overrides_loading(model: torch.nn.Module) -> bool:
     return has_own_load(model) or isinstance(model, torch.jit.ScriptModule)
 
 
-def _looks(module: torch.nn.Module) -> Watch:
-    """How loading this module is more than torch's copying of tensors, its extra state aside."""
+def looks(module: torch.nn.Module) -> Watch:
+    """Who looks at all of a module, its extra state aside."""
     import torch
 
     if (

@@ -1,12 +1,13 @@
 """Hooks and extra states see what torch shows them, and little is held beside the model for it."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import UnreadableFile
+from ckptool.errors import MatchError, UnreadableFile
 from ckptool.loading.filling import installing, timing, undoing
 from ckptool.loading.filling.load_into import load_into
 from ckptool.loading.fitting.states import State
@@ -170,6 +171,9 @@ def test_what_is_held_beside_a_model(tmp_path, monkeypatch):
     inside = Block(Block(leaf()), leaf())
     inside.c0.register_load_state_dict_post_hook(lambda *_: None)
     assert beside(inside) == bytes_of(inside.c0)
+    before = Block(Block(leaf()), leaf())
+    before._register_load_state_dict_pre_hook(lambda state, *_: state["c1.bias"].shape)
+    assert beside(before) == bytes_of(before) + 4 * SIZE + OWN - 8  # what is asked for, and its own
     averaged = torch.optim.swa_utils.AveragedModel(Block(Block(leaf()), leaf()))
     assert beside(averaged) == 0
 
@@ -228,6 +232,77 @@ def test_a_file_that_cannot_be_read_on_the_way(source, monkeypatch):
         load_into(model, source)
     untouched.check()
     assert filled[0]
+
+
+def renamed(state, prefix, *_):
+    state[prefix + "scale"], state[prefix + "offset"] = (
+        state.pop(prefix + "offset"),
+        state.pop(prefix + "scale"),
+    )
+
+
+def kept_as_it_is(state, prefix, *_, module):
+    state[prefix + "c0.weight"] = module.c0.weight
+
+
+def dropped(state, prefix, *_):
+    del state[prefix + "c1.bias"]
+
+
+def changed(state, prefix, *_):
+    state[prefix + "c0.bias"] *= 2
+
+
+@pytest.mark.parametrize("hook", [renamed, kept_as_it_is, dropped, changed])
+@pytest.mark.parametrize("at", ["", "c0"])
+def test_what_a_hook_does_to_the_state_dict_counts(source, hook, at):
+    model = Block(Block(leaf(), leaf()), leaf()) if at else Block(leaf(), leaf())
+    given = Block(Block(leaf(), leaf()), leaf()) if at else Block(leaf(), leaf())
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        holder = one.get_submodule(at)
+        if hook is kept_as_it_is:
+            hooked = functools.partial(hook, module=holder)
+            holder._register_load_state_dict_pre_hook(hooked)
+        else:
+            holder._register_load_state_dict_pre_hook(hook)
+    path = source if not isinstance(source, dict) else None
+    state = given.state_dict()
+    if path is not None:
+        torch.save(state, path)
+    missing = other.load_state_dict(copy.deepcopy(state), strict=False).missing_keys
+    if missing:
+        untouched = Untouched(model)
+        with pytest.raises(MatchError, match="missing once its hooks have run"):
+            load_into(model, state if path is None else path)
+        untouched.check()
+        return
+    load_into(model, copy.deepcopy(state) if path is None else path)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_dict_that_a_hook_keeps_is_read_while_the_file_is_open(source):
+    model, kept = nested(), []
+    model._register_load_state_dict_pre_hook(lambda state, *_: kept.append(state))
+    model.c0._register_load_state_dict_pre_hook(lambda state, *_: kept.append(state))
+    load_into(model, source)
+    wanted = source if isinstance(source, dict) else torch.load(source)
+    assert kept[0].keys() == wanted.keys()
+    assert torch.equal(kept[1]["c0.c0.c0.weight"], wanted["c0.c0.c0.weight"])
+    assert torch.equal(kept[0]["c1.weight"], wanted["c1.weight"])
+
+
+def test_an_extra_state_that_gives_what_is_inside_another_shape(source):
+    class Resizing(Extra):
+        def set_extra_state(self, state):
+            self.c1.c0.weight.data = torch.zeros(2, 2)
+
+    model = nested(Resizing)
+    untouched = Untouched(model)
+    with pytest.raises(MatchError, match=r"size mismatch for c0\.c1\.c0\.weight"):
+        load_into(model, source)
+    untouched.check()
 
 
 def test_a_module_in_two_places_is_filled_before_each(tmp_path):
