@@ -6,7 +6,7 @@ safetensors/src/tensor.rs (`Dtype`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "BY_NAME",
@@ -19,8 +19,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """One element type.
 
     `itemsize` is in bytes and counts what torch counts as one element: `float4_e2m1fn_x2`

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CorruptFile, UsageError
 from ckptool.files import ByteRange, InflatedSource
-from ckptool.files.strided import flip_signs, narrow, row_major, swap_bytes
 from ckptool.nodes import ByteString, DeviceValue, Global, Opaque, OrderedMap, Size
 
 if TYPE_CHECKING:
@@ -242,6 +241,9 @@ class TensorRef:
         """
         if self.dtype in PACKED:
             return self.data.blocks()
+        # Imported here: most that is done with a checkpoint asks for no elements.
+        from ckptool.files.strided import flip_signs, row_major, swap_bytes
+
         dtype = BY_NAME[self.dtype]
         blocks = row_major(
             self._stored(),
@@ -279,6 +281,8 @@ class TensorRef:
             raise UsageError(f"a {self.kind} tensor cannot be sliced")
         if self.dtype in PACKED:
             raise UsageError(f"a {self.dtype} tensor cannot be sliced: its elements share bytes")
+        from ckptool.files.strided import narrow  # as in `content`
+
         shape = tuple(size or 0 for size in self.shape)
         shape, stride, offset = narrow(shape, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())

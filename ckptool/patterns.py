@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 __all__ = ["Family", "families", "numbered", "ranges"]
 
@@ -19,8 +19,7 @@ _Box = tuple[tuple[int, ...], ...]
 """For each number of a pattern the values that it takes; every combination is a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """Names that differ only in numbers, in the order in which they came.
 
     `label` says exactly which: `layers.{0..1}.experts.{0..3,8}.w` is ten names. That of a single

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.paths import printable
@@ -46,8 +45,7 @@ COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
 Rename = Callable[[str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class StripResult:
+class StripResult(NamedTuple):
     """What taking wrapper components off some names comes to."""
 
     renamed: dict[str, str]
@@ -60,8 +58,7 @@ class StripResult:
     """The same done to the path of a module, as `_metadata` has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
+class _Level(NamedTuple):
     """One component taken off: at the front of every name, or the first that `pattern` finds."""
 
     pattern: re.Pattern[str]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -147,8 +146,7 @@ def _span(axes: Sequence[Axis]) -> int:
     return 1 + sum((axis.size - 1) * abs(axis.step) for axis in axes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
+class _Tiling(NamedTuple):
     """How to read a box: `run` at once, `rows` of them along `along` in a tile, `rest` in turn.
 
     `pitch` elements of the tile lie between rows; where that is the step of the file too

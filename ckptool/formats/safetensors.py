@@ -13,10 +13,8 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, UnreadableFile
 from ckptool.files import ByteRange
 from ckptool.formats.base import EditPlan, Probe, WritePlan
-from ckptool.formats.safetensors_edit import plan_edit
 from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
 from ckptool.formats.safetensors_metadata import FORMAT, restored
-from ckptool.formats.safetensors_writer import plan
 from ckptool.model import Storage, TensorRef
 from ckptool.paths import listed, printable
 
@@ -72,6 +70,8 @@ class Safetensors:
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
+        from ckptool.formats.safetensors_writer import plan  # a list needs no writer
+
         return plan(checkpoint)
 
     def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
@@ -80,6 +80,8 @@ class Safetensors:
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
+        from ckptool.formats.safetensors_edit import plan_edit  # nor one
+
         return plan_edit(checkpoint)
 
 

@@ -9,8 +9,7 @@ caffe2/serialize/inline_container.cc.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.errors import CorruptFile
@@ -107,8 +106,7 @@ class Storages:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(NamedTuple):
     """An archive's pickle as a tree, with what else its records say."""
 
     unpickled: Unpickled

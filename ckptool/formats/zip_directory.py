@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
@@ -48,8 +47,7 @@ REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
 _LONGEST_ENTRY = _ENTRY.size + 3 * 0xFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """What the end records state: `entries` of the directory in `length` bytes at `offset`."""
 
     entries: int

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Memory", "dtype_name", "memory_of", "shape_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """The place of a plainly strided tensor: equal for two that are the same elements.
 
     `storage` tells storages apart while they live.

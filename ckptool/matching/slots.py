@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.model import Shape, TensorRef
 from ckptool.statedict import Section, wrapped_names
@@ -14,8 +13,7 @@ from ckptool.transforms.places import tie_key
 __all__ = ["Slot", "Slots", "slots_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One entry of a state dict, or of what a model has."""
 
     shape: Shape | None = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 __all__ = ["Respelled", "has_old", "respellings", "spelled", "weight_norms"]
 
 
-@dataclass(frozen=True, slots=True)
-class Respelled:
+class Respelled(NamedTuple):
     """The end of a name as it is today."""
 
     old: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptool.matching.spelling import Respelled
 from ckptool.matching.ways import Way, without_front
@@ -14,8 +14,7 @@ Column = list[str]
 """One name each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stations:
+class Stations(NamedTuple):
     """What each name is called at each station; where none changes, it is the same list."""
 
     own: Column

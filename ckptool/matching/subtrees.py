@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptool.matching.slots import Slot
 
@@ -18,8 +18,7 @@ _MOST_TRIED = 8
 Fits = Callable[[Slot, Slot], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """A front of one side, below which names are those of the other side."""
 
     front: str

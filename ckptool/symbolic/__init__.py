@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
@@ -19,8 +18,7 @@ __all__ = ["Unpickled", "unpickle"]
 _WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Unpickled:
+class Unpickled(NamedTuple):
     """One object of a pickle, as data."""
 
     root: Any

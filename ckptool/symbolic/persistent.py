@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_NAME, BY_STORAGE
 from ckptool.errors import CorruptFile
@@ -15,8 +14,7 @@ _UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
 _MOST = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StoragePid:
+class StoragePid(NamedTuple):
     """What `("storage", class, key, location, numel[, view])` says. Valid: every part checked."""
 
     dtype: str

@@ -6,8 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.paths import printable
@@ -15,8 +14,7 @@ from ckptool.paths import printable
 __all__ = ["Rule", "prefix_rule", "read_map_file", "regex_rule", "rules_of", "table_rule"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """What one rule makes of a name."""
 
     text: str
@@ -103,7 +101,7 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
         UsageError: what is no rule, or a text in place of a list of them.
     """
     for given in (rules, prefixes):
-        if isinstance(given, str):
+        if isinstance(given, (str, Rule)):
             raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
     checked = [
         rule if isinstance(rule, Rule) else regex_rule(_text(rule, "rules are texts, REGEX=>REPL"))

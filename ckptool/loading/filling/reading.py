@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
@@ -36,8 +35,7 @@ _SENT = 1 << 22
 Job = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
+class Fill(NamedTuple):
     """A tensor of a model, and what it gets: elements of a file, or another tensor's."""
 
     name: str

@@ -8,12 +8,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.filling.spreading import is_spread
-from ckptool.loading.memory import Memory, memory_of
+from ckptool.loading.memory import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -109,23 +108,16 @@ def _holds(container: Any) -> list[Any]:
     return [id(item) for item in container]
 
 
-@dataclass(slots=True, init=False)
 class _Held:
     """A tensor, where its elements lie, and where wanted what they are."""
 
-    tensor: torch.Tensor
-    kind: type[Any]
-    data: torch.Tensor
-    memory: Memory | None
-    requires_grad: bool
-    is_leaf: bool
-    content: torch.Tensor | None
+    __slots__ = ("content", "data", "is_leaf", "kind", "memory", "requires_grad", "tensor")
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
         self.tensor, self.kind = tensor, type(tensor)
         self.data, self.memory = tensor.data, memory_of(tensor)
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
-        self.content = None
+        self.content: torch.Tensor | None = None
         if copied:
             self.keep()
 

@@ -7,7 +7,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
-from ckptool.loading.fitting.losses import Loss, lost
 from ckptool.loading.fitting.states import State
 from ckptool.tensors import materialise, torch_dtype
 from ckptool.tensors.sameness import same_by_checksum, same_content
@@ -15,6 +14,7 @@ from ckptool.tensors.sameness import same_by_checksum, same_content
 if TYPE_CHECKING:
     import torch
 
+    from ckptool.loading.fitting.losses import Loss
     from ckptool.model import TensorRef
 
 __all__ = ["bytes_of", "loss_of", "same_elements"]
@@ -33,6 +33,9 @@ def loss_of(state: State, name: str, dtype: str) -> Loss | None:
     Raises:
         CorruptFile, DeviceError: the elements cannot be read.
     """
+    # Imported here: few files have other types than the model.
+    from ckptool.loading.fitting.losses import Loss, lost
+
     blocks = _blocks(state, name)
     if blocks is None:
         return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.loading.fitting.shards import without_hidden
 
@@ -16,8 +15,7 @@ _KNOWN = ("torch.nn.", "torch.distributed.")
 """Where code of torch's is that changes no names but those that matching knows of."""
 
 
-@dataclass(frozen=True)
-class OwnLoading:
+class OwnLoading(NamedTuple):
     """Where in a model names of another kind than its own may be taken."""
 
     closed: frozenset[str]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptool.loading.fitting.contents import loss_of, same_elements
-from ckptool.loading.fitting.losses import Loss
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.overlaps import differing_overlaps
 from ckptool.loading.fitting.own_loading import own_loading
-from ckptool.loading.fitting.settling import settled
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.matching import Cast, Match, matched
 from ckptool.transforms.name_rules import Rule, rules_of
+
+if TYPE_CHECKING:
+    from ckptool.loading.fitting.losses import Loss
 
 __all__ = ["planned"]
 
@@ -49,7 +51,10 @@ def planned(
         model=target.label,
     )
     found = without_unmade(found, state, target, loading=own, assign=assign)
-    if own is not None:
+    if own is not None and own.paths:
+        # Imported here: few models load in a way of their own.
+        from ckptool.loading.fitting.settling import settled
+
         found = settled(found, own, state, target)
     untied = (
         *_untied(state, target, found.pairs),
