@@ -60,7 +60,7 @@ def load_into(
     end the process or change its numbers. Names that are one tensor in the model stay one; those
     that only the file ties become two.
 
-    Beside the model nothing of its size is held, where no code of its own looks on. Of a module with
+    Where no code of its own looks on, nothing of a model's size is held beside it. Of a module with
     hooks, a loading of its own, or for its own tensors an extra state, a copy is kept until all is
     done; what a hook takes out of the state dict, or a `load_state_dict` of the model's own is
     given, is held as well. With `assign=True` the tensors that are replaced live as long.
