@@ -3,8 +3,9 @@
 Makes an environment for each old torch under `build/compat` (some gigabytes, once), writes every
 fixture as torch-zip and as torch-legacy with wrappers stripped and devices moved to the CPU, edits
 a copy of it in place in the same way, loads the result there and holds it against the fixture's
-oracle. Prints a table; exit code 1 where anything differs. An interpreter is looked for as
-`python3.8` on the PATH and among pyenv's.
+oracle. Files of `ckptool.save` are loaded too, into models and optimizers that are built there, and
+hold what they held when they were saved. Prints a table; exit code 1 where anything differs. An
+interpreter is looked for as `python3.8` on the PATH and among pyenv's.
 
     python tests/compat/run.py [-v] [--torch 1.6.0 ...] [--only GLOB]
 """
@@ -30,6 +31,8 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+import saved  # noqa: E402
+
 import ckptool  # noqa: E402
 from ckptool.checkpoint import Checkpoint  # noqa: E402
 from ckptool.files.editing import apply_patch  # noqa: E402
@@ -40,6 +43,7 @@ from ckptool.model import TensorRef  # noqa: E402
 FIXTURES = ROOT / "fixtures"
 EDITED = "edited in place"
 FORMATS = ("torch-zip", "torch-legacy", EDITED)
+SAVED = "ckptool.save"
 PYTHONS = {"1.6.0": "3.8", "1.13.1": "3.9"}
 FIRST = {
     "lazy conjugation": (2, 0),
@@ -172,6 +176,17 @@ def differing(written: Written, found: dict[str, Any]) -> Iterator[str]:
             yield f"{path} is on {device}"
 
 
+def take_back(version: str, files: list[saved.Saved]) -> Outcome:
+    """What an old torch made of what `ckptool.save` wrote."""
+    found = told(environment(version), "take_back.py", {file.path: file.case for file in files})
+    outcome = Outcome()
+    for file in files:
+        differences = list(saved.differing(file, found[file.path]))
+        outcome.differ += [f"{file.case}: {differences[0]}"] if differences else []
+        outcome.agree += not differences
+    return outcome
+
+
 def environment(version: str) -> str:
     """The Python of an environment with that torch, made where there is none yet."""
     home = ROOT / "build" / "compat" / f"torch-{version}"
@@ -197,11 +212,11 @@ def interpreter(version: str) -> str:
     return found
 
 
-def read_back(python: str, files: list[Written]) -> dict[str, Any]:
-    """What the old torch reads from each file."""
+def told(python: str, script: str, files: dict[str, Any]) -> dict[str, Any]:
+    """What a script says of each file in the old torch."""
     run = subprocess.run(
-        [python, "-B", Path(__file__).with_name("read_back.py")],
-        input=json.dumps({written.path: written.names for written in files}),
+        [python, "-B", Path(__file__).with_name(script)],
+        input=json.dumps(files),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -214,7 +229,7 @@ def main() -> int:
     """Run all of it; 1 where anything differs."""
     parser = argparse.ArgumentParser(description="Whether old torch reads what ckptool writes.")
     parser.add_argument("--torch", action="append", choices=PYTHONS, help="only this version")
-    parser.add_argument("--only", default="*", help="only fixtures whose name matches this glob")
+    parser.add_argument("--only", default="*", help="only fixtures, or cases, of such a name")
     parser.add_argument("-v", "--verbose", action="store_true", help="say why files are left out")
     options = parser.parse_args()
     outcomes: dict[tuple[str, str], Outcome] = {}
@@ -222,15 +237,19 @@ def main() -> int:
     names = [str(path.relative_to(FIXTURES)).removesuffix(".oracle.json") for path in oracles]
     names = [name for name in names if fnmatch(name, options.only)]
     with tempfile.TemporaryDirectory() as folder:
-        for format in FORMATS:
+        for format in FORMATS if names else ():
             files = {name: write(name, format, Path(folder)) for name in names}
             refused = Counter(why for why in files.values() if isinstance(why, str))
             written = [file for file in files.values() if isinstance(file, Written)]
             for version in options.torch or PYTHONS:
                 outcome = outcomes[version, format] = Outcome(left_out=Counter(refused))
-                found = read_back(environment(version), written)
+                names_of = {file.path: file.names for file in written}
+                found = told(environment(version), "read_back.py", names_of)
                 for file in written:
                     hold(file, version, found[file.path], outcome)
+        taken = saved.save_all(Path(folder), options.only)
+        for version in (options.torch or PYTHONS) if taken else ():
+            outcomes[version, SAVED] = take_back(version, taken)
     return report(outcomes, verbose=options.verbose)
 
 
