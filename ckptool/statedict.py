@@ -152,7 +152,7 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
 def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
-    entries = [value for name, value in mapping.items() if not _is_extra_state(name)]
+    entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
@@ -173,8 +173,9 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, at_root: bool) -
     return at_root or any(tensor.shape for tensor in tensors)
 
 
-def _is_extra_state(name: Any) -> bool:
-    return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
+def is_extra_state(name: Any) -> bool:
+    """Whether an entry is what a module's `get_extra_state` gave, whatever that is."""
+    return isinstance(name, str) and (name == "_extra_state" or name.endswith("._extra_state"))
 
 
 def _holds_tensors(node: Any) -> bool:
@@ -197,7 +198,7 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
         if isinstance(name, str)
         and (
             isinstance(value, TensorRef)
-            or _is_extra_state(name)
+            or is_extra_state(name)
             or ("." in name and name.rpartition(".")[0] in modules)
         )
     ]

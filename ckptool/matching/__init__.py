@@ -10,9 +10,10 @@ from ckptool.matching.report import (
     OptimizerReport,
     Renaming,
 )
-from ckptool.matching.slots import Slot, Slots, slots_of
+from ckptool.matching.slots import EXTRA, Slot, Slots, slots_of
 
 __all__ = [
+    "EXTRA",
     "Allowance",
     "Allowed",
     "Ambiguity",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import Side, Swap
+from ckptool.matching.slots import Slot, fits
+from ckptool.matching.swaps import Names, Swap
 
 __all__ = ["Account", "Ledger", "OutOfBudget"]
 
@@ -59,8 +59,8 @@ class Ledger:
         self, have: Mapping[str, Slot], want: Mapping[str, Slot], pairs: Mapping[str, str]
     ) -> None:
         """`pairs`: wanted name to name in the file."""
-        self.have = Side(have)
-        self.want = Side(want)
+        self.have = Names(have)
+        self.want = Names(want)
         self.pairs = dict(pairs)
         self.met = {own: wanted for wanted, own in pairs.items()}
         """The same by the names of the file."""
@@ -82,8 +82,7 @@ class Ledger:
 
     def fits(self, own: str, wanted: str) -> bool:
         """Whether what the file has under a name can be loaded under the other."""
-        a, b = self.have.slots[own], self.want.slots[wanted]
-        return (a.kind == "extra") == (b.kind == "extra") and b.takes(a)
+        return fits(self.have.slots[own], self.want.slots[wanted])
 
     def proves(self, own: str, wanted: str) -> bool:
         """Whether the two shapes are known, so that their equality says something."""

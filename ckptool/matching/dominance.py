@@ -15,7 +15,7 @@ from enum import Enum
 
 from ckptool.matching.accounts import Ledger, Pair
 from ckptool.matching.counters import BATCHES
-from ckptool.matching.swaps import MOST_PARTS, Side, Swap, is_number
+from ckptool.matching.swaps import MOST_PARTS, Names, Swap, is_number
 from ckptool.model import Shape
 
 __all__ = ["Gate", "Verdict", "moves_numbers"]
@@ -179,7 +179,7 @@ class Gate:
 class _Classes:
     """The modules of one side, by what tensors they have."""
 
-    def __init__(self, ledger: Ledger, side: Side) -> None:
+    def __init__(self, ledger: Ledger, side: Names) -> None:
         self._ledger = ledger
         self._slots = side.slots
         self._names: dict[_Kind, list[str]] | None = None

@@ -15,11 +15,11 @@ from ckptool.matching.numbering import moved_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
-from ckptool.matching.slots import Slot
+from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, spelled
 from ckptool.matching.stations import Stations
 from ckptool.matching.unwrapping import is_average_counter
-from ckptool.matching.ways import Side, Way, chosen_way, fits
+from ckptool.matching.ways import Side, Way, chosen_way
 from ckptool.transforms.name_rules import Rule, regex_rule
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class _Matching:
 
     def _pair(self, name: str, own: str) -> None:
         wanted, found = self.want[name], self.have[own]
-        if fits(wanted, found):
+        if fits(found, wanted):
             self.pairs[name] = own
         elif found.shape is not None:
             self.wrong[name] = own

@@ -8,7 +8,7 @@ from itertools import islice
 
 from ckptool.errors import UsageError
 from ckptool.matching.numbering import ANY_NUMBER
-from ckptool.matching.swaps import MOST_PARTS, Head, Side, Swap
+from ckptool.matching.swaps import MOST_PARTS, Head, Names, Swap
 from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["rule_text", "segment_text", "swap_text"]
@@ -32,7 +32,7 @@ def _shown(head: Head) -> str:
     return "".join("*." if part is None else f"{part}." for part in head)
 
 
-def rule_text(swap: Swap, names: Mapping[str, str], have: Side) -> str:
+def rule_text(swap: Swap, names: Mapping[str, str], have: Names) -> str:
     """A rule that gives these names of a file, old to new, their new ones, and touches no other.
 
     Empty where none does it that could be read.
@@ -53,7 +53,7 @@ def rule_text(swap: Swap, names: Mapping[str, str], have: Side) -> str:
     return ""
 
 
-def segment_text(swap: Swap, names: Mapping[str, str], have: Side) -> str:
+def segment_text(swap: Swap, names: Mapping[str, str], have: Names) -> str:
     """The same for a rule that replaces components wherever they stand; empty if that errs."""
     lead, old, new = swap.parts
     if not (lead and old):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.model import Shape, TensorRef
-from ckptool.statedict import Section, wrapped_names
+from ckptool.statedict import Section, is_extra_state, wrapped_names
 from ckptool.transforms.places import tie_key
 
-__all__ = ["Slot", "Slots", "slots_of"]
+__all__ = ["EXTRA", "Slot", "Slots", "fits", "slots_of"]
 
 
 class Slot(NamedTuple):
@@ -21,7 +22,8 @@ class Slot(NamedTuple):
     dtype: str | None = None
     """Torch's name without `torch.`; None: not known, or no tensor."""
     kind: str = "tensor"
-    """`parameter`, `buffer`, `extra` (an entry that is no tensor), or `tensor`: not known which."""
+    """`parameter`, `buffer`, `extra` (an `_extra_state`, or an entry that is no tensor), or
+    `tensor`: not known which."""
     tie: Hashable = None
     """Equal for names that are one tensor; None: it is alone."""
 
@@ -30,45 +32,51 @@ class Slot(NamedTuple):
         """How many numbers it has, 1 where its shape is not known."""
         return 1 if self.shape is None else prod(size or 0 for size in self.shape)
 
-    def takes(self, other: Slot) -> bool:
-        """Whether torch copies what has the shape of `other` into this.
 
-        It takes [1] for a scalar, as torch 0.3 saved those (`Module._load_from_state_dict`).
-        """
-        if self.shape is None or other.shape is None:
-            return True
-        return other.shape == self.shape or (not self.shape and other.shape == (1,))
-
+EXTRA = Slot(kind="extra")
 
 Slots = dict[str, Slot]
 """By name, in the order of the state dict."""
 
 
+def fits(found: Slot, wanted: Slot) -> bool:
+    """Whether torch puts what is found where the other is wanted.
+
+    Into a tensor it copies one of its shape, and [1] into a scalar, as torch 0.3 saved those
+    (`Module._load_from_state_dict`). What is no tensor goes where none is wanted, or where nothing
+    is known of what is.
+    """
+    if wanted.shape is None or found.shape == wanted.shape:
+        return True
+    if found.shape is None:
+        return found.kind != "extra"
+    return not wanted.shape and found.shape == (1,)
+
+
 def slots_of(section: Section) -> Slots:
     """What a file's state dict, or pickled module, has, in its order.
 
-    What is under the name of a module and no tensor is `extra`; plain values that a training
-    script put beside the tensors are left out. Which tensor is a parameter is known where the file
-    keeps `Parameter`s, as a pickled module does.
+    What is under the name of a module and no tensor is `extra`, as is any `_extra_state`; plain
+    values that a training script put beside the tensors are left out. Which tensor is a parameter
+    is known where the file keeps `Parameter`s, as a pickled module does.
     """
     node = section.node
-    keys = {name: _tie(node[name]) for name in wrapped_names(node)}
-    counts: dict[Any, int] = {}
-    for key in keys.values():
-        counts[key] = counts.get(key, 0) + 1
+    names = wrapped_names(node)
+    tensors = {name: node[name] for name in names if _is_tensor(name, node[name])}
+    keys = {name: tie_key(tensor) or id(tensor) for name, tensor in tensors.items()}
+    counts = Counter(keys.values())
+    ties = {name: key for name, key in keys.items() if counts[key] > 1}
+    is_module = section.kind == "module"
     return {
-        name: _slot(node[name], key if counts[key] > 1 else None, section.kind == "module")
-        for name, key in keys.items()
+        name: _slot(tensors[name], ties.get(name), is_module) if name in tensors else EXTRA
+        for name in names
     }
 
 
-def _tie(value: Any) -> Hashable:
-    """Equal for names of one tensor; None for what is no tensor."""
-    return (tie_key(value) or id(value)) if isinstance(value, TensorRef) else None
+def _is_tensor(name: str, value: Any) -> bool:
+    return isinstance(value, TensorRef) and not is_extra_state(name)
 
 
-def _slot(value: Any, tie: Hashable, is_module: bool) -> Slot:
-    if not isinstance(value, TensorRef):
-        return Slot(kind="extra")
-    kind = "parameter" if value.is_parameter else "buffer" if is_module else "tensor"
-    return Slot(value.shape, value.dtype, kind, tie)
+def _slot(tensor: TensorRef, tie: Hashable, is_module: bool) -> Slot:
+    kind = "parameter" if tensor.is_parameter else "buffer" if is_module else "tensor"
+    return Slot(tensor.shape, tensor.dtype, kind, tie)

@@ -13,7 +13,7 @@ from ckptool.matching.slots import Slot
 __all__ = [
     "MOST_PARTS",
     "Head",
-    "Side",
+    "Names",
     "Swap",
     "is_number",
     "swap_between",
@@ -106,7 +106,7 @@ def _replaced(name: str, old: _Spelled, new: _Spelled) -> str:
     return head + name[found.end() :]
 
 
-class Side:
+class Names:
     """The names of one side: of a file, or of a model."""
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:

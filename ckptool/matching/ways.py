@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ckptool.matching.slots import Slot
+from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, has_old, respellings
 from ckptool.matching.subtrees import moved
 from ckptool.matching.unwrapping import Bare, bare_forms, common_front, is_average_counter
 
-__all__ = ["Side", "Way", "chosen_way", "fits", "without_front"]
+__all__ = ["Side", "Way", "chosen_way", "without_front"]
 
 _DEEPEST = 16
 """Components of a common front that are looked at."""
@@ -130,10 +130,9 @@ class Way:
             for name, full in names.items():
                 if (at := mine.get(name)) is not None:
                     slot, found = wanted[full], own[at]
-                    alike = slot.shape == found.shape and found.kind != "extra"
-                    met += alike or fits(slot, found)
+                    met += slot.shape == found.shape or fits(found, slot)
         return met + sum(
-            fits(wanted[names[name]], own[mine[new]])
+            fits(own[mine[new]], wanted[names[name]])
             for name, new in self.want.today.items()
             if name not in mine and new in mine
         )
@@ -152,13 +151,6 @@ def without_front(name: str, bare: str) -> str:
     while name[at:].partition(".")[0] != first:
         at = name.index(".", at) + 1
     return name[at:]
-
-
-def fits(wanted: Slot, found: Slot) -> bool:
-    """Whether what is found can be loaded into what is wanted."""
-    if found.kind == "extra" and wanted.kind != "extra" and wanted.shape is not None:
-        return False
-    return wanted.shape == found.shape or wanted.takes(found)
 
 
 def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
@@ -211,8 +203,8 @@ def _moved(best: Way) -> Way:
     have, want = best.have, best.want
     if have.front or want.front:
         return best
-    off = moved(have.bare, want.bare, lambda mine, wanted: fits(wanted, mine))
-    on = moved(want.bare, have.bare, fits)
+    off = moved(have.bare, want.bare, fits)
+    on = moved(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
     found = max(filter(None, (off, on)), key=lambda moved: moved.score, default=None)
     if found is None or found.score <= best.score:
         return best

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptool.matching.inference import inferred
-from ckptool.matching.slots import Slot
+from ckptool.matching.slots import Slot, fits
 from ckptool.transforms.name_rules import regex_rule
 
 
@@ -20,7 +20,7 @@ def slots(names, shape=(4, 4)):
 
 def equal(have, want):
     """Names that are equal, as they are met before anything is inferred."""
-    return {name: name for name in want if name in have and want[name].takes(have[name])}
+    return {name: name for name in want if name in have and fits(have[name], want[name])}
 
 
 def found(have, want):

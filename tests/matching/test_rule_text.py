@@ -4,12 +4,12 @@ import pytest
 
 from ckptool.matching.rule_text import rule_text, segment_text, swap_text
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import Side, swap_between
+from ckptool.matching.swaps import Names, swap_between
 from ckptool.transforms.name_rules import regex_rule
 
 
 def side(*names):
-    return Side(dict.fromkeys(names, Slot()))
+    return Names(dict.fromkeys(names, Slot()))
 
 
 def text(pairs, *others):

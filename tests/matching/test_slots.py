@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptool.matching import Slot, slots_of
+from ckptool.matching import EXTRA, Slot, slots_of
+from ckptool.matching.slots import fits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
 from ckptool.statedict import sections
 from tests.trees import module, scalar, storage, tensor
@@ -61,12 +62,28 @@ def test_a_pickled_module_tells_its_parameters_from_its_buffers():
     assert kinds == {"w": "parameter", "count": "buffer"}
 
 
+def test_an_extra_state_is_one_whatever_it_is():
+    root = OrderedMap({"fc.w": tensor(), "fc._extra_state": tensor(2), "_extra_state": tensor(3)})
+    assert only(root) == {
+        "fc.w": Slot((2,), "float32"),
+        "fc._extra_state": EXTRA,
+        "_extra_state": EXTRA,
+    }
+
+
 def test_a_scalar_takes_one_number_and_an_unknown_shape_anything():
-    assert Slot(()).takes(Slot((1,)))
-    assert not Slot((1,)).takes(Slot(()))
-    assert Slot(None).takes(Slot((2, 2)))
-    assert Slot((2,)).takes(Slot(None))
-    assert not Slot((2,)).takes(Slot((3,)))
+    assert fits(Slot((1,)), Slot(()))
+    assert not fits(Slot(()), Slot((1,)))
+    assert fits(Slot((2, 2)), Slot(None))
+    assert fits(Slot(None), Slot((2,)))
+    assert not fits(Slot((3,)), Slot((2,)))
+
+
+def test_what_is_no_tensor_fits_where_none_is_asked_for():
+    tensor, lazy = Slot((2,)), Slot(kind="parameter")
+    assert all(fits(found, EXTRA) for found in (tensor, lazy, EXTRA))
+    assert fits(EXTRA, lazy)
+    assert not fits(EXTRA, tensor)
 
 
 def test_elements_are_counted_and_one_where_they_are_not_known():

@@ -3,7 +3,7 @@
 import pytest
 
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import Side, Swap, swap_between
+from ckptool.matching.swaps import Names, Swap, swap_between
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_rule_that_gives_a_layer_another_number_is_told():
 
 
 def test_the_names_under_a_head_are_found():
-    side = Side(dict.fromkeys(["a.b.c", "a.b", "a.1.b", "a.2.b", "a-b.c", "ab.c", "a"], Slot()))
+    side = Names(dict.fromkeys(["a.b.c", "a.b", "a.1.b", "a.2.b", "a-b.c", "ab.c", "a"], Slot()))
     assert side.under(("a",)) == ["a.1.b", "a.2.b", "a.b", "a.b.c"]
     assert side.under(("a", None)) == ["a.1.b", "a.2.b"]
     assert len(side.under(())) == 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.matching import Slot
-from ckptool.matching.ways import Side, chosen_way, fits
+from ckptool.matching.ways import Side, chosen_way
 
 
 def slots(*names, shape=(2,)):
@@ -64,12 +64,3 @@ def test_what_was_in_front_of_every_name():
     )
     assert side.outer_front() == "module."
     assert Side(slots("module.a", "b"), {"module.a": "a"}).outer_front() == ""
-
-
-def test_what_is_no_tensor_fits_where_none_is_asked_for():
-    extra, tensor, lazy = Slot(kind="extra"), Slot((2,)), Slot(kind="parameter")
-    assert fits(extra, tensor)
-    assert fits(extra, extra)
-    assert fits(lazy, extra)
-    assert not fits(tensor, extra)
-    assert not fits(tensor, Slot((3,)))

@@ -18,7 +18,7 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient
-from ckptool.matching.slots import Slot
+from ckptool.matching.slots import Slot, fits
 from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, model_state_dict
@@ -217,7 +217,7 @@ def _shapes(comparison: Comparison) -> Iterator[Found]:
 
 def _takes(wanted: TensorRef, mine: TensorRef) -> bool:
     """Whether torch copies the one into the other."""
-    return Slot(wanted.shape).takes(Slot(mine.shape))
+    return fits(Slot(mine.shape), Slot(wanted.shape))
 
 
 def _size(tensor: TensorRef) -> str:

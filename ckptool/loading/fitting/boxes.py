@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.statedict import OF_THE_MODEL
+from ckptool.statedict import OF_THE_MODEL, is_extra_state
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,8 @@ class Boxes:
             return Size(node)
         if isinstance(node, tuple):
             return tuple(map(self._box, node))
-        if _is_array_of_numbers(node):
-            array = torch.from_numpy(node)
+        array = _tensor_over(node) if _is_array_of_numbers(node) else None
+        if array is not None:
             return self._standing_for(array, _stand_in(array))
         return self._standing_for(node, Held())
 
@@ -105,6 +106,9 @@ class Boxes:
                 boxes[id(value)], originals[id(made)] = made, value
                 alive.append(value)
                 box[key] = made
+            elif is_extra_state(key) and _is_array_of_numbers(value):
+                alive.append(value)  # the module's own, whatever it is
+                box[key] = self._standing_for(value, Held())
             else:
                 box[key] = self._box(value)
         metadata = (
@@ -130,6 +134,20 @@ def _stand_in(tensor: torch.Tensor) -> TensorRef:
 @cache
 def _tag(device: torch.device) -> str:
     return str(device)
+
+
+def _tensor_over(array: Any) -> torch.Tensor | None:
+    """A tensor of the numbers of an array; None where torch has no such type."""
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it may not be written to: nobody does
+            return torch.from_numpy(array)
+    except TypeError:
+        return None
+    except ValueError:  # it has strides or an order of bytes that torch does not know
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
 def _is_array_of_numbers(node: Any) -> bool:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, UsageError
+from ckptool.errors import NotFound, UsageError
 from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.models import Target, target_of
-from ckptool.loading.fitting.states import stated
-from ckptool.matching import Slot, Slots
+from ckptool.loading.fitting.states import Source, stated
+from ckptool.matching import EXTRA, Slot, Slots
+from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
 
 __all__ = ["target_like"]
@@ -27,14 +28,16 @@ def target_like(like: Any, *, key: Any = None) -> Target:
     """What `like` wants; `key` chooses the state dict where it holds several.
 
     A model on any device; a state dict, or a dict of name to shape; a file or an open checkpoint,
-    of which the header alone is read; names alone.
+    of which the header alone is read, without torch; names alone.
 
     Raises:
-        TorchMissing: torch is not installed.
+        TorchMissing: it is no file, and torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint.
         AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
         UsageError: it is none of these.
     """
+    if isinstance(like, (str, os.PathLike, Checkpoint)):
+        return _of_source(like, key)
     require_torch()
     import torch
 
@@ -44,17 +47,23 @@ def target_like(like: Any, *, key: Any = None) -> Target:
         return Target(_REFERENCE, _of_shapes(like))
     if isinstance(like, Mapping) and key is None and _is_flat(like):
         return Target(_REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
-    if isinstance(like, (str, os.PathLike, Checkpoint, Mapping)):
-        try:
-            with stated(like, key=key) as state:
-                return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
-        except AmbiguousName as error:
-            if error.remedy is not None:
-                error.advise(error.remedy.with_names({"key": "like_key"}))
-            raise
+    if isinstance(like, Mapping):
+        return _of_source(like, key)
     if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
         return Target(_REFERENCE, _of_names(like))
     raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+
+
+def _of_source(like: Source, key: Any) -> Target:
+    """What the one state dict in it has; where there is none or several, that is told of it."""
+    try:
+        with stated(like, key=key) as state:
+            return Target(state.file or _REFERENCE, state.slots, metadata=state.metadata)
+    except NotFound as error:
+        error.message = f"{_REFERENCE}: {error.message}"
+        if error.remedy is not None:
+            error.advise(error.remedy.with_names({"key": "like_key"}))
+        raise
 
 
 def _is_flat(like: Mapping[Any, Any]) -> bool:
@@ -81,6 +90,9 @@ def _of_shapes(shapes: Mapping[Any, Any]) -> Slots:
     for name, shape in shapes.items():
         if isinstance(shape, Slot):
             slots[name] = shape
+            continue
+        if is_extra_state(name):
+            slots[name] = EXTRA
             continue
         sizes = tuple(shape)
         slot = made.get(sizes)

@@ -7,14 +7,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.memory import dtype_name, memory_of, shape_of
-from ckptool.matching import Slot, Slots
+from ckptool.matching import EXTRA, Slot, Slots
+from ckptool.statedict import is_extra_state
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["live_slots", "live_tensors"]
-
-_EXTRA = Slot(kind="extra")
 
 
 def live_slots(
@@ -35,7 +34,7 @@ def live_slots(
     for name in values:
         tensor = tensors.get(name)
         if tensor is None:
-            slots[name] = _EXTRA
+            slots[name] = EXTRA
             continue
         # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
         is_plain = type(tensor) is torch.Tensor
@@ -58,8 +57,7 @@ def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-        and not (name.endswith("_extra_state") and name.rpartition(".")[2] == "_extra_state")
+        if isinstance(value, torch.Tensor) and not is_extra_state(name)
     }
 
 
