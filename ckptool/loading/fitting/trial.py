@@ -35,6 +35,8 @@ class Trial:
     mismatched: frozenset[str]
     filled: frozenset[str]
     """Names of the model whose elements were written, or whose tensor was replaced."""
+    origins: Mapping[str, str]
+    """Of those the ones that are an entry as it was given, each with its name."""
 
 
 def tried(
@@ -87,13 +89,16 @@ def _tried(
             raise ValueError("other shapes once some are left out")
     twin = twin_of(model)
     before = {name: _storage(tensor) for name, tensor in _entries(twin).items()}
-    with _writes() as written:
+    with _writes(given) as written:
         missing, unexpected = _load(twin, given, metadata)
-    places = {name: _storage(tensor) for name, tensor in _entries(twin).items()}
+    entries = _entries(twin)
+    places = {name: _storage(tensor) for name, tensor in entries.items()}
     filled = {
         name for name, at in places.items() if at in written.storages or at != before.get(name)
     }
-    return Trial(frozenset(missing), frozenset(unexpected), mismatched, frozenset(filled))
+    found = {name: written.origin(entries[name]) for name in filled}
+    origins = {name: origin for name, origin in found.items() if origin is not None}
+    return Trial(frozenset(missing), frozenset(unexpected), mismatched, frozenset(filled), origins)
 
 
 def _mismatched(
@@ -132,8 +137,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return id(tensor) if is_lazy(tensor) else tensor.untyped_storage()._cdata
 
 
-def _writes() -> Any:
-    """A context in which the storages that operations write to are noted, in `storages`."""
+def _writes(given: Mapping[str, Any]) -> Any:
+    """A context in which the storages that operations write to are noted, in `storages`.
+
+    `origin` says which of the entries given a tensor is, element by element; None: it is of none,
+    or of several, or in another order.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,14 +150,48 @@ def _writes() -> Any:
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.storages: set[int] = set()
+            self._whole: dict[int, tuple[str, torch.Tensor]] = {}
+            for name, value in given.items():
+                self._take(value, name)
+
+        def _take(self, tensor: Any, name: str | None) -> None:
+            """From now on the tensor is this entry, or none."""
+            if isinstance(tensor, torch.Tensor):
+                self._whole.pop(_storage(tensor), None)
+                if name is not None:  # held, so that no other storage gets its number
+                    self._whole[_storage(tensor)] = name, tensor.detach()
+
+        def origin(self, tensor: Any) -> str | None:
+            """The entry that a tensor is."""
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            name, whole = self._whole.get(_storage(tensor), (None, tensor))
+            return name if name is not None and _layout(tensor) == _layout(whole) else None
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            packet = func._overloadpacket.__name__
+            name = self.origin(args[_SOURCE[packet]]) if packet in _SOURCE else None
+            if packet == "copy_" and args[0].numel() != args[1].numel():
+                name = None
+            made = func(*args, **(kwargs or {}))
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 writes = argument.alias_info is not None and argument.alias_info.is_write
                 if writes and isinstance(value, torch.Tensor):
                     self.storages.add(_storage(value))
-            return func(*args, **(kwargs or {}))
+                    self._take(value, name)
+            if name is not None and packet != "copy_":
+                self._take(made, name)
+            return made
 
     return Writes()
+
+
+_SOURCE = {"copy_": 1, "clone": 0, "_to_copy": 0}
+"""Operations that copy a tensor, each with the argument that it is."""
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    """Which elements of its storage it has, in which order; a lone one is that in any shape."""
+    return tensor.numel() == 1 or (tensor.shape, tensor.stride(), tensor.storage_offset())
