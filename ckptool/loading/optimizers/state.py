@@ -12,10 +12,10 @@ from ckptool.loading.memory import dtype_name
 from ckptool.loading.optimizers.saved import Kept, Saved, place_of
 from ckptool.loading.plain import unpickled
 from ckptool.matching import Cast
+from ckptool.matching.holding import holds
 from ckptool.model import Opaque, TensorRef
 from ckptool.paths import name_of, printable, walk
 from ckptool.tensors import is_one_part, torch_dtype
-from ckptool.tensors.floats import FLOATS, is_exact
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def casts(
         for path, leaf in walk(one.state):
             if not isinstance(leaf, TensorRef) or leaf.dtype == after or path[-1:] == ("step",):
                 continue
-            loss = "" if _exact(leaf.dtype, after) else str(_loss(state, leaf, after))
+            loss = "" if holds(after, leaf.dtype) else str(_loss(state, leaf, after))
             yield Cast(
                 name_of((names[number], *path)),
                 place_of(saved, one.key, *path),
@@ -78,10 +78,6 @@ def casts(
                 bool(loss),
                 loss,
             )
-
-
-def _exact(before: str, after: str) -> bool:
-    return before in FLOATS and after in FLOATS and is_exact(before, after)
 
 
 def _loss(state: State, ref: TensorRef, after: str) -> Loss:
