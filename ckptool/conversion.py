@@ -143,17 +143,17 @@ class Conversion:
         return checkpoint if self.like is None else self._fitted(checkpoint)
 
     def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
-        from ckptool.loading.fitting.references import reference
-        from ckptool.matching.fitting import fitted
+        from ckptool.conversion_like import fitted
+        from ckptool.loading.fitting.likes import target_like
 
-        wanted = reference(self.like, key=self.like_key)
+        wanted = target_like(self.like, key=self.like_key)
         allowance = Allowance(
             missing=self.allow_missing,
             unexpected=self.allow_unexpected,
             mismatched=self.allow_mismatched,
             min_coverage=self.min_coverage,
         )
-        return fitted(checkpoint, wanted.slots, model=wanted.label, allowance=allowance)
+        return fitted(checkpoint, wanted, allowance=allowance)
 
     def _retyped(self, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint = without_objects(checkpoint, plain=self.plain, drop=self.drop_objects)

@@ -32,6 +32,7 @@ ROOMS = [
     "writing",
     "inspection",
     "loading",
+    "conversion_like",
     "conversion",
     "render",
     "api",

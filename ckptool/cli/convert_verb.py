@@ -12,9 +12,9 @@ from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
+from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
-from ckptool.loading.fitting.factory import referred
 from ckptool.matching import Allowance
 from ckptool.writing import target_format
 

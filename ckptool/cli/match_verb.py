@@ -10,19 +10,16 @@ import click
 
 from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.factory import referred
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.formats import open_checkpoint
 from ckptool.formats.identify_kinds import as_argument, unused
-from ckptool.loading.fitting.factory import referred
-from ckptool.loading.fitting.references import reference
-from ckptool.matching import Allowance, MatchReport, Problem
-from ckptool.matching.fitting import compared, match_of
-from ckptool.remedies import Remedy
+from ckptool.loading.fitting.likes import target_like
+from ckptool.loading.fitting.plans import planned
+from ckptool.loading.fitting.states import State, stated
+from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.render.remedies import as_options, option_words
-from ckptool.render.terminal import Look
-from ckptool.render.text import clean, runnable, wrapped
-from ckptool.statedict import Section, model_state_dict, wrapped_names
-from ckptool.transforms import prefix_rule, regex_rule
+from ckptool.render.text import runnable
+from ckptool.transforms import regex_rule
 from ckptool.writing.naming import default_target
 
 __all__ = ["command"]
@@ -88,70 +85,64 @@ def command(
     arguments, on the meta device if that works. What fits, ckptool.load_into loads, and
     convert --like writes under the model's names.
     """
-    rules = [*map(regex_rule, regexes), *map(prefix_rule, prefixes)]
-    with open_checkpoint(file) as checkpoint:
-        section = model_state_dict(checkpoint, key)
-        wanted = reference(referred(like), key=like_key)
-        found = match_of(section, wanted.slots, file=file, model=wanted.label, rules=rules)
-        report = compared(section, found)
-    judgement = allowance.judged(report, found.again)
-    problems = judgement.problems
-    settle(1 if problems else 0)
+    named = referred(like)
+    wanted = target_like(named, key=like_key)
+    with stated(file, key=key) as state:
+        by_type = named is like  # of a file the header is all that is asked
+        match = planned(state, wanted, rules=regexes, prefixes=prefixes, by_type=by_type)
+        given = [*_used(regexes, state), *_allowing(allowance)]
+        given += ["--model-only"] if state.section.kind == "module" else []
+    report = match.report
+    judgement = allowance.judged(report, match.again, untried=match.untried)
+    settle(0 if judgement.accepted else 1)
     if as_json:
-        document = {"accepted": not problems, "problems": [_document(one) for one in problems]}
-        helps = _helping(judgement.remedy) if judgement.remedy else None
-        print_document({**report.to_dict(), **document, "remedy": helps})
+        print_document({**report.to_dict(), **_document(judgement)})
         return
-    unseen = [problem.text for problem in problems if problem.kind == "coverage"]
-    report = report.with_changes(notes=(*report.notes, *unseen))
-    from ckptool.render.match import match_lines, note_lines
+    from ckptool.render.match import advice_lines, match_lines, note_lines
 
-    look, accepted = stdout_look(fmt), not problems
+    look = stdout_look(fmt)
     if fmt:  # for a program to read: what is for people goes elsewhere
-        say(note_lines(report, look, options=True), quiet=quiet)
-    lines = match_lines(report, look, fold=not no_fold, accepted=accepted, options=True)
-    print_lines(lines)
-    if judgement.remedy and not fmt:
-        hint = f"hint: {clean(as_options(judgement.remedy))}"
-        print_lines(["", *wrapped(hint, look.width)])
-    if accepted and not fmt and not prefixes:
-        chosen = {"--key": key, "--like-key": like_key}
-        options = [word for name, value in chosen.items() if value for word in (name, value)]
-        options += [word for regex in _used(regexes, section) for word in ("--rename", regex)]
-        options += ["--model-only"] if section.kind == "module" else []
-        print_lines(_writing(report, file, like, [*options, *_allowing(allowance)], look))
+        notes = note_lines(report, look, judgement=judgement, options=True)
+        say(notes, quiet=quiet)
+    fold = not no_fold
+    print_lines(match_lines(report, look, fold=fold, judgement=judgement, options=True))
+    if not fmt:
+        chosen = [("--like", like), ("--key", key), ("--like-key", like_key)]
+        options = [word for name, value in chosen if value for word in (name, value)]
+        command = "" if prefixes else _writing(report, file, [*options, *given])
+        print_lines(advice_lines(judgement, look, command=command))
 
 
-def _used(regexes: Iterable[str], section: Section) -> Iterator[str]:
-    """The rules that some name matches."""
-    names = wrapped_names(section.node)
+def _used(regexes: Iterable[str], state: State) -> Iterator[str]:
+    """The options for those of the rules that some name matches."""
+    names = list(state.slots)
     for regex in regexes:
         rule = regex_rule(regex)
         news = [rule.apply(name) for name in names]
         if any(new is not None for new in news):
-            yield regex
+            yield from ("--rename", regex)
             names = [name if new is None else new for name, new in zip(names, news, strict=True)]
 
 
-def _document(problem: Problem) -> dict[str, str]:
-    return {"kind": problem.kind, "text": problem.text, "remedy": as_options(problem.remedy)}
+def _document(judgement: Judgement) -> dict[str, Any]:
+    remedy = judgement.remedy
+    return {
+        "accepted": judgement.accepted,
+        "problems": [
+            {"kind": one.kind, "text": one.text, "remedy": as_options(one.remedy)}
+            for one in judgement.problems
+        ],
+        "remedy": {"text": as_options(remedy), "options": option_words(remedy)} if remedy else None,
+    }
 
 
-def _helping(remedy: Remedy) -> dict[str, Any]:
-    return {"text": as_options(remedy), "options": option_words(remedy)}
-
-
-def _writing(
-    report: MatchReport, file: str, like: str, options: list[str], look: Look
-) -> Iterator[str]:
-    """The command that writes the file under the model's names, where they are others."""
+def _writing(report: MatchReport, file: str, options: list[str]) -> str:
+    """The command that writes the file under the model's names; empty where it has them."""
     if not any(own != new for renaming in report.renamed for own, new in renaming.names):
-        return
+        return ""
     target = unused(default_target(file, "fitted"))
-    words = ["ckptool", "convert", as_argument(file), as_argument(target), "--like", like]
-    yield ""
-    yield look.bold("to write it under these names")
-    yield f"  {runnable(shlex.join([*words, *options]))}"
+    words = ["ckptool", "convert", as_argument(file), as_argument(target), *options]
+    return runnable(shlex.join(words))
 
 
 def _allowing(allowance: Allowance) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.paths import printable
 from ckptool.remedies import Argument, Remedy
 from ckptool.transforms.name_rules import regex_rule
 
@@ -17,6 +18,7 @@ __all__ = [
     "RENAMES",
     "Again",
     "allowing",
+    "by_torch",
     "deciding",
     "is_of_another",
     "may_be_asked",
@@ -105,8 +107,7 @@ def ruling(unclear: Sequence[Ambiguity], rest: Callable[[Sequence[str]], Remedy 
 
 def deciding(question: Remedy) -> Remedy:
     """The first of the ways to decide a question, as one that names alone do not speak for."""
-    arguments = question.arguments or (ANY_RULE,)
-    return Remedy(arguments, f"{question.note} where that is the same layer")
+    return Remedy(question.arguments, f"{question.note} where that is the same layer")
 
 
 def tried(report: MatchReport, rules: Sequence[str], again: Again | None) -> MatchReport | None:
@@ -182,4 +183,12 @@ def renumbering(allowed: Remedy) -> Remedy:
     return Remedy(
         note="give the layers of the file their new numbers first, all of the list",
         instead=(Remedy(allowed.arguments, " where equal numbers are the same layers"),),
+    )
+
+
+def by_torch(kind: str) -> Remedy:
+    """What helps where the class that loads in a way of its own could not be tried."""
+    return Remedy(
+        note=f"{printable(kind)} loads in its own way, which could not be tried beforehand: "
+        "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
     )

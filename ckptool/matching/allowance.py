@@ -16,6 +16,7 @@ from ckptool.matching.advice import (
     RENAMES,
     Again,
     allowing,
+    by_torch,
     deciding,
     is_of_another,
     may_be_asked,
@@ -60,6 +61,11 @@ class Judgement:
     remedy: Remedy
     """What helps against all of them."""
 
+    @property
+    def accepted(self) -> bool:
+        """Whether there are none."""
+        return not self.problems
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
@@ -99,8 +105,13 @@ class Allowance:
         """Every reason to refuse, the most telling first; none: it is accepted."""
         return self.judged(report, again).problems
 
-    def judged(self, report: MatchReport, again: Again | None = None) -> Judgement:
-        """The same, with what helps. By `again` a rule is tried before it is told of."""
+    def judged(
+        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
+    ) -> Judgement:
+        """The same, with what helps. By `again` a rule is tried before it is told of.
+
+        `untried` is the class that may take more than could be found out.
+        """
         missing, unexpected, mismatched, unclear = self._refused(report)
         lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
         question = _NONE
@@ -121,6 +132,8 @@ class Allowance:
             _optimizer(report),
         )
         problems = tuple(found)
+        if problems and untried:
+            return Judgement(problems, by_torch(untried))
         if _moved(report, problems):
             return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
         return Judgement(problems, _helping(report, problems, asked))
@@ -191,12 +204,14 @@ class Allowance:
             )
             yield Problem("coverage", text)
 
-    def refusal(self, report: MatchReport, again: Again | None = None) -> MatchError | None:
+    def refusal(
+        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
+    ) -> MatchError | None:
         """The error to raise; None: it is accepted.
 
-        Its text is the three most useful lines, its remedy what helps most.
+        Its text is the three most useful lines, its remedy what helps most; see `judged`.
         """
-        judgement = self.judged(report, again)
+        judgement = self.judged(report, again, untried=untried)
         problems = judgement.problems
         if not problems:
             return None
@@ -364,7 +379,7 @@ def _helping(report: MatchReport, problems: Sequence[Problem], asked: bool) -> R
     if len(remedies) > _MOST_REMEDIES:
         return _NONE
     allowed = together(remedies)
-    if question is not None:
+    if question is not None and question.remedy:
         return replace(allowed, instead=(deciding(question.remedy),))
     if {"missing", "unexpected"} <= kinds.keys():
         return replace(allowed, instead=(RENAMES,))

@@ -97,7 +97,7 @@ def matched(
     kept, left_out = matching.excused(metadata)
     direct = {**matching.wrong, **matching.direct}
     still = [name for name, own in matching.direct.items() if name == own]
-    found = renamings(matching.stations(ruled), still, rules, matching.rules)
+    found = renamings(matching.stations(ruled), still, rules, matching.rules, have)
     missing = matching.missing()
     report = MatchReport(
         file=file,

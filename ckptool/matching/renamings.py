@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ckptool.matching.change_rules import differing, regex_of
+from ckptool.matching.change_rules import differing, escaped, regex_of
 from ckptool.matching.report import Renaming
 from ckptool.matching.stations import Column, Stations
 
@@ -29,9 +29,13 @@ def renamings(
     still: Sequence[str],
     rules: Sequence[Rule],
     found: Sequence[InferredRule],
+    names: Iterable[str] = (),
 ) -> tuple[Renaming, ...]:
-    """By kind, in the order in which they are to be applied; `still` are names that stay."""
-    made = [*_by_user(stations, rules)]
+    """By kind, in the order in which they are to be applied.
+
+    `still` are names that stay, `names` all of the file's, matched or not.
+    """
+    made = [*_by_user(stations, rules, names)]
     stages = _Stages(stations, still)
     made += stages.made("wrapper", stations.ruled, stations.outer)
     made += stages.made("wrapper", stations.outer, stations.unwrapped)
@@ -44,20 +48,27 @@ def renamings(
     return tuple(made)
 
 
-def _by_user(stations: Stations, rules: Sequence[Rule]) -> Iterator[Renaming]:
+def _by_user(stations: Stations, rules: Sequence[Rule], names: Iterable[str]) -> Iterator[Renaming]:
     if not rules:
         return
     ends = zip(stations.own, stations.ruled, stations.wanted, strict=True)
     whose = {own: wanted for own, ruled, wanted in ends if own != ruled}
-    now = {own: own for own in whose}
+    now = {own: own for own in (*names, *whose)}
     for rule in rules:
         changed = {own: new for own, at in now.items() if (new := rule.apply(at) or at) != at}
-        if changed:
-            changes = [(now[own], new) for own, new in changed.items()]
-            text = rule.text if "=>" in rule.text else regex_of(changes)
-            names = tuple((own, whose[own]) for own in changed)
-            yield Renaming("rule", rule.text, names, text)
+        pairs = tuple((own, whose[own]) for own in changed if own in whose)
+        if pairs:
+            yield Renaming("rule", rule.text, pairs, rule.regex or _as_regex(now, changed))
         now.update(changed)
+
+
+def _as_regex(now: Mapping[str, str], changed: Mapping[str, str]) -> str:
+    """One that changes just these of the names as they are now."""
+    changes = [(now[own], new) for own, new in changed.items()]
+    others = [at for own, at in now.items() if own not in changed]
+    old, new = changes[0]
+    wholly = f"^{escaped(old)}$=>" + new.replace("\\", r"\\")
+    return regex_of(changes, others) or regex_of(changes, others, proposed=[wholly])
 
 
 _Members = Sequence[int]

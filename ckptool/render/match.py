@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
+from ckptool.matching.allowance import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Argument, Remedy
@@ -16,7 +17,7 @@ from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import clean, count, plural, shorten, wrapped
 
-__all__ = ["match_lines", "match_text", "note_lines"]
+__all__ = ["advice_lines", "match_lines", "match_text", "note_lines"]
 
 _MOST_NAMED = 3
 """Patterns that one cell names."""
@@ -46,41 +47,63 @@ def match_lines(
     look: Look,
     *,
     fold: bool = True,
-    accepted: bool | None = None,
+    judgement: Judgement | None = None,
     options: bool = False,
 ) -> Iterator[str]:
     """Whether it fits and how much of it, a row for each thing worth knowing, what each means.
 
-    With `fold` repeated layers are one row, and of a long table the beginning is shown. `accepted`
-    says whether the caller takes it as it is, whatever it lacks. What helps is told as arguments of
-    the library, or as `options` of the command line. Where tables are all that is asked for
-    (`look.fmt`), the table alone, no row folded.
+    With `fold` repeated layers are one row, and of a long table the beginning is shown. By a
+    `judgement` it may be taken whatever it lacks. What helps is told as arguments of the library,
+    or as `options` of the command line. Where tables are all that is asked for (`look.fmt`), the
+    table alone, no row folded.
     """
-    taken = report.fits if accepted is None else accepted
+    taken = report.fits if judgement is None else judgement.accepted
     if look.fmt:
         return _table(_rows(report, fold=False), look)
     heading = _heading(report, look, taken)
-    if _is_plain(report):
+    unseen = _unseen(judgement)
+    if _is_plain(report) and not unseen:
         return apart([(*heading, *_ties(report, look)), _optimizer(report, look)])
     rows = _rows(report, fold=fold)
     shown = [*_cut(rows)] if fold else rows
-    notes = _notes(rows, report, look, options)
+    notes = _notes(rows, report, look, options, unseen)
     if len(shown) < len(rows):
         notes = chain(notes, wrapped(f"note: {_WHOLE[options]}", look.width))
     return apart([heading, _table(shown, look) if rows else (), notes, _optimizer(report, look)])
 
 
-def note_lines(report: MatchReport, look: Look, *, options: bool = False) -> Iterator[str]:
+def note_lines(
+    report: MatchReport, look: Look, *, judgement: Judgement | None = None, options: bool = False
+) -> Iterator[str]:
     """What each status of the report means, and what helps."""
-    return _notes(_rows(report, fold=True), report, look, options)
+    return _notes(_rows(report, fold=True), report, look, options, _unseen(judgement))
 
 
-def _notes(rows: Iterable[_Row], report: MatchReport, look: Look, options: bool) -> Iterator[str]:
+def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iterator[str]:
+    """What helps, as options; of what is accepted the `command` that writes it, if there is one."""
+    if judgement.remedy:
+        yield ""
+        yield from wrapped(f"hint: {clean(as_options(judgement.remedy))}", look.width)
+    if judgement.accepted and command:
+        yield ""
+        yield look.bold("to write it under these names")
+        yield f"  {command}"
+
+
+def _unseen(judgement: Judgement | None) -> list[str]:
+    """Why it is refused, as far as no row of the table says so."""
+    problems = () if judgement is None else judgement.problems
+    return [problem.text for problem in problems if problem.kind == "coverage"]
+
+
+def _notes(
+    rows: Iterable[_Row], report: MatchReport, look: Look, options: bool, unseen: Iterable[str]
+) -> Iterator[str]:
     for status in dict.fromkeys(row.status for row in rows):
         text = _meaning(status, report, options)
         if text:
             yield from wrapped(f"{status}: {text}", look.width)
-    for note in report.notes:
+    for note in (*report.notes, *unseen):
         yield from wrapped(f"note: {clean(note)}", look.width)
 
 

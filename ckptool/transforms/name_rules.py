@@ -25,6 +25,8 @@ class Rule(NamedTuple):
     """The names that it looks for, as far as they can be told: for proposing similar ones."""
     exact: bool = False
     """Whether each of `wanted` is to be found."""
+    regex: str = ""
+    """`REGEX=>REPL`, where it is one."""
 
 
 def regex_rule(text: str) -> Rule:
@@ -60,7 +62,7 @@ def regex_rule(text: str) -> Rule:
         return new if count else None
 
     literal = re.sub(r"\\(.)", r"\1", regex.strip("^$"))
-    return Rule(text, apply, (literal,))
+    return Rule(text, apply, (literal,), regex=text)
 
 
 def prefix_rule(text: str) -> Rule:

@@ -9,11 +9,13 @@ import pytest
 from ckptool.matching import (
     Ambiguity,
     Cast,
+    Judgement,
     MatchReport,
     Mismatch,
     OptimizerReport,
     Renaming,
 )
+from ckptool.remedies import Remedy
 from ckptool.render.match import match_lines, match_text, note_lines
 from ckptool.render.terminal import PLAIN, Look
 
@@ -151,7 +153,8 @@ def test_of_many_candidates_some_are_named():
 
 def test_what_is_allowed_is_said_to_fit_with_it():
     found = report(parameters=1000, missing_keys=["head.bias"])
-    assert lines(found, accepted=True)[0] == (
+    allowed = Judgement((), Remedy())
+    assert lines(found, judgement=allowed)[0] == (
         "model.pth fits Net with what is allowed: "
         "60 of its 62 tensors fit (98.1% of the parameters)"
     )

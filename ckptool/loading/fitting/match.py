@@ -14,6 +14,7 @@ from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import stated
 from ckptool.loading.fitting.versions import metadata_for
 from ckptool.matching import MatchReport
+from ckptool.tensors import require_torch
 from ckptool.transforms.name_rules import Rule
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def match(
             the above.
         UnsupportedFormat: what fits is a DTensor or ShardedTensor of which the file has a part.
     """
+    require_torch()
     check_lists(rules=rules, prefixes=prefixes)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key) as state:

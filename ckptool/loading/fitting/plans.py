@@ -30,14 +30,19 @@ def planned(
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
     assign: bool = False,
+    by_type: bool = False,
+    as_stored: bool = False,
 ) -> Match:
     """Match the names, then look into the elements where a cast, or an untied tie, may lose some.
 
-    `assign`: the model is to have the tensors themselves, of whatever type.
+    Of a file for what another file has no torch is needed, if casts are judged `by_type`. `assign`:
+    the model is to have the tensors themselves, of whatever type. `as_stored`: nobody is to have
+    them yet; another file is, types, objects and all.
 
     Raises:
         NameCollision: the rules make two names one.
         UsageError: a text that is no rule.
+        TorchMissing: elements have to be made, and torch is not installed.
         CorruptFile, DeviceError: the elements cannot be read.
     """
     own = own_loading(target.model) if target.model is not None else None
@@ -50,7 +55,8 @@ def planned(
         file=state.file,
         model=target.label,
     )
-    found = without_unmade(found, state, target, loading=own, assign=assign)
+    if not as_stored:
+        found = without_unmade(found, state, target, loading=own, assign=assign)
     if own is not None and own.paths:
         # Imported here: few models load in a way of their own.
         from ckptool.loading.fitting.settling import settled
@@ -61,8 +67,9 @@ def planned(
         *differing_overlaps(state, target.entries, found.pairs),
     )
     apart = frozenset(name for group in untied for name in group)
+    casts = () if assign else found.report.cast
     report = found.report.with_changes(
-        cast=_judged(state, found.report.cast),
+        cast=casts if by_type or as_stored else _judged(state, casts),
         tied=tuple(group for group in found.report.tied if not apart.intersection(group)),
         untied=untied,
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),

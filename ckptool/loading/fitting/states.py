@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Source", "State", "stated"]
 
 _COUNTER = "n_averaged"
+_PLAIN = (bool, int, float, str, type(None))
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
 """A file, an open checkpoint, a state dict, or a dict that holds one."""
@@ -43,8 +45,8 @@ class State:
         self,
         tree: Checkpoint,
         section: Section,
-        boxes: Boxes | None,
-        options: dict[str, Any],
+        boxes: Boxes | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Look at the names; `options` as `TreeMaker`'s. Nothing is read yet."""
         self.tree = tree
@@ -78,7 +80,7 @@ class State:
         held = self.root.metadata
         if not isinstance(held, Mapping):
             return None
-        given = held if self.tree.format == "memory" else self.made(held)
+        given = held if self.tree.format == "memory" or _is_plain(held) else self.made(held)
         made = {path: entry for path, entry in given.items() if isinstance(path, str)}
         holders = {name.rpartition(".")[0] for name in self.slots}
         inside = {
@@ -169,40 +171,40 @@ def stated(
     """The one state dict in `source`, or the one under `key`; a file is open meanwhile.
 
     `map_location` and `mmap` are for what a file holds; tensors in memory stay where they are.
+    A file needs no torch, but where its elements are made.
 
     Raises:
-        TorchMissing: torch is not installed.
+        TorchMissing: it is no file, and torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
         AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
         UsageError: it is nothing that has a state dict.
     """
+    options = {"map_location": map_location, "mmap": mmap}
+    if isinstance(source, (str, os.PathLike, Checkpoint)):
+        with opened(source) as checkpoint:
+            state = _chosen(checkpoint, key, None, options)
+            if state.section.unread:
+                warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
+            if not isinstance(source, Checkpoint) and os.path.isdir(source):
+                state.folder = os.fsdecode(source)
+            with closing(state):
+                yield state
+        return
     require_torch()
     import torch
 
-    options = {"map_location": map_location, "mmap": mmap}
     if isinstance(source, torch.nn.Module):
         source = source.state_dict()
-    if isinstance(source, Mapping):
-        boxes = Boxes()
-        state = _chosen(boxes.checkpoint(source), key, boxes, options)
-        with closing(state):
-            yield state
-        return
-    if not isinstance(source, (str, os.PathLike, Checkpoint)):
+    if not isinstance(source, Mapping):
         raise UsageError(
             f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
         )
-    with opened(source) as checkpoint:
-        state = _chosen(checkpoint, key, None, options)
-        if state.section.unread:
-            warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
-        if not isinstance(source, Checkpoint) and os.path.isdir(source):
-            state.folder = os.fsdecode(source)
-        with closing(state):
-            yield state
+    boxes = Boxes()
+    with closing(_chosen(boxes.checkpoint(source), key, boxes, options)) as state:
+        yield state
 
 
-def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: dict[str, Any]) -> State:
+def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: Mapping[str, Any]) -> State:
     try:
         section = model_state_dict(tree, key)
     except AmbiguousName:
@@ -254,6 +256,16 @@ def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
         of_file = slots_of(section)
         slots.update((name, of_file[name]) for name in stored)
     return slots
+
+
+def _is_plain(metadata: Mapping[Any, Any]) -> bool:
+    """Whether it is what torch itself writes: versions, of which nothing has to be made."""
+    return all(
+        type(path) is str
+        and type(entry) is dict
+        and all(type(held) in _PLAIN for held in entry.values())
+        for path, entry in metadata.items()
+    )
 
 
 def _is_stored(node: Any, originals: Mapping[int, Any]) -> bool:

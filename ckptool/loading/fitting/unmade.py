@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UnsupportedFormat
+from ckptool.loading.fitting.inert import inert
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Match, MatchReport
-from ckptool.model import Global, Opaque, StorageRef, TensorRef
+from ckptool.model import Global, Opaque
 from ckptool.paths import listed, printable
 from ckptool.tensors import torch_dtype
 
@@ -53,7 +53,7 @@ def without_unmade(
                 kept[name] = "the file's has no elements either"
         elif is_lazy:
             found[name] = _NEVER_RAN
-        elif slots[name].kind == "extra" and (what := _inert(node, state.value(own))):
+        elif slots[name].kind == "extra" and (what := inert(node)):
             found[name] = f"holds {what}{_NOT_MADE}"
     lazy = [own for own in report.unexpected_keys if _is_lazy(state.root[own], state, own)]
     if not (found or kept or lazy):
@@ -123,34 +123,6 @@ def _is_lazy(node: Any, state: State, own: str) -> bool:
 
 
 _LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
-
-
-def _inert(node: Any, made: Any) -> str:
-    """What inside is not what was saved, in words, of a node and of what is made of it."""
-    for one in _inside(made):
-        if isinstance(one, Opaque):
-            return f"an object of {printable(getattr(one.func, 'qualified', 'some class'))}"
-        if isinstance(one, Global):
-            return printable(one.qualified)
-        if isinstance(one, StorageRef):
-            return "a storage"
-    arrays = (one for one in _inside(node) if isinstance(one, TensorRef) and one.kind == "numpy")
-    return "a numpy array" if next(arrays, None) is not None else ""
-
-
-def _inside(node: Any) -> Iterator[Any]:
-    """A value and all that its containers hold."""
-    todo, seen = [node], set()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, Mapping):
-            todo += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            todo += one
 
 
 def why_unmade(report: MatchReport) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from typing import Any
 
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
+from ckptool.loading.fitting.on_meta import on_meta
 from ckptool.paths import printable
 
 __all__ = ["built", "is_factory", "referred"]
@@ -60,7 +60,7 @@ def built(text: str) -> Any:
             raise UsageError(
                 f"{text} is a {_class(named)}, and neither a model nor what makes one", hint=_HINT
             )
-        made = _on_meta(named)
+        made = on_meta(named)
         if made is None:
             made = _run(named, f"{text} raised", _HINT)
     if not _is_model(made):
@@ -92,18 +92,6 @@ def _named(text: str, module: str, attribute: str) -> Any:
 def _found(module: str) -> str:
     stem = module.removesuffix(".py")
     return f"{stem}:..., without .py" if stem != module else "modules are looked for from here on"
-
-
-def _on_meta(make: Callable[[], Any]) -> Any:
-    """What is made on the meta device; None where that does not work, for whatever reason."""
-    import torch
-
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that are copied to nowhere
-            return make()
-    except (Exception, SystemExit):
-        return None
 
 
 def _run(make: Callable[[], Any], what: str, hint: str) -> Any:

@@ -5,25 +5,25 @@ import torch
 
 import ckptool
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.loading.fitting.references import reference
+from ckptool.loading.fitting.likes import target_like
 
 
 def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
     state = torch.nn.Linear(2, 2).state_dict()
     torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
     with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
-        reference(tmp_path / "ref.pth")
+        target_like(tmp_path / "ref.pth")
     assert caught.value.hint == "choose one: like_key='model'"
-    assert reference(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
+    assert target_like(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
     with pytest.raises(NotFound):
-        reference(tmp_path / "ref.pth", key="gone")
+        target_like(tmp_path / "ref.pth", key="gone")
 
 
 def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
     net = torch.nn.Linear(2, 2)
     torch.save(net.state_dict(), tmp_path / "ref.pth")
     with ckptool.open(tmp_path / "ref.pth") as checkpoint:
-        assert reference(checkpoint).label == str(tmp_path / "ref.pth")
-    assert list(reference(net).slots) == list(reference(net.state_dict()).slots)
+        assert target_like(checkpoint).label == str(tmp_path / "ref.pth")
+    assert list(target_like(net).slots) == list(target_like(net.state_dict()).slots)
     with pytest.raises(UsageError, match="fit a int"):
-        reference(3)
+        target_like(3)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.conversion_like import fitted
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
+from ckptool.loading.fitting.models import Target
 from ckptool.matching import Allowance, slots_of
-from ckptool.matching.fitting import compared, fitted, match_of
 from ckptool.statedict import model_state_dict
 
 
@@ -51,7 +52,8 @@ def made(tmp_path):
 @pytest.fixture
 def slots(made):
     def of(model):
-        return slots_of(model_state_dict(made(model.state_dict(), f"{id(model)}.pth")))
+        made_of = made(model.state_dict(), f"{id(model)}.pth")
+        return Target("", slots_of(model_state_dict(made_of)))
 
     return of
 
@@ -197,10 +199,12 @@ def test_a_value_that_stands_in_the_way_is_no_silent_loss(made, slots):
 @pytest.mark.parametrize("equal", [True, False])
 def test_tensors_that_the_model_ties_are_compared(made, slots, equal):
     model = Tied()
-    state = OrderedDict((name, value.clone()) for name, value in model.state_dict().items())
-    state["head.weight"][3, 1] += 0 if equal else 1
-    section = model_state_dict(made(state))
-    report = compared(section, match_of(section, slots(model)))
-    group = (("embed.weight", "head.weight"),)
-    assert (report.tied, report.untied) == ((group, ()) if equal else ((), group))
-    assert report.fits is equal
+    state = {f"net.{name}": value.clone() for name, value in model.state_dict().items()}
+    state["net.head.weight"][3, 1] += 0 if equal else 1
+    checkpoint, target = made(state), slots(model)
+    if equal:
+        assert fitted(checkpoint, target).root.keys() == model.state_dict().keys()
+        return
+    with pytest.raises(MatchError, match="are one tensor in the model, and differ") as caught:
+        fitted(checkpoint, target)
+    assert caught.value.report.untied == (("embed.weight", "head.weight"),)

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
+from ckptool.cli.factory import built, is_factory, referred
 from ckptool.errors import FileMissing, UsageError
-from ckptool.loading.fitting.factory import built, is_factory, referred
-from ckptool.loading.fitting.references import reference
+from ckptool.loading.fitting.likes import target_like
 
 NET = """
 import torch
@@ -68,8 +68,8 @@ def home(tmp_path, monkeypatch):
 def test_a_class_is_built_on_the_meta_device(home):
     net = built(f"{home}:Net")
     assert {value.device.type for value in net.state_dict().values()} == {"meta"}
-    assert reference(net).label == "Net"
-    assert reference(net).slots["fc.weight"].shape == (8, 4)
+    assert target_like(net).label == "Net"
+    assert target_like(net).slots["fc.weight"].shape == (8, 4)
 
 
 def test_a_function_is_called_once_where_that_works(home):
@@ -83,7 +83,7 @@ def test_what_needs_numbers_is_built_as_it_is(home):
 
 @pytest.mark.parametrize(("name", "width"), [("wide", 16), ("Box.small", 2)])
 def test_a_model_that_is_there_is_taken(home, name, width):
-    assert reference(referred(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
+    assert target_like(referred(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
 
 
 def test_a_state_dict_that_is_there_is_taken(home):
@@ -131,7 +131,7 @@ def test_a_file_of_that_name_wins(home, tmp_path):
     assert is_factory("net:Net")
     torch.save({"w.x": torch.ones(2)}, tmp_path / "net:Net")
     assert not is_factory("net:Net")
-    assert list(reference("net:Net").slots) == ["w.x"]
+    assert list(target_like("net:Net").slots) == ["w.x"]
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_other_words_are_files(word):
 
 def test_the_library_takes_no_such_word(home):
     with pytest.raises(FileMissing):
-        reference(f"{home}:Net")
+        target_like(f"{home}:Net")
     assert home not in sys.modules

@@ -1,19 +1,19 @@
-"""The names of a checkpoint made those of a model, as far as it fits."""
+"""The step of `convert` that `like` asks for: the names made those of a model, where it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import MatchError, NameCollision, NotRepresentable
-from ckptool.matching.allowance import Allowance
-from ckptool.matching.matched import Match, matched
-from ckptool.matching.report import MatchReport
-from ckptool.matching.slots import Slots, slots_of
-from ckptool.model import Opaque, OrderedMap, TensorRef
+from ckptool.loading.fitting.models import Target
+from ckptool.loading.fitting.plans import planned
+from ckptool.loading.fitting.states import State
+from ckptool.matching import Allowance, Match, MatchReport
+from ckptool.model import Opaque, OrderedMap
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
@@ -24,68 +24,27 @@ from ckptool.statedict import (
     sections,
     wrapped_names,
 )
-from ckptool.tensors.sameness import same_by_checksum, same_content
-from ckptool.transforms.name_rules import Rule
 from ckptool.transforms.naming import NamePlan, distinct, place
 from ckptool.wrappers import Rename, strip_names
 
-__all__ = ["compared", "fitted", "match_of"]
+__all__ = ["fitted"]
 
 _HINT = "ckptool match says which names fit, and by which rules"
 
 
-def match_of(
-    section: Section, like: Slots, *, file: str = "", model: str = "", rules: Iterable[Rule] = ()
-) -> Match:
-    """Which of a section's names is which of a model; by the header alone."""
-    held = section.node.metadata if isinstance(section.node, OrderedMap) else None
-    metadata = held if isinstance(held, dict) else None
-    return matched(slots_of(section), like, rules=rules, metadata=metadata, file=file, model=model)
-
-
-def compared(section: Section, match: Match) -> MatchReport:
-    """The report, with the tensors of the file compared that are one in the model (`untied`).
-
-    Those of equal type and shape are read, unless checksums tell. Torch is not needed.
-
-    Raises:
-        CheckpointError: their bytes cannot be read.
-    """
-    tied: list[tuple[str, ...]] = []
-    untied: list[tuple[str, ...]] = list(match.report.untied)
-    for names in match.report.tied:
-        own = dict.fromkeys(match.pairs[name] for name in names if name in match.pairs)
-        held = [section.node[name] for name in own]
-        same = all(_is_same(held[0], other) for other in held[1:])
-        (tied if same else untied).append(names)
-    return match.report.with_changes(tied=tuple(tied), untied=tuple(untied))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two entries are equal, as far as bytes tell; what has none is not asked."""
-    if not (isinstance(one, TensorRef) and isinstance(other, TensorRef)):
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    if not (one.has_content and other.has_content):
-        return True
-    told = same_by_checksum(one, other)
-    return same_content(one, other) if told is None else told
-
-
 def fitted(
-    checkpoint: Checkpoint, like: Slots, *, model: str = "", allowance: Allowance | None = None
+    checkpoint: Checkpoint, like: Target, *, allowance: Allowance | None = None
 ) -> Checkpoint:
     """Every state dict of the checkpoint under the names of a model.
 
     `_metadata` follows, and so do optimizers that hold names; the order of the file and the dtypes
     stay. A name of the model that is tied to one which the file has is put behind that. What is
-    allowed to be unexpected keeps its own name; what no model takes is left out.
+    allowed to be unexpected keeps its own name; what no model takes is left out. What a module's
+    own loading takes has the name under which it does.
 
     Args:
         checkpoint: Open.
         like: What the model has.
-        model: What it is called in messages.
         allowance: What may differ; casts are allowed whatever it says.
 
     Raises:
@@ -96,7 +55,7 @@ def fitted(
     """
     plan = NamePlan(checkpoint.path, _HINT)
     every = distinct(sections(checkpoint.root))
-    namings = _namings(checkpoint, every, like, model)
+    namings = _namings(checkpoint, every, like)
     _check(namings, replace(allowance or Allowance(), lossy_cast=True))
     for naming in namings:
         naming.enter(plan)
@@ -120,10 +79,17 @@ class _Naming:
         """What fits."""
         return self.match.report
 
+    @property
+    def _gone(self) -> frozenset[str]:
+        """Names that no model takes; not plain values that stand beside the tensors."""
+        stays = {*self.match.beyond.values()}
+        return frozenset(
+            name for name, _ in self.report.left_out if name in self.names and name not in stays
+        )
+
     def enter(self, plan: NamePlan) -> None:
         """Plan it under its new names."""
-        part = self.part
-        gone = frozenset(name for name, _ in self.report.left_out)
+        part, gone = self.part, self._gone
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.mates):
             raise _stays(plan.file, part)
@@ -168,8 +134,13 @@ class _Naming:
         for new, mates in self.mates.items():
             text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
             yield Change("fit", text, len(mates))
+        gone, taken = self._gone, {*self.match.beyond.values()}
         for name, reason in report.left_out:
-            yield Change("left-out", f"{printable(name)}: {printable(reason)}", 1, wanted=True)
+            text = f"{printable(name)}: {printable(reason)}"
+            if name in gone:
+                yield Change("left-out", text, 1, wanted=True)
+            elif name in taken:
+                yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
             (report.missing_keys, f"of the model missing in {where}"),
             (report.unexpected_keys, f"in {where} that the model has not, kept"),
@@ -180,23 +151,26 @@ class _Naming:
                 yield Change("warning", text, len(names))
 
 
-def _namings(
-    checkpoint: Checkpoint, every: list[Section], like: Slots, model: str
-) -> list[_Naming]:
+def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list[_Naming]:
     parts = [part for part in every if part.kind in MODEL_KINDS]
     if not parts and is_flat(checkpoint.root):
         parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
     parts = parts or [model_state_dict(checkpoint)]
     made = []
     for part in parts:
-        file = f"{checkpoint.path} ({place(part)})" if len(parts) > 1 else checkpoint.path
-        made.append(_naming(part, match_of(part, like, file=file, model=model)))
+        with closing(State(checkpoint, part)) as state:
+            match = planned(state, like, as_stored=True)
+        if len(parts) > 1:
+            file = f"{checkpoint.path} ({place(part)})"
+            match = replace(match, report=match.report.with_changes(file=file))
+        made.append(_naming(part, match))
     return made
 
 
 def _naming(part: Section, match: Match) -> _Naming:
     names = {name: name for name in wrapped_names(part.node)}
     names.update((one.own, one.name) for one in match.report.mismatched)
+    names.update((own, name) for name, own in match.beyond.items())
     by_own: dict[str, list[str]] = {}
     for wanted, own in match.pairs.items():
         by_own.setdefault(own, []).append(wanted)
@@ -215,7 +189,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: the first that does not.
     """
-    refusals = [allowance.refusal(naming.report, naming.match.again) for naming in namings]
+    refusals = [_refusal(allowance, naming.match) for naming in namings]
     refused = next((refusal for refusal in refusals if refusal is not None), None)
     if refused is None:
         return
@@ -232,6 +206,10 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
         hint=Remedy((("key", fitting[0]),), " takes the state dict alone that fits"),
         report=refused.report,
     )
+
+
+def _refusal(allowance: Allowance, match: Match) -> MatchError | None:
+    return allowance.refusal(match.report, match.again, untried=match.untried)
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:
