@@ -145,14 +145,74 @@ def the_writer_fails(folder, rank):
     return save(folder / "never.pth", ema=Interrupted())
 
 
+def sharded_net():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
+
+
+class Scheduler:
+    """State that one rank cannot tell, of an object that comes before what is gathered."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def state_dict(self):
+        if dist.get_rank() == 1:
+            raise self.error
+        return {"step": 1}
+
+
+def one_fails_before_the_parts_are_gathered(folder, rank):
+    scheduler = Scheduler(RuntimeError("not today"))
+    return save(folder / "never.pth", scheduler=scheduler, model=sharded_net())
+
+
+class OfTheUsers(CheckpointError):
+    """An error that the other processes cannot read: it is made of two arguments."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+    def __reduce__(self):
+        return OfTheUsers, ("one",)
+
+
+def one_fails_with_an_error_of_the_users(folder, rank):
+    return save(folder / "never.pth", scheduler=Scheduler(OfTheUsers("this", "that")))
+
+
+def other_parts_in_each_rank(folder, rank):
+    model = sharded_net()
+    held = model if rank == 0 else model[0]
+    return save(folder / "never.pth", model=held)
+
+
+def parts_in_one_rank_alone(folder, rank):
+    model = sharded_net()
+    return save(folder / "never.pth", epoch=1, model=model if rank == 0 else None)
+
+
+def no_such_overwrite(folder, rank):
+    return save(folder / "never.pth", epoch=1, overwrite="no" if rank else True)
+
+
 def afterwards(folder, rank):
     return save(folder / "afterwards.pth", rank=rank)
 
 
 SCENES = (
     by_itself, by_itself_untied, replicated, fsdp, fsdp_flat, fully_sharded, zero, no_plain_data,
-    no_room, one_fails, the_writer_fails, afterwards,
+    no_room, one_fails, the_writer_fails, one_fails_before_the_parts_are_gathered,
+    one_fails_with_an_error_of_the_users, other_parts_in_each_rank, parts_in_one_rank_alone,
+    no_such_overwrite, afterwards,
 )  # fmt: skip
+
+
+def left_alone(folder, model):
+    """The other rank has ended."""
+    return save(folder / "never.pth", model=model)
 
 
 def told(scene, folder, rank):
@@ -160,7 +220,8 @@ def told(scene, folder, rank):
     try:
         receipt = scene(folder, rank)
     except (CheckpointError, RuntimeError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
+        hint = getattr(error, "hint", None)
+        return {"error": type(error).__name__, "text": str(error), "hint": hint}
     return receipt and receipt.to_dict()
 
 
@@ -172,8 +233,12 @@ def main(folder, rank):
         timeout=timedelta(seconds=120),
     )  # fmt: skip
     outcomes = {scene.__name__: told(scene, folder, rank) for scene in SCENES}
+    model = parallel(net())
     dist.barrier()
-    dist.destroy_process_group()
+    if rank:
+        dist.destroy_process_group()
+    else:
+        outcomes["left_alone"] = told(left_alone, folder, model)
     (folder / f"rank{rank}.json").write_text(json.dumps(outcomes))
 
 

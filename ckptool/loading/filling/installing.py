@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UnreadableFile, UsageError, warn
-from ckptool.loading.filling.agreement import Agreement
 from ckptool.loading.filling.assigning import Assigned
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.filling.spreading import spread_like
@@ -22,6 +21,7 @@ from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.versions import metadata_for
 from ckptool.loading.memory import memory_of
+from ckptool.loading.ranks import Ranks
 from ckptool.matching import Match
 from ckptool.paths import listed, printable
 
@@ -86,7 +86,7 @@ class Installation:
         self,
         *,
         verify: bool | None,
-        together: Agreement,
+        together: Ranks,
         between: Callable[[], Undo] | None = None,
     ) -> None:
         """Do it all; whatever is raised, the model is as it was, and what `between` did undone.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
-from ckptool.loading.filling.agreement import Agreement
+from ckptool.loading.filling.agreement import agreement
 from ckptool.loading.filling.arguments import check_arguments
 from ckptool.loading.filling.installing import Installation
 from ckptool.loading.fitting.models import Target, target_of
@@ -104,7 +104,7 @@ def load_into(
     """
     require_torch()
     _check_model(model)
-    together = Agreement(model)
+    together = agreement(model)
     with ExitStack() as held:
         with together.reached():
             check_arguments(
@@ -126,8 +126,6 @@ def load_into(
             place = map_location if mapped or assign else "cpu"
             state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
             match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
-            if assign:  # what takes the place of a tensor is of its own type
-                match = replace(match, report=match.report.with_changes(cast=()))
             installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
             report, between = match.report, None
             if optimizer is not None:
@@ -153,13 +151,11 @@ def load_into(
 
 def _accept(match: Match, allowance: Allowance) -> None:
     """Raise what speaks against loading, if anything does."""
-    refusal = allowance.refusal(match.report, match.again)
+    refusal = allowance.refusal(match.report, match.again, untried=match.untried)
     if refusal is None:
         return
     why = why_unmade(match.report)
     refusal.message += f"\n{why}" if why else ""
-    if match.untried:
-        refusal.advise(_by_torch(match.untried))
     raise refusal
 
 
@@ -182,13 +178,6 @@ def _check_optimizer(optimizer: Any, installation: Installation) -> None:
             "the optimizer is over parameters that others take the place of",
             hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
         )
-
-
-def _by_torch(kind: str) -> str:
-    return (
-        f"{kind} loads in its own way, which could not be tried beforehand: "
-        "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
-    )
 
 
 def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:

@@ -44,16 +44,40 @@ def _expression(node: Any, name: str) -> str:
     for kind, expression in _BY_CLASS:
         if isinstance(node, kind):
             return expression.format(name)
+    if type(node).__module__.partition(".")[0] == "numpy":
+        return _of_numpy(node, name)
     if dataclasses.is_dataclass(node):
         return f"dataclasses.asdict({name})"
-    for method in ("_asdict", "to_dict", "get_state", "tolist"):
+    for method in ("_asdict", "to_dict", "get_state", "getstate", "tolist"):
         if callable(getattr(type(node), method, None)):
             return f"{name}.{method}()"
     if isinstance(node, Mapping):
         return f"dict({name})"
     if isinstance(node, Iterable):
         return f"list({name})"
-    return f"vars({name})" if hasattr(node, "__dict__") else f"repr({name})"
+    return f"vars({name})" if getattr(node, "__dict__", None) else f"repr({name})"
+
+
+def _of_numpy(node: Any, name: str) -> str:
+    """Of an array, a number, or what makes numbers: `tolist` does not make all of them plain."""
+    dtype = getattr(node, "dtype", None)
+    if getattr(dtype, "kind", "") in _WORDS:
+        return f"{name}.astype(str).tolist()"
+    if getattr(dtype, "name", "").startswith(_LONG):
+        kind = "complex" if getattr(dtype, "kind", "") == "c" else "float"
+        return f"{name}.astype({kind}).tolist()"
+    for method in ("tolist", "get_state"):
+        if callable(getattr(node, method, None)):
+            return f"{name}.{method}()"
+    for state in ("state", "bit_generator.state"):
+        if hasattr(node, state.partition(".")[0]):
+            return f"{name}.{state}"
+    return f"str({name})"
+
+
+_WORDS = frozenset("mM")
+"""Kinds of dtype, dates and spans of time, that Python has as objects."""
+_LONG = ("longdouble", "clongdouble", "float96", "float128", "complex192", "complex256")
 
 
 _BY_CLASS: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -37,7 +37,7 @@ def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
     around = frozenset(
         ".".join(part for part in path.split(".") if part and part not in _PRIVATE)
         for path, module in model.named_modules(remove_duplicate=False)
-        if _OUTER in module._modules and _is_one_of(kinds, module)
+        if _is_one_of(kinds, module) and _OUTER in dict(module.named_children())
     )
 
     def bare(name: str) -> str:
@@ -63,11 +63,12 @@ def counters(model: torch.nn.Module) -> list[str]:
         if averages and COUNTER in model._buffers:
             found.append(path + COUNTER)
         wraps = _OUTER if averages or _is_one_of(_KINDS, model) else None
-        inside = [name for name in model._modules if name == wraps or name in _PRIVATE]
-        child = model._modules[inside[0]] if inside else None
-        if child is None:
+        # Not `_modules`: that of TorchScript is a dict of another kind.
+        inside = [one for one in model.named_children() if one[0] == wraps or one[0] in _PRIVATE]
+        if not inside:
             return found
-        path, model = f"{path}{inside[0]}.", child
+        name, model = inside[0]
+        path += f"{name}."
 
 
 def _is_one_of(names: frozenset[str], module: torch.nn.Module) -> bool:

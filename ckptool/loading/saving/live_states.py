@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import NameCollision, UsageError, warn
+from ckptool.errors import NameCollision, UsageError, WriteError, warn
+from ckptool.loading.ranks import Ranks
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
+from ckptool.loading.saving.gathering import Job, Label, check_alike
 from ckptool.paths import counted
 from ckptool.wrappers import Rename, strip_names
 
@@ -28,25 +30,35 @@ class LiveStates:
     """Takes state dicts, and remembers what is to be saved in the place of what.
 
     Where a model or its optimizer is spread over several processes, each makes the same calls: the
-    parts are gathered, and kept in the process that `writes`.
+    parts are gathered, and kept in the first one. What only this process has to do with, the user's
+    own code above all, is done before, and has ended well in all of them before they gather: none
+    waits in vain. Code of the user's inside an FSDP (the first), which gathers by itself, is run on
+    the way.
     """
 
-    def __init__(self, *, writes: bool) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         """Nothing is taken yet."""
         self.instead: dict[int, Any] = {}
         """By `id`, what stands for an object: its state dict, or the whole of a spread tensor."""
         self.counter: Any = None
         """How many models the one of `of_model` is the average of, where it is one."""
-        self._writes = writes
+        self._ranks = ranks
+        self._writes = ranks.own == 0
         self._modules: list[torch.nn.Module] = []
         self._orders: dict[int, list[str]] = {}
         self._optimizers: list[Any] = []
+        self._spread: list[Any] = []
+        self._jobs: list[Job] = []
+        self._tied: dict[int, int] = {}
+        """By the `id` of a spread tensor of a state dict that of the model's parameter."""
+        self._wholes: dict[int, Any] = {}
         self._alive: list[Any] = []
 
-    def of_model(self, model: Any) -> OrderedDict[Any, Any]:
-        """The state dict of a module, or one that was taken already; wrapper names are off.
+    def of_model(self, model: Any) -> Any:
+        """What the state dict of a module, or one that was taken already, is to stand for.
 
-        The counter of an `AveragedModel` is none of the inner names: see `counter`.
+        That of a module is known after `gather`. Wrapper names are off. The counter of an
+        `AveragedModel` is none of the inner names: see `counter`.
 
         Raises:
             UsageError: it is neither.
@@ -55,7 +67,9 @@ class LiveStates:
         import torch
 
         if isinstance(model, torch.nn.Module):
-            return self._of_module(model, bare_names(model), counters(model))
+            place = _Place()
+            self._take_module(place, model, bare_names(model), counters(model))
+            return place
         if isinstance(model, Mapping):
             return _stripped(model)
         raise UsageError(
@@ -68,16 +82,45 @@ class LiveStates:
 
         An `AveragedModel` among it keeps its own names: those go with its counter. Optimizers come
         last, when all modules are known that may have their parameters.
+
+        Raises:
+            WriteError: another process failed, or has something else to gather.
         """
         seen = {id(root)}
-        self._look_through([root], seen)
-        while self._optimizers:
-            optimizer = self._optimizers.pop(0)
-            state = self._of_optimizer(optimizer)
-            self._put(optimizer, state)
-            self._look_through([state], seen)
+        todo: list[Any] | None = [root, *self.instead.values()]
+        while todo is not None:
+            with self._ranks.reached():
+                self._look_through(todo, seen)
+            todo = self._next()
+
+    def _next(self) -> list[Any] | None:
+        """What there is to look through next, in this process; None: all of them are done."""
+        jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
+        labels = [*map(_label_of, spread), *(job.label for job in jobs)]
+        told = self._ranks.all((labels, bool(optimizers)))
+        if any(theirs for theirs, _ in told):
+            with self._ranks.reached():
+                check_alike([theirs for theirs, _ in told], self._ranks.own)
+            self._jobs, self._spread = [], []
+            return self._gathered(spread, jobs)
+        if any(more for _, more in told):
+            self._optimizers = []
+            with self._ranks.reached():
+                return [held for one in optimizers for held in self._take_optimizer(one)]
+        return None
+
+    def _gathered(self, spread: list[Any], jobs: list[Job]) -> list[Any]:
+        with self._ranks.reached():
+            for tensor in spread:
+                self._put(tensor, self._whole(tensor))
+        found = []
+        for job in jobs:
+            with self._ranks.reached():
+                found.append(job.do())
+        return found
 
     def _look_through(self, todo: list[Any], seen: set[int]) -> None:
+        todo.reverse()
         while todo:
             for inner in reversed([*self._held(todo.pop())]):
                 if id(inner) not in seen:
@@ -95,14 +138,44 @@ class LiveStates:
         if id(node) in self.instead:
             return ()
         if _is_spread(node):
-            self._put(node, self._whole(node))
+            self._spread.append(node)
         elif isinstance(node, torch.nn.Module):
-            names = bare_names(node, averages=False)
-            return (self._put(node, self._of_module(node, names)),)
+            return self._take_module(node, node, bare_names(node, averages=False))
         elif is_optimizer(node):
             self._optimizers.append(node)
         elif _has_state(node):
             return (self._put(node, node.state_dict()),)
+        return ()
+
+    def _take_module(
+        self, node: Any, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
+    ) -> Iterable[Any]:
+        """The state dict of a module, which stands for `node`; none where it is to be gathered."""
+        self._modules.append(model)
+
+        def take() -> Any:
+            return self._put(node, self._of_module(model, bare, counted_by))
+
+        if not any(_shards(model)):
+            return (take(),)
+        self._jobs.append(Job(_label_of_shards(model), take))
+        return ()
+
+    def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
+        """The state dict of an optimizer; none where it is to be gathered."""
+        owner = self._owner(optimizer)
+
+        def take() -> Any:
+            return self._put(optimizer, self._of_optimizer(optimizer, owner))
+
+        if owner is not None and any(_shards(owner)):
+            label = _label_of_shards(owner)
+        elif callable(getattr(optimizer, "consolidate_state_dict", None)):
+            label = Label("", None)
+        else:
+            return (take(),)
+        kind = type(optimizer).__name__
+        self._jobs.append(Job(label._replace(text=f"the state of {kind}"), take))
         return ()
 
     def _put(self, node: Any, instead: Any) -> Any:
@@ -110,13 +183,13 @@ class LiveStates:
         self._alive.append((node, instead))
         return instead
 
-    def _of_optimizer(self, optimizer: Any) -> Any:
+    def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
         """What its `state_dict()` gives, with `param_names` in its groups.
 
-        The names are those of the first module that has all of its parameters; else those that the
-        optimizer itself was given, wrappers off; else, group by group, what there is of either.
+        The names are those of `owner`, the first module that has all of its parameters; else those
+        that the optimizer itself was given, wrappers off; else, group by group, what there is of
+        either.
         """
-        owner = self._owner(optimizer)
         if owner is not None and any(_shards(owner)):
             return _of_sharded(optimizer, owner, self._orders[id(owner)])
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
@@ -174,18 +247,13 @@ class LiveStates:
     def _of_module(
         self, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
     ) -> OrderedDict[Any, Any]:
-        """Of tied parameters that are spread, the whole is made once."""
-        self._modules.append(model)
+        """Of tied parameters that are spread, the whole will be made once."""
         with _unsharded(model):
             state = model.state_dict()
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        wholes: dict[int, Any] = {}
         for name, value in state.items():
-            if _is_spread(value):
-                key = id(parameters.get(name, value))
-                if key not in wholes:
-                    wholes[key] = self._whole(value)
-                self._put(value, wholes[key])
+            if _is_spread(value) and name in parameters:
+                self._tied[id(value)] = id(parameters[name])
         if counted_by:
             self.counter = state.get(counted_by[0])
         renamed = renamed_state(state, bare, without=counted_by)
@@ -193,15 +261,37 @@ class LiveStates:
         return renamed
 
     def _whole(self, tensor: Any) -> Any:
-        """All of a DTensor, on the CPU; gathered in every process, kept in one."""
-        whole = tensor.full_tensor().detach()
-        return whole.cpu() if self._writes else whole.new_empty(0)
+        """All of a DTensor, on the CPU; gathered in every process, kept in one.
+
+        Raises:
+            WriteError: another process did not come.
+        """
+        key = self._tied.get(id(tensor), id(tensor))
+        if key not in self._wholes:
+            try:
+                whole = tensor.full_tensor().detach()
+            except RuntimeError as error:
+                text = f"nothing is written, as a tensor could not be gathered: {error}"
+                raise WriteError(text) from error
+            self._wholes[key] = whole.cpu() if self._writes else whole.new_empty(0)
+        return self._wholes[key]
+
+
+class _Place:
+    """Where the state dict of a module will be."""
 
 
 def _is_spread(node: Any) -> bool:
     import torch
 
     return isinstance(node, torch.Tensor) and callable(getattr(type(node), "full_tensor", None))
+
+
+def _label_of(tensor: Any) -> Label:
+    """A tensor that is spread, as it is told to others."""
+    mesh = getattr(tensor, "device_mesh", None)
+    ranks = None if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    return Label(f"a tensor of {list(tensor.shape)}", ranks)
 
 
 def is_optimizer(node: Any) -> bool:
@@ -221,6 +311,14 @@ def _shards(model: torch.nn.Module) -> Iterator[Any]:
     home = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(home, "FullyShardedDataParallel", None)
     return (module for module in model.modules() if kind is not None and isinstance(module, kind))
+
+
+def _label_of_shards(model: torch.nn.Module) -> Label:
+    """Such a model, as it is told to others."""
+    import torch.distributed as dist
+
+    groups = (dist.get_process_group_ranks(one.process_group) for one in _shards(model))
+    return Label(f"a {type(model).__name__}", tuple({rank for group in groups for rank in group}))
 
 
 @contextmanager

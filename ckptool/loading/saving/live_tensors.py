@@ -71,7 +71,7 @@ class LiveTensors:
         if tensor.device.type in _WITHOUT_STORAGE or not torch._C._has_storage(tensor):
             tensor = tensor.cpu()
         storage = self._storage(tensor, dtype)
-        if tensor.numel() * BY_NAME[dtype].itemsize == storage.nbytes:
+        if _is_dense(tensor) and tensor.numel() * BY_NAME[dtype].itemsize == storage.nbytes:
             self._whole.add(storage)
         if tensor.numel() and not storage.nbytes:
             raise NotRepresentable(
@@ -132,6 +132,19 @@ class LiveTensors:
             return scheme, tensor.q_scale(), tensor.q_zero_point()
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return scheme, self.frozen(scales), self.frozen(zeros), tensor.q_per_channel_axis()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element stands where no other does, with none between: in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    axes = (axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] != 1)
+    for step, size in sorted(axes):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _without_storage(tensor: torch.Tensor, kind: str, parts: dict[str, Any]) -> TensorRef:

@@ -8,12 +8,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, TargetExists, UsageError
+from ckptool.errors import (
+    AmbiguousName,
+    NotFound,
+    NotRepresentable,
+    TargetExists,
+    UsageError,
+    WriteError,
+)
 from ckptool.files.refusals import worded
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.loading.saving.bare_names import COUNTER
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer
-from ckptool.loading.saving.ranks import Ranks
 from ckptool.nodes import OrderedMap
 from ckptool.statedict import OF_THE_MODEL, model_state_dict
 from ckptool.tensors.runtime import require_torch
@@ -55,19 +62,22 @@ def save(
     In a script SIGTERM ends Python at once: an old file stays, and a hidden temporary file, which
     the next save to the same name removes. A handler that raises has it removed.
 
-    Under `torch.distributed` every rank calls it: sharded parameters are gathered, rank 0 writes
-    what it was given, the others wait (as long as the timeout of the process group lets them), and
-    what goes wrong is raised in all of them.
+    Under `torch.distributed` **every rank calls it**, whatever the model is: sharded parameters are
+    gathered, rank 0 writes what it was given, the others wait, and what goes wrong is raised in all
+    of them. Under an `if rank == 0:` rank 0 waits for the others as long as the timeout of the
+    process group lets it (torch's own is 30 minutes with gloo), and then nothing is written.
 
     Args:
         path: Where to. A name that ends in `.safetensors` makes such a file, of a model alone.
         model: A module, wrapped or not; or its state dict, whose wrapper names go.
         optimizer: Its parameters are found in `model`, or in another module among the values. A
             group that has some of no module is written without names, with a warning.
-        overwrite: Replace a file that is there.
+        overwrite: Replace a file that is there; False: refuse.
         values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
             `dtype`, and list, tuple, dict, OrderedDict, set and Counter of those; numpy scalars
-            become numbers.
+            become numbers. Of a tensor its elements, shape, layout and type are saved: an attribute
+            that was set on it is not, a class of its own becomes torch's, mkldnn's layout a strided
+            one.
 
     Returns:
         What was written; the same on every rank.
@@ -77,24 +87,40 @@ def save(
         NotRepresentable: a value is of another kind, a tensor has no elements here; the message
             names the place. Nothing was written.
         NameCollision: two names of the model would become one without its wrappers.
-        UsageError: there is nothing to save, or two things of one name.
+        UsageError: there is nothing to save, or two things of one name; `overwrite` is no bool.
         TargetExists: the file is there, and `overwrite` is False; or it is a folder.
         NoSpace: the disk cannot hold it.
         WriteDenied: the system does not let us write there.
         FileBusy: another process, or thread, is writing the file.
-        WriteError: another rank failed, or the system takes no such name.
+        WriteError: another rank failed, did not come, or has something else to gather; or the
+            system takes no such name.
     """
     require_torch()
-    ranks = Ranks()
-    states = ranks.each(lambda: _taken(model, optimizer, values, ranks))
-    return ranks.first(lambda: _write(_named(path), *states, overwrite=overwrite))
+    ranks = Ranks(
+        default_group(), error=WriteError, undone="nothing is written", call="ckptool.save"
+    )
+    states = LiveStates(ranks)
+    with ranks.reached():
+        _check_overwrite(overwrite)
+        tree = _taken(states, model, optimizer, values)
+    states.gather(tree)
+    if states.counter is not None:
+        tree.setdefault(COUNTER, states.counter)
+    return ranks.first(lambda: _write(_named(path), tree, states.instead, overwrite=overwrite))
+
+
+def _check_overwrite(overwrite: Any) -> None:
+    if not isinstance(overwrite, bool):
+        raise UsageError(
+            f"overwrite={overwrite!r} is not True or False",
+            hint="overwrite=False keeps a file that is there",
+        )
 
 
 def _taken(
-    model: Any, optimizer: Any, values: dict[str, Any], ranks: Ranks
-) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Everything by name, and what is saved in the place of what: each rank gives its part."""
-    states = LiveStates(writes=ranks.writes)
+    states: LiveStates, model: Any, optimizer: Any, values: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything by name."""
     tree: dict[str, Any] = {}
     if model is not None:
         if "state_dict" in values:
@@ -106,12 +132,9 @@ def _taken(
             raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
         tree["optimizer"] = optimizer
     tree.update(values)
-    if states.counter is not None:
-        tree.setdefault(COUNTER, states.counter)
     if not tree:
         raise UsageError("there is nothing to save", hint="ckptool.save(path, model=model)")
-    states.gather(tree)
-    return tree, states.instead
+    return tree
 
 
 def _named(path: Any) -> str:

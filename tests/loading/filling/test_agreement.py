@@ -5,7 +5,7 @@ import torch
 
 import ckptool
 from ckptool.errors import UsageError
-from ckptool.loading.filling.agreement import Agreement
+from ckptool.loading.filling.agreement import agreement
 from tests.loading.bits import Untouched
 from tests.loading.two_processes import needs_gloo, run_by_two, told_to_each
 from tests.loading.two_ranks import adam, plain
@@ -99,7 +99,7 @@ def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told, wrap)
 
 
 def test_a_process_alone_agrees_with_itself():
-    together = Agreement(plain())
+    together = agreement(plain())
     assert not together.is_of_many
     with pytest.raises(KeyError), together.reached():
         raise KeyError

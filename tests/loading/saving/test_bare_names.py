@@ -6,7 +6,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from ckptool.errors import NameCollision
-from ckptool.loading.saving.bare_names import bare_names, renamed_state
+from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 
 
 def net():
@@ -98,3 +98,14 @@ def test_two_names_that_become_one_are_refused():
     model._orig_mod.net = torch.nn.Linear(2, 2)
     with pytest.raises(NameCollision, match=r"'net.weight' and '_orig_mod.net.weight'"):
         renamed_state(model.state_dict(), bare_names(model))
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda one: torch.jit.trace(one, ones())])
+def test_modules_of_torchscript_have_their_names(made):
+    model = made(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert bare_names(model)("0.weight") == "0.weight"
+    assert counters(model) == []
+
+
+def ones():
+    return torch.ones(1, 2)

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import enum
 import pathlib
+import random
 
 import numpy
 import pytest
@@ -147,3 +148,37 @@ def test_circles_and_depths_that_no_pickle_has_are_refused(tmp_path):
         save(tmp_path / "f.pth", value=deep)
     while deep:  # bit by bit: Python's own way to free it is as deep
         deep = deep.pop()
+
+
+FOLLOWED = {
+    "longdouble": numpy.longdouble(1.5),
+    "clongdouble": numpy.clongdouble(1.5),
+    "date": numpy.datetime64("2020"),
+    "span": numpy.timedelta64(3, "s"),
+    "dates": numpy.array(["2020"], dtype="M8[D]"),
+    "longdoubles": numpy.ones(2, dtype=numpy.longdouble),
+    "masked": numpy.ma.array([1, 2]),
+    "error": KeyError("x"),
+    "generator": numpy.random.default_rng(0),
+    "bits": numpy.random.PCG64(0),
+    "seeds": numpy.random.SeedSequence(0),
+    "random": random.Random(0),
+    "torch": torch.Generator(),
+    "dtype": numpy.dtype("f4"),
+    "object": object(),
+    "range": range(3),
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_what_is_told_to_help_is_taken(tmp_path, kind):
+    with pytest.raises(NotRepresentable) as caught:
+        save(tmp_path / "f.pth", v=FOLLOWED[kind])
+    told = caught.value.hint.removeprefix("save ").removesuffix(" in its place")
+    save(tmp_path / "f.pth", v=eval(told, {"v": FOLLOWED[kind]}))
+
+
+def test_what_is_told_of_a_generator_is_its_state(tmp_path):
+    with pytest.raises(NotRepresentable) as caught:
+        save(tmp_path / "f.pth", rng=numpy.random.default_rng(0))
+    assert caught.value.hint == "save rng.bit_generator.state in its place"

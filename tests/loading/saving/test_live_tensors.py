@@ -5,6 +5,7 @@ import torch
 
 from ckptool import save
 from ckptool.errors import NotRepresentable
+from ckptool.loading.saving.live_tensors import LiveTensors
 from tests.tensors.judge import assert_same
 
 
@@ -138,3 +139,17 @@ def test_what_has_no_elements_to_write_is_refused_with_its_place(tmp_path, kind)
         save(tmp_path / "f.pth", model={"layer.weight": make()})
     assert "state_dict['layer.weight']: " in str(caught.value)
     assert not (tmp_path / "f.pth").exists()
+
+
+def test_elements_that_are_repeated_are_no_others(tmp_path):
+    save(tmp_path / "f.pth", x=torch.arange(4.0)[:2].expand(2, 2))
+    found = torch.load(tmp_path / "f.pth")["x"]
+    assert found.tolist() == [[0, 1], [0, 1]]
+    assert found.untyped_storage().nbytes() == 8
+
+
+def test_all_of_a_storage_in_another_order_is_not_copied(tmp_path):
+    tensors = LiveTensors()
+    tensors.frozen(torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+    tensors.frozen(torch.ones(3, 1, 4).permute(2, 1, 0))
+    assert not tensors.see_parts

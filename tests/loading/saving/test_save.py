@@ -279,6 +279,8 @@ def test_calls_that_make_no_sense_are_refused(tmp_path):
         save(file, optimizer=1)
     with pytest.raises(UsageError, match="a path is wanted, not a int"):
         save(3, model=model)
+    with pytest.raises(UsageError, match="overwrite='no' is not True or False"):
+        save(file, model=model, overwrite="no")
     assert not file.exists()
 
 

@@ -86,11 +86,52 @@ def test_a_refusal_is_raised_in_all_ranks(run, told, scene):
         assert text in rank[scene]["text"]
 
 
-def test_a_rank_that_fails_stops_the_others(run, told):
-    assert told[0]["one_fails"] == {
-        "error": "WriteError", "text": "rank 1 failed: RuntimeError: not today",
-    }  # fmt: skip
-    assert told[1]["one_fails"] == {"error": "RuntimeError", "text": "not today"}
+FAILURES = {
+    "one_fails": ("RuntimeError", "not today"),
+    "one_fails_before_the_parts_are_gathered": ("RuntimeError", "not today"),
+    "one_fails_with_an_error_of_the_users": ("OfTheUsers", "this and that"),
+}
+
+
+@pytest.mark.parametrize("scene", FAILURES)
+def test_a_rank_that_fails_stops_the_others(run, told, scene):
+    kind, text = FAILURES[scene]
+    first, second = (rank[scene] for rank in told)
+    assert (second["error"], second["text"]) == (kind, text)
+    heard = f"nothing is written, as it failed in rank 1: {kind}: {text}"
+    assert (first["error"], first["text"]) == ("WriteError", heard)
+    assert not (run / "never.pth").exists()
+
+
+DIFFERENCES = {
+    "other_parts_in_each_rank": ("a tensor of [4, 6]", "nothing"),
+    "parts_in_one_rank_alone": ("a tensor of [6, 4]", "nothing"),
+}
+
+
+@pytest.mark.parametrize("scene", DIFFERENCES)
+def test_ranks_that_gather_other_things_do_not_wait_for_each_other(told, scene):
+    one, other = DIFFERENCES[scene]
+    texts = [rank[scene]["text"] for rank in told]
+    assert texts == [
+        f"nothing is written, as rank 0 gathers {one} where rank 1 gathers {other}",
+        f"nothing is written, as rank 1 gathers {other} where rank 0 gathers {one}",
+    ]
+    assert {rank[scene]["error"] for rank in told} == {"WriteError"}
+
+
+def test_an_argument_of_one_rank_that_makes_no_sense_stops_all(told):
+    first, second = (rank["no_such_overwrite"]["text"] for rank in told)
+    assert second == "overwrite='no' is not True or False"
+    assert first == f"nothing is written, as it failed in rank 1: {second}"
+
+
+def test_a_rank_that_is_left_alone_says_who_must_call(run, told):
+    alone = told[0]["left_alone"]
+    assert alone["error"] == "WriteError"
+    text = "nothing is written, as another rank did not answer rank 0: "
+    assert alone["text"].startswith(text)
+    assert alone["hint"] == "every rank of the run calls ckptool.save, not one of them alone"
     assert not (run / "never.pth").exists()
 
 
