@@ -122,39 +122,41 @@ def matched(
     return Match(pairs, renamed, report, placed, again=again)
 
 
-@dataclass(eq=False)
 class _Matching:
     """What of a model is met by what of a file, as it grows."""
 
-    have: Mapping[str, Slot]
-    want: Mapping[str, Slot]
-    way: Way
-    own: dict[str, str]
-    """Names that the user's rules gave, each with the name in the file; empty without rules."""
-    closed: Closed
-    pairs: dict[str, str] = field(default_factory=dict)
-    """Name of the model to name in the file."""
-    wrong: dict[str, str] = field(default_factory=dict)
-    """The same of what does not fit by its shape."""
-    met: dict[str, str] = field(default_factory=dict)
-    """All names of which it is known what they are, bare ones: the model's to the file's.
+    def __init__(
+        self,
+        have: Mapping[str, Slot],
+        want: Mapping[str, Slot],
+        way: Way,
+        own: Mapping[str, str],
+        closed: Closed,
+    ) -> None:
+        """Bring both sides to one spelling.
 
-    Also of those that are no tensor, and wanted as one."""
-    rules: list[InferredRule] = field(default_factory=list)
-    direct: dict[str, str] = field(default_factory=dict)
-    """The pairs without those that only a tie made."""
-
-    def __post_init__(self) -> None:
-        """Bring both sides to one spelling."""
-        have, want = self.way.have, self.way.want
-        self.old_mine = self.closed.outside(_old(have, want))
-        self.old_wanted = self.closed.outside(_old(want, have))
-        self.mine = _today(have.names, self.old_mine)
-        self.wanted = _today(want.names, self.old_wanted)
+        `own`: names that the user's rules gave, each with the name in the file; empty without.
+        """
+        self.have, self.want, self.way, self.closed = have, want, way, closed
+        self.old_mine = closed.outside(_old(way.have, way.want))
+        self.old_wanted = closed.outside(_old(way.want, way.have))
+        self.mine = _today(way.have.names, self.old_mine)
+        self.wanted = _today(way.want.names, self.old_wanted)
         self.files = self.mine
         """Bare names of the file, each with the whole one, before the rules."""
-        if self.own:
-            self.files = {name: self.own[full] for name, full in self.mine.items()}
+        if own:
+            self.files = {name: own[full] for name, full in self.mine.items()}
+        self.pairs: dict[str, str] = {}
+        """Name of the model to name in the file."""
+        self.direct: dict[str, str] = {}
+        """The same without those that only a tie made."""
+        self.wrong: dict[str, str] = {}
+        """The same of what does not fit by its shape."""
+        self.met: dict[str, str] = {}
+        """All names of which it is known what they are, bare ones: the model's to the file's.
+
+        Also of those that are no tensor, and wanted as one."""
+        self.rules: list[InferredRule] = []
         self._found: list[Ambiguity] = []
 
     def meet(self) -> None:

@@ -9,7 +9,6 @@ with `model.` before all names).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.matching.slots import Slot, fits
@@ -23,14 +22,12 @@ _DEEPEST = 16
 """Components of a common front that are looked at."""
 
 
-@dataclass(frozen=True, eq=False)
 class Side:
     """Names, and what comes off them: a form without wrappers, then a front of components."""
 
-    slots: Mapping[str, Slot]
-    form: Bare
-    front: str = ""
-    """With its dot; off the names that begin with it."""
+    def __init__(self, slots: Mapping[str, Slot], form: Bare, front: str = "") -> None:
+        """`front`: with its dot; off the names that begin with it."""
+        self.slots, self.form, self.front = slots, form, front
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -109,16 +106,21 @@ class Side:
         return shorter
 
 
-@dataclass(frozen=True, eq=False)
 class Way:
     """How the bare names of both sides are made."""
 
-    have: Side
-    want: Side
-    unsure: frozenset[str] = frozenset()
-    """Bare names on both sides that may not be the same tensor: two fronts are as likely."""
-    rivals: tuple[str, ...] = ()
-    """Those fronts."""
+    def __init__(
+        self,
+        have: Side,
+        want: Side,
+        unsure: frozenset[str] = frozenset(),
+        rivals: tuple[str, ...] = (),
+    ) -> None:
+        """`unsure`: bare names on both sides that may not be the same tensor.
+
+        That is where two fronts are as likely: `rivals`.
+        """
+        self.have, self.want, self.unsure, self.rivals = have, want, unsure, rivals
 
     @cached_property
     def score(self) -> int:

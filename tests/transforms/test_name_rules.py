@@ -8,6 +8,7 @@ import pytest
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
+from ckptool.transforms.name_rules import rules_of
 
 
 @pytest.mark.parametrize(
@@ -159,3 +160,9 @@ def test_a_table_that_cannot_be_read(tmp_path):
 
 def test_a_json_table_may_say_names_in_escapes(tmp_path):
     assert read_map_file(written(tmp_path, json.dumps({"é": "ü"}))) == {"é": "ü"}
+
+
+@pytest.mark.parametrize("given", ["a=>b", regex_rule("a=>b")])
+def test_one_rule_is_no_list_of_them(given):
+    with pytest.raises(UsageError, match="a list of rules is wanted"):
+        rules_of(given)

@@ -1,0 +1,44 @@
+"""A process that loads one model waits for what that takes, and for nothing else."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+LOAD = """
+import sys
+import torch
+import ckptool
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+assert ckptool.load_into(model, sys.argv[1]).coverage == 1
+print(*[name for name in sys.modules if name.startswith("ckptool.")])
+"""
+SELDOM = {
+    "names that differ": ["ckptool.matching.inference"],
+    "files that are none": ["ckptool.formats.identify_tar"],
+    "other types": ["ckptool.loading.fitting.losses"],
+    "modules that load in their own way": ["ckptool.loading.fitting.trial"],
+    "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.output"],
+    "writers": ["ckptool.writing", "ckptool.symbolic.encoder"],
+}
+
+
+@pytest.fixture(scope="module", params=["pth", "safetensors"])
+def imported(request, tmp_path_factory):
+    """What is imported for a file whose names are wrapped."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = {f"module.net.{name}": value for name, value in model.state_dict().items()}
+    file = tmp_path_factory.mktemp("first") / f"model.{request.param}"
+    if request.param == "pth":
+        torch.save(state, file)
+    else:
+        pytest.importorskip("safetensors.torch").save_file(state, file)
+    run = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, check=True)
+    return set(run.stdout.decode().split())
+
+
+@pytest.mark.parametrize("what", SELDOM)
+def test_it_imports_nothing_that_is_seldom_needed(imported, what):
+    assert "ckptool.matching.matched" in imported
+    assert not imported.intersection(SELDOM[what])
