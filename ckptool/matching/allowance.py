@@ -101,6 +101,11 @@ class Allowance:
         if least is not None and not _is_share(least):
             raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
 
+    def takes_cast(self, *names: str) -> bool:
+        """Whether numbers of what is called so may change with their type."""
+        takes = _taker(self.lossy_cast or False)
+        return any(map(takes, names))
+
     def problems(self, report: MatchReport, again: Again | None = None) -> tuple[Problem, ...]:
         """Every reason to refuse, the most telling first; none: it is accepted."""
         return self.judged(report, again).problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ _BLOCK = 1 << 15
 and are slower by far than one where the machine is busy."""
 
 
-def loss_of(state: State, name: str, dtype: str) -> Loss | None:
-    """What becomes of the elements under `name` in another type.
+def loss_of(ref: TensorRef | None, value: Callable[[], Any], dtype: str) -> Loss | None:
+    """What becomes of the elements of a tensor in another type.
 
+    It is looked at where it lies in a file, as `ref`, or where it does not, as `value` makes it.
     None where that cannot be told: on the meta device, or of no plain array of elements, or where
     torch does not compute with the types.
 
@@ -36,7 +37,7 @@ def loss_of(state: State, name: str, dtype: str) -> Loss | None:
     # Imported here: few files have other types than the model.
     from ckptool.loading.fitting.losses import Loss, lost
 
-    blocks = _blocks(state, name)
+    blocks = _blocks(ref, value)
     if blocks is None:
         return None
     loss, target = Loss(), torch_dtype(dtype)
@@ -100,18 +101,17 @@ def bytes_of(block: torch.Tensor) -> torch.Tensor:
     return block.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _blocks(state: State, name: str) -> Iterator[torch.Tensor] | None:
-    """The elements of an entry in some order; a file is read block by block."""
+def _blocks(ref: TensorRef | None, value: Callable[[], Any]) -> Iterator[torch.Tensor] | None:
+    """The elements of a tensor in some order; a file is read block by block."""
     import torch
 
-    ref = state.ref(name)
     if ref is not None and ref.has_content and ref.is_contiguous and _is_sliceable(ref):
         shape = tuple(size or 0 for size in ref.shape)
         return (materialise(ref[at] if at else ref) for at in _cuts(shape))
-    value = state.value(name)
-    if not isinstance(value, torch.Tensor) or value.is_meta or not _is_plain(value):
+    made = value()
+    if not isinstance(made, torch.Tensor) or made.is_meta or not _is_plain(made):
         return None
-    return (value.detach()[at] for at in _cuts(tuple(value.shape)))
+    return (made.detach()[at] for at in _cuts(tuple(made.shape)))
 
 
 def _is_sliceable(ref: TensorRef) -> bool:

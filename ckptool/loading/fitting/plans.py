@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.loading.fitting.contents import loss_of, same_elements
@@ -85,7 +86,8 @@ def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
         if cast.lossy:
             key = cast.own, cast.after
             if key not in losses:
-                losses[key] = loss_of(state, *key)
+                value = partial(state.value, cast.own)
+                losses[key] = loss_of(state.ref(cast.own), value, cast.after)
             loss = losses[key]
             if loss is not None:
                 cast = replace(cast, lossy=bool(str(loss)), loss=str(loss))
