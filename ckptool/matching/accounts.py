@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from ckptool.matching.slots import Slot, fits
-from ckptool.matching.swaps import Names, Swap
+from ckptool.matching.swaps import Names, Swap, is_number
 
 __all__ = ["Account", "Ledger", "OutOfBudget"]
 
@@ -20,6 +21,11 @@ Pair = tuple[str, str]
 
 class OutOfBudget(Exception):
     """The names suggest more rules than real ones do; what is not looked at is not concluded."""
+
+
+def places_of(names: Iterable[str], slots: Mapping[str, Slot]) -> Counter[object]:
+    """What shapes there are under which numbers, whatever the names are beside them."""
+    return Counter((*filter(is_number, name.split(".")), slots[name].shape) for name in names)
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,10 @@ class Ledger:
         )
 
     def is_apt(self, account: Account, hits: int) -> bool:
-        """Whether `hits` are the greater part of its names, on one of the sides."""
+        """Whether `hits` are the greater part of its names, on one of the sides.
+
+        Or the rest has the same shapes on both: there names below are others too.
+        """
         if hits <= len(account.unfit):
             return False
         if 2 * hits >= self.concerned(account):
@@ -151,7 +160,11 @@ class Ledger:
         wanted = self.want.under(swap.new) if swap.new else self.left()[1]
         self.spend(len(wanted))
         own = frozenset(account.domain if swap.old else ())
-        return 2 * hits >= sum(self.pairs.get(name) not in own for name in wanted)
+        if 2 * hits >= sum(self.pairs.get(name) not in own for name in wanted):
+            return True
+        ours = [name for name in own if name not in self.met]
+        theirs = [name for name in wanted if name not in self.pairs]
+        return places_of(ours, self.have.slots) == places_of(theirs, self.want.slots)
 
     def concerned(self, account: Account) -> int:
         """How many names of the file a rule is about.

@@ -14,6 +14,7 @@ from ckptool.transforms.name_rules import regex_rule
 
 __all__ = [
     "ANY_RULE",
+    "BELOW",
     "OTHER",
     "RENAMES",
     "Again",
@@ -39,6 +40,9 @@ _GLOB = frozenset("*?[")
 ANY_RULE: Argument = ("rules", ("REGEX=>REPL",))
 """For the reader to fill in: no rule is known."""
 RENAMES = Remedy((ANY_RULE,), note=" where only names differ")
+BELOW = Remedy(
+    lead="give the layers' tensors the names that the model has: ", instead=(Remedy((ANY_RULE,)),)
+)
 OTHER = Remedy(
     lead="is it of another model? ",
     instead=(
@@ -136,6 +140,7 @@ def tried(report: MatchReport, rules: Sequence[str], again: Again | None) -> Mat
         unexpected_keys=[own for own in report.unexpected_keys if own not in used],
         mismatched=(*mismatched, *(one for one in after.mismatched if one.name not in apart)),
         ambiguous=after.ambiguous,
+        respelled=after.respelled,
         fitting=report.fitting + after.fitting - before.fitting,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.advice import (
+    BELOW,
     OTHER,
     RENAMES,
     Again,
@@ -139,7 +140,7 @@ class Allowance:
         problems = tuple(found)
         if problems and untried:
             return Judgement(problems, by_torch(untried))
-        if _moved(report, problems):
+        if report.moved and _moved(report, problems):
             return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
         return Judgement(problems, _helping(report, problems, asked))
 
@@ -159,7 +160,7 @@ class Allowance:
         if report is None or not report.fitting:
             return None
         missing, unexpected, mismatched, unclear = self._refused(report)
-        if may_be_asked(report, unclear):
+        if may_be_asked(report, unclear) or (report.respelled and missing):
             return Remedy(note=" (more is asked then)")
         arguments: list[Argument] = []
         told: list[str] = []
@@ -342,7 +343,8 @@ def _are(many: Sized) -> str:
 def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
     """The lists that may be counted otherwise, where that is why names are left."""
     asked = {problem.kind for problem in problems}
-    return listed(report.moved, 2) if report.moved and asked & {"missing", "unexpected"} else ""
+    told = report.moved or report.respelled
+    return listed(told, 2) if told and asked & {"missing", "unexpected"} else ""
 
 
 def _heading(report: MatchReport) -> str:
@@ -383,6 +385,8 @@ def _helping(report: MatchReport, problems: Sequence[Problem], asked: bool) -> R
     remedies = [one.remedy for one in problems if one.remedy and one.kind != "ambiguous"]
     if len(remedies) > _MOST_REMEDIES:
         return _NONE
+    if report.respelled and "missing" in kinds:  # allowed, they would stay as they are at random
+        return question.remedy if question is not None and question.remedy else BELOW
     allowed = together(remedies)
     if question is not None and question.remedy:
         return replace(allowed, instead=(deciding(question.remedy),))

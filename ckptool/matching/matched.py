@@ -11,7 +11,7 @@ from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.holding import holds
-from ckptool.matching.numbering import moved_lists
+from ckptool.matching.numbering import moved_lists, respelled_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
@@ -110,6 +110,7 @@ def matched(
         tied=tied,
         ambiguous=matching.ambiguities(),
         moved=matching.moved(),
+        respelled=matching.respelled(),
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
         notes=idle,
@@ -286,12 +287,21 @@ class _Matching:
 
     def moved(self) -> tuple[str, ...]:
         """Lists whose numbers may mean other layers, in words."""
+        own, wanted = self._left()
+        return moved_lists(self.files, self.wanted, own, wanted) if own and wanted else ()
+
+    def respelled(self) -> tuple[str, ...]:
+        """Lists that are called otherwise below their numbers, in words."""
+        own, wanted = self._left()
+        return respelled_lists(own, wanted) if own and wanted else ()
+
+    def _left(self) -> tuple[dict[str, Slot], dict[str, Slot]]:
+        """What of either side nothing meets, by its bare names."""
         unused, missing = set(self.unused()), set(self.missing())
-        if not (unused and missing):
-            return ()
-        own = [name for name, full in self.files.items() if full in unused]
-        wanted = [name for name, full in self.wanted.items() if full in missing]
-        return moved_lists(self.files, self.wanted, own, wanted)
+        return (
+            {name: self.have[full] for name, full in self.files.items() if full in unused},
+            {name: self.want[full] for name, full in self.wanted.items() if full in missing},
+        )
 
     def mismatches(self) -> tuple[Mismatch, ...]:
         """What is of another shape, in the order of the model."""

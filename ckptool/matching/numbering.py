@@ -1,17 +1,20 @@
-"""Lists of modules whose numbers may have moved, so that equal ones do not mean the same layer."""
+"""Lists of modules whose numbers may have moved, or that are called otherwise below them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptool.paths import printable
 
 if TYPE_CHECKING:
     from ckptool.matching.accounts import Account, Ledger
+    from ckptool.matching.slots import Slot
 
-__all__ = ["ANY_NUMBER", "moved_lists", "renumbered"]
+__all__ = ["ANY_NUMBER", "moved_lists", "renumbered", "respelled_lists"]
 
 ANY_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """Finds the components of a name that are numbers."""
@@ -79,6 +82,36 @@ def moved_lists(
         f"{printable(start)}{_shown(members[1][start])} of the model, by other numbers"
         for start in told[:_MOST_LISTS]
     )
+
+
+def respelled_lists(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> tuple[str, ...]:
+    """Lists of the model that lack just what some list of the file has over, in words.
+
+    Each layer the same shapes as the one of its number; told where that is one list alone.
+    """
+    ours, theirs = (_contents(side) for side in (unused, missing))
+    told = []
+    for start, wanted in islice(theirs.items(), _MOST_LISTS):
+        numbers = {number for number, _ in wanted}
+        alike = [own for own, held in ours.items() if wanted <= held]
+        if len(alike) == 1 and len(numbers) > 1:
+            shown = _shown(numbers)
+            told.append(
+                f"{printable(alike[0])}{shown} of the file may be {printable(start)}{shown} of the "
+                "model, by other names below"
+            )
+    return tuple(told)
+
+
+def _contents(side: Mapping[str, Slot]) -> dict[str, Counter[tuple[str, object]]]:
+    """By what stands before the first number of a name: the shapes that each number has."""
+    found: dict[str, Counter[tuple[str, object]]] = {}
+    for name, slot in side.items():
+        first = ANY_NUMBER.search(name)
+        if first is not None and slot.shape is not None:
+            held = found.setdefault(name[: first.start()], Counter())
+            held[first[0], slot.shape] += 1
+    return found
 
 
 def _shown(numbers: Iterable[str]) -> str:

@@ -155,6 +155,9 @@ class MatchReport:
     moved: tuple[str, ...] = ()
     """Lists of layers that are counted otherwise on the two sides, in words: that equal numbers
     mean the same layer is not sure."""
+    respelled: tuple[str, ...] = ()
+    """Lists of layers of which the file has all that the model lacks, by shapes and numbers, in
+    words: the names below the numbers are others."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Names of the file that no model takes, each with the reason: an average's counter."""
     kept: tuple[tuple[str, str], ...] = ()
@@ -214,6 +217,7 @@ class MatchReport:
             "untied": [list(names) for names in self.untied],
             "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
             "moved": list(self.moved),
+            "respelled": list(self.respelled),
             "left_out": [{"name": name, "reason": reason} for name, reason in self.left_out],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
             "optimizer": self.optimizer and self.optimizer.to_dict(),
