@@ -14,6 +14,7 @@ from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.matching import Cast, Match, matched
+from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule, rules_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["planned"]
 
+_UNTRIED = " loads in its own way, which could not be tried beforehand"
 _NO_ENTRY = "a plain value, which no model takes"
 
 
@@ -73,6 +75,10 @@ def planned(
         cast=casts if by_type or as_stored else _judged(state, casts),
         tied=tuple(group for group in found.report.tied if not apart.intersection(group)),
         untied=untied,
+        notes=(
+            *found.report.notes,
+            *([f"{printable(found.untried)}{_UNTRIED}"] if found.untried else []),
+        ),
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
     )
     return replace(found, report=report)
