@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
-from ckptool.matching.holding import holds
+from ckptool.matching.counting import casts_of, counted
 from ckptool.matching.numbering import moved_lists, respelled_lists
 from ckptool.matching.renamings import renamings, rewritten
-from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.matching.report import Ambiguity, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
 from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, spelled
@@ -51,6 +50,8 @@ class Match:
     call it."""
     beyond: dict[str, str] = field(default_factory=dict)
     """Of those, what the modules' own loading takes: as they call it, to the name in the file."""
+    filled: frozenset[str] = frozenset()
+    """Names of the model that nothing of the file has, and the modules' own loading fills."""
     untried: str = ""
     """The class whose own loading may take more, which could not be tried; empty: none."""
     again: Callable[[Sequence[str]], MatchReport] | None = field(
@@ -99,6 +100,7 @@ def matched(
     still = [name for name, own in matching.direct.items() if name == own]
     found = renamings(matching.stations(ruled), still, rules, matching.rules, have)
     missing = matching.missing()
+    pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
     report = MatchReport(
         file=file,
         model=model,
@@ -106,7 +108,7 @@ def matched(
         unexpected_keys=[own for own in matching.unused() if own not in left_out],
         mismatched=matching.mismatches(),
         renamed=found,
-        cast=matching.casts(),
+        cast=casts_of(pairs, have, want),
         tied=tied,
         ambiguous=matching.ambiguities(),
         moved=matching.moved(),
@@ -114,9 +116,8 @@ def matched(
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
         notes=idle,
-        **matching.counts(kept),
+        **counted(want, pairs, kept),
     )
-    pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
     placed = matching.placed()
     names = {**placed, **{own: name for name, own in direct.items()}}
     renamed = rewritten(have, names, found, rules)
@@ -311,17 +312,6 @@ class _Matching:
             if (own := self.wrong.get(name)) is not None
         )
 
-    def casts(self) -> tuple[Cast, ...]:
-        """Changes of the element type, lossy by what the types hold."""
-        casts = []
-        for name in self.want:
-            own = self.pairs.get(name)
-            if own is not None:
-                before, after = self.have[own].dtype, self.want[name].dtype
-                if before != after and before is not None and after is not None:
-                    casts.append(Cast(name, own, before, after, not holds(after, before)))
-        return tuple(casts)
-
     def ambiguities(self) -> tuple[Ambiguity, ...]:
         """What is still open, under the names of the file and of the model."""
         taken = {*self.pairs, *self.pairs.values(), *self.wrong, *self.wrong.values()}
@@ -358,30 +348,6 @@ class _Matching:
         rules = tuple(f"^{escaped(front)}=>" for front in self.way.rivals)
         fronts = [f"{front}{name}" for front in self.way.rivals for name in names]
         return Ambiguity(tuple(n for n in fronts if n in self.mine), names, rules)
-
-    def counts(self, kept: Mapping[str, str]) -> dict[str, Any]:
-        """How much of the model is loaded: of its parameters, where it is known which these are."""
-        every = {name: slot for name, slot in self.want.items() if name not in kept}
-        known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
-        if not known or any(slot.kind == "tensor" for slot in every.values()):
-            known = {n: slot for n, slot in every.items() if slot.kind != "extra"} or every
-        once: dict[Any, str] = {}
-        for name, slot in known.items():
-            tie = ("", name) if slot.tie is None else slot.tie
-            if tie not in once or name in self.pairs:
-                once[tie] = name
-        shapes = {slot.shape: slot for slot in known.values()}
-        sizes = {shape: slot.elements for shape, slot in shapes.items()}
-        if not any(sizes.values()):  # there is nothing to count but names
-            sizes, once = dict.fromkeys(sizes, 1), {name: name for name in known}
-        loaded = Counter(known[name].shape for name in once.values() if name in self.pairs)
-        parameters = Counter(known[name].shape for name in once.values())
-        return {
-            "loaded": sum(sizes[shape] * count for shape, count in loaded.items()),
-            "parameters": sum(sizes[shape] * count for shape, count in parameters.items()),
-            "fitting": sum(name in self.pairs for name in every),
-            "names": len(every),
-        }
 
     def stations(self, ruled: Mapping[str, str]) -> Stations:
         """How each name of the file becomes the model's, of those that change."""
