@@ -21,14 +21,17 @@ def live_slots(
 ) -> Slots:
     """A slot for each entry; what is no tensor, or is an `_extra_state`, is `extra`.
 
-    A `Parameter`, or what lies where one of `parameters` does, is one; `rest` is the kind of the
-    other tensors.
+    A `Parameter`, or what is the same elements as one of `parameters`, is one; `rest` is the kind
+    of the other tensors.
     """
     import torch
 
     tensors = live_tensors(values)
     ties = _ties(tensors)
-    trained = {_place(one) for one in parameters} - {0}
+    trained: dict[int, set[Hashable]] = {}
+    for one in parameters:
+        trained.setdefault(_place(one), set()).add(_elements(one))
+    trained.pop(0, None)
     made: dict[Any, Slot] = {}
     slots: Slots = {}
     for name in values:
@@ -39,7 +42,8 @@ def live_slots(
         # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
         is_plain = type(tensor) is torch.Tensor
         trains = not is_plain and isinstance(tensor, torch.nn.Parameter)
-        trains = trains or (bool(trained) and _place(tensor) in trained)
+        if trained and not trains and (same := trained.get(_place(tensor))):
+            trains = _elements(tensor) in same
         is_plain = is_plain and not tensor.is_nested
         key = tensor.shape if is_plain else shape_of(tensor), tensor.dtype, trains, ties.get(name)
         slot = made.get(key)
@@ -70,6 +74,11 @@ def _place(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except (RuntimeError, ValueError):  # it has no storage, or none yet
         return -id(tensor)
+
+
+def _elements(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same elements."""
+    return memory_of(tensor) or _place(tensor)
 
 
 def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:

@@ -39,7 +39,8 @@ def _groups(
         if memory is not None and memory.nbytes:
             placed.setdefault(memory.storage, {}).setdefault(memory, name)
     for held in placed.values():
-        spans = sorted((*_span(memory), name, memory) for memory, name in held.items())
+        plain = {memory: name for memory, name in held.items() if not _repeats(memory)}
+        spans = sorted((*_span(memory), name, memory) for memory, name in plain.items())
         group: dict[str, Memory] = {}
         reach = -1
         for start, stop, name, memory in spans:
@@ -51,6 +52,13 @@ def _groups(
             reach = max(reach, stop)
         if len(group) > 1:
             yield group
+
+
+def _repeats(memory: Memory) -> bool:
+    """Whether some of its elements are one, so that torch copies nothing into it."""
+    return any(
+        size > 1 and not step for size, step in zip(memory.shape, memory.stride, strict=True)
+    )
 
 
 def _span(memory: Memory) -> tuple[int, int]:

@@ -31,6 +31,14 @@ class Net(nn.Module):
         pass
 
 
+def test_a_part_of_a_parameter_is_a_buffer_and_all_of_it_a_parameter():
+    model = nn.Linear(2, 4)
+    model.register_buffer("part", model.bias.data[:1])
+    model.register_buffer("all", model.bias.data)
+    slots = target_of(model).slots
+    assert (slots["part"].kind, slots["all"].kind) == ("buffer", "parameter")
+
+
 def test_kinds_shapes_and_types_are_told():
     slots = target_of(Net().half()).slots
     assert slots["scale"] == Slot((4,), "float16", "parameter")

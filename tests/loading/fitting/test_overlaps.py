@@ -52,3 +52,14 @@ def test_neighbours_do_not_overlap():
     model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     assert load_into(model, {"0": torch.ones(4), "1": torch.zeros(4)}).fits
     assert flat.tolist() == [1] * 4 + [0] * 4
+
+
+def test_what_torch_copies_nothing_into_is_its_refusal_as_an_error_of_ours(tmp_path):
+    model = Viewing(lambda w: w[:1].expand(3))
+    state = {"w": torch.ones(4), "v": torch.ones(3)}
+    torch.save(state, tmp_path / "a.pth")
+    before = Untouched(model)
+    for source in (state, tmp_path / "a.pth"):
+        with pytest.raises(MatchError, match="more than one element of the written-to tensor"):
+            load_into(model, source)
+        before.check()
