@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptool.loading.memory import memory_of
@@ -11,7 +12,19 @@ from ckptool.loading.memory import memory_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Assigned"]
+__all__ = ["Assigned", "trainable"]
+
+
+@contextmanager
+def trainable() -> Iterator[None]:
+    """Tensors that are made inside can be trained, whatever mode the caller is in."""
+    import torch
+
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Assigned:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import MatchError, UnreadableFile, UsageError, warn
-from ckptool.loading.filling.assigning import Assigned
+from ckptool.errors import CheckpointError, MatchError, UnreadableFile, UsageError, warn
+from ckptool.loading.filling.assigning import Assigned, trainable
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.filling.spreading import spread_like
 from ckptool.loading.filling.timing import Fills
-from ckptool.loading.filling.torch_loading import torch_load
+from ckptool.loading.filling.torch_loading import is_exact, torch_load
 from ckptool.loading.filling.undoing import Snapshot, held_back
 from ckptool.loading.filling.unread import UnreadDict
 from ckptool.loading.filling.watching import Watch, watched
@@ -22,7 +22,7 @@ from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.versions import metadata_for
 from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import Ranks
-from ckptool.matching import Match
+from ckptool.matching import Allowance, Match
 from ckptool.paths import listed, printable
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ undone, though the file could be read a moment ago. A larger model would need it
 _CHECKED = 1 << 30
 """Bytes up to which a file is checked before it is loaded, where the caller does not say."""
 
+_IN_PART = "the model is filled in part"
+
 Undo = Callable[[], None]
 
 
@@ -48,11 +50,12 @@ class Installation:
         target: Target,
         state: State,
         match: Match,
+        allowance: Allowance,
         *,
         assign: bool | None = None,
         mapped: bool = False,
     ) -> None:
-        """Decide how each tensor gets its elements.
+        """Decide how each tensor gets its elements; the match has been accepted.
 
         On the meta device, and with `assign`, it is another tensor that takes its place. A plain
         tensor is filled straight from the file where nobody wants it in the state dict. The rest is
@@ -62,6 +65,9 @@ class Installation:
             UsageError: tensors on the meta device are not to be assigned.
         """
         self._model, self._target, self._state, self._match = model, target, state, match
+        self._allowance = allowance
+        self.report = match.report
+        """What is loaded; when it is done, with what the model's hooks made of it."""
         self._watch = watched(model)
         self._assign, self._mapped = assign, mapped
         entries, pairs = target.entries, match.pairs
@@ -89,9 +95,12 @@ class Installation:
         together: Ranks,
         between: Callable[[], Undo] | None = None,
     ) -> None:
-        """Do it all; whatever is raised, the model is as it was, and what `between` did undone.
+        """Do it all; what is raised before the last step leaves the model as it was.
 
-        `between` is called before the first tensor is filled from the file. Each step is taken
+        What `between` did is undone then; it is called before the first tensor is filled from the
+        file. In the last step what is still to be filled is read. A signal waits until that is
+        through, and all of the model is loaded. What fails in it is undone where no more than 128
+        MiB are filled there; else the error says that they are filled in part. Each step is taken
         where all processes of `together` have come to the end of the one before.
 
         Raises:
@@ -102,7 +111,8 @@ class Installation:
         with together.reached():
             self._check(verify)
         with together.reached():
-            given = self._given()
+            with trainable():
+                given = self._given()
             snapshot = Snapshot(self._model, copied=self._kept())
         undo: Undo | None = None
         filled = False
@@ -110,9 +120,10 @@ class Installation:
             with together.reached():
                 self._load(given, snapshot)
                 undo = between() if between is not None else None
-            with together.reached(), held_back():
-                self._fill()
-                filled = not together.is_of_many
+            with held_back():
+                with together.reached("" if self._keeps_all else _IN_PART):
+                    self._fill()
+                filled = True
         except BaseException:
             if not filled:
                 with held_back():
@@ -233,7 +244,9 @@ class Installation:
                 real.extend((module, *one) for one in held)
         visitor = self._fills.visitor(snapshot, self._state.value)
         try:
-            missing, unexpected = torch_load(self._model, given, metadata or None, visitor)
+            missing, unexpected = torch_load(
+                self._model, given, metadata or None, visitor, exact=is_exact(self._match.report)
+            )
         except RuntimeError as error:
             told = str(error)
             if not told.startswith("Error(s) in loading state_dict"):
@@ -266,17 +279,28 @@ class Installation:
                 home[name] = tensor
 
     def _check_answer(self, missing: list[str], unexpected: list[str]) -> None:
-        """Refuse where torch, or a hook, could not place what it was given."""
+        """Refuse what torch, or a hook, could not place, unless that is allowed."""
         report = self._match.report
         known = {*report.missing_keys, *(name for name, _ in report.kept)}
         known.update(one.name for one in report.mismatched)
         lost = [name for name in missing if without_hidden(name) not in known]
-        if lost or unexpected:
-            what = "missing" if lost else "unexpected"
-            raise self._refused(f"{_called(lost or unexpected)} {what} once its hooks have run")
+        if not (lost or unexpected):
+            return
+        self.report = report.with_changes(
+            missing_keys=[*report.missing_keys, *lost],
+            unexpected_keys=[*report.unexpected_keys, *unexpected],
+        )
+        judgement = self._allowance.judged(self.report)
+        kinds = {problem.kind for problem in judgement.problems}
+        if kinds:
+            what = "missing" if "missing" in kinds or not unexpected else "unexpected"
+            names = lost if what == "missing" else unexpected
+            error = self._refused(f"{_called(names)} {what} once its hooks have run")
+            error.advise(judgement.remedy or None)
+            raise error
 
     def _refused(self, reason: str) -> MatchError:
-        report = self._match.report
+        report = self.report
         return MatchError(
             f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
             file=report.file or None,
@@ -288,14 +312,16 @@ class Installation:
         try:
             fill(self._fills.late)
             self._check_unchanged()
-        except (UnreadableFile, OSError) as error:
+        except Exception as error:  # also of a device, or of memory
             if self._keeps_all:
                 raise
-            raise UnreadableFile(
-                f"could not be read to its end, and the model is filled in part: {error}",
-                file=self._state.file or None,
-                hint="load a file that is whole before the model is used",
-            ) from error
+            hint = "load a file that is whole before the model is used"
+            file = self._state.file or None
+            if isinstance(error, (UnreadableFile, OSError)):
+                text = f"could not be read to its end, and {_IN_PART}: {error}"
+                raise UnreadableFile(text, file=file, hint=hint) from error
+            text = f"{_IN_PART}, as that failed: {type(error).__name__}: {error}"
+            raise CheckpointError(text, file=file, hint=hint) from error
 
 
 def _called(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UsageError, warn
 from ckptool.loading.filling.agreement import agreement
 from ckptool.loading.filling.arguments import check_arguments
+from ckptool.loading.filling.assigning import trainable
 from ckptool.loading.filling.installing import Installation
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.plans import planned
@@ -51,9 +52,14 @@ def load_into(
     """Load the whole of a file, or a state dict, into `model`; or change nothing and say why.
 
     Names are made to fit as `match` does it: wrappers on either side, prefixes, known and inferred
-    renames. The plan is judged before the model is touched, and whatever goes wrong later (a hook
-    of the model's that raises, Ctrl-C) leaves it bit for bit as it was. All that torch does when it
-    loads is done: hooks, versions, extra state, lazy parameters.
+    renames. The plan is judged before the model is touched, and what goes wrong later (a hook of
+    the model's that raises, Ctrl-C) leaves its parameters, buffers, modules and extra states as
+    they were. Not put back is what such code changes in objects that no module has as a tensor or
+    extra state of its own, nor, of more than 128 MiB, a read that fails at the very end: the model
+    is filled in part then, and the error says so. From there on Ctrl-C waits, and the model is
+    loaded. All that torch does when it loads is done: hooks, versions, extra state, lazy
+    parameters. What a `state_dict` of the model's own leaves out and torch asks for (a frozen part)
+    is missing in its files: `allow_missing`.
 
     A model on the `meta` device is filled by assignment over the privately mapped file: nothing is
     copied, and **the file must not be truncated or written to while the model lives**, which would
@@ -65,8 +71,10 @@ def load_into(
     done; what a hook takes out of the state dict, or a `load_state_dict` of the model's own is
     given, is held as well. With `assign=True` the tensors that are replaced live as long.
 
-    A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, each from its
-    own `source`, or by none: a process that is refused stops the others, which say why.
+    A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, **each of
+    which calls this** with its own `source`, or by none: a process that is refused stops the
+    others, which say why. One that does not come is an error in those that wait for it, once the
+    timeout of the process group has passed.
 
     Args:
         model: On any device, in any wrapper.
@@ -92,7 +100,8 @@ def load_into(
         optimizer_order: `"position"`: the optimizer is over the same parameters in the same order.
 
     Raises:
-        MatchError: it does not fit; `report` says all about it, `hint` what helps.
+        MatchError: it does not fit; `report` says all about it, `hint` what helps. Or another
+            process of a spread model failed, or did not come.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
         CorruptFile: its bytes are not what they were when it was written.
         AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
@@ -106,7 +115,7 @@ def load_into(
     _check_model(model)
     together = agreement(model)
     with ExitStack() as held:
-        with together.reached():
+        with together.reached(), trainable():
             check_arguments(
                 switches={"assign": assign, "verify": verify},
                 lists={"rules": rules, "prefixes": prefixes},
@@ -126,7 +135,9 @@ def load_into(
             place = map_location if mapped or assign else "cpu"
             state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
             match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
-            installation = Installation(model, target, state, match, assign=assign, mapped=mapped)
+            installation = Installation(
+                model, target, state, match, allowance, assign=assign, mapped=mapped
+            )
             report, between = match.report, None
             if optimizer is not None:
                 _check_optimizer(optimizer, installation)
@@ -146,6 +157,10 @@ def load_into(
                 between = plan.apply
             _accept(replace(match, report=report), allowance)
         installation.run(verify=verify, together=together, between=between)
+        done = installation.report
+        report = report.with_changes(
+            missing_keys=done.missing_keys, unexpected_keys=done.unexpected_keys
+        )
         return _finished(model, target, report)
 
 

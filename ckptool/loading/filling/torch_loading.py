@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptool.loading.filling.unread import UnreadDict, raw
 from ckptool.loading.filling.watching import overrides_loading
+from ckptool.loading.fitting.own_loading import has_own_load
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Visitor", "torch_load"]
+    from ckptool.matching import MatchReport
+
+__all__ = ["Visitor", "is_exact", "torch_load"]
 
 _MANY = 10_000
 """Names from which torch's own way, which looks at all of them for each child, takes seconds."""
@@ -34,10 +38,14 @@ def torch_load(
     state: OrderedDict[str, Any],
     metadata: Mapping[str, Any] | None,
     visitor: Visitor | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Load as torch does with `strict=False`; the names that it misses, and those it cannot place.
 
-    A `visitor` is for a model that does not override its loading.
+    A `visitor` is for a model that does not override its loading. One that does, by a
+    `load_state_dict` of its own, is strict where the state is `exact`, all that it has been found
+    to want: what it then lets pass is its own affair, and no name is returned.
 
     Raises:
         RuntimeError: what torch says of it; the model may be half loaded then.
@@ -45,13 +53,33 @@ def torch_load(
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]
     if (len(state) < _MANY and visitor is None) or overrides_loading(model):
-        found = model.load_state_dict(state, strict=False)
+        strict = exact and has_own_load(model)
+        options = {"strict": strict} if _takes_strict(model) else {}
+        found = model.load_state_dict(state, **options)
+        if strict:
+            return [], []
         missing, unexpected = (getattr(found, f"{kind}_keys", ()) for kind in _KINDS)
         return list(missing), list(unexpected)
     walk = _Walk(metadata, visitor)
     found = walk.load(model, state)
     walk.settle()
     return found
+
+
+def is_exact(report: MatchReport) -> bool:
+    """Whether what fits is all that the model has and all that the file has."""
+    return report.fits and not (report.kept or report.left_out)
+
+
+def _takes_strict(model: torch.nn.Module) -> bool:
+    """Whether its `load_state_dict` can be told to be strict, or not: some take the state alone."""
+    if not has_own_load(model):
+        return True
+    try:
+        takes = inspect.signature(model.load_state_dict).parameters
+    except (TypeError, ValueError):  # it is no function of Python's
+        return True
+    return "strict" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
 
 
 _KINDS = ("missing", "unexpected")

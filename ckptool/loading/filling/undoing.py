@@ -6,7 +6,7 @@ import copy
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,23 @@ def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 class Snapshot:
     """What a model is made of: its modules' attributes, its tensors, its extra states."""
 
-    def __init__(self, model: torch.nn.Module, *, copied: Callable[[torch.Tensor], bool]) -> None:
-        """Look at the model; of the tensors that are `copied` the elements are kept too."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        copied: Callable[[torch.Tensor], bool],
+        where_it_differs: bool = False,
+    ) -> None:
+        """Look at the model; of the tensors that are `copied` the elements are kept too.
+
+        An extra state is set again unless it is surely as it was; or only `where_it_differs`.
+        """
         self._modules = [_Attributes(module) for module in model.modules()]
         self._tensors = [_Held(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
         self._by_id: dict[int, _Held] | None = None
-        self._extra = [_Extra(module) for module in model.modules() if _has(module)]
+        self._extra = [
+            _Extra(module, where_it_differs) for module in model.modules() if _has(module)
+        ]
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the elements of one after all, as they are now."""
@@ -51,6 +62,10 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back, the same objects as before. What is not copied is left alone.
+
+        That is parameters, buffers, modules, their attributes, and what is directly in a dict, set
+        or list among those. What other objects hold, and the elements of a tensor that is a plain
+        attribute, only where an extra state has it, by the module's own setter.
 
         Where a part cannot be put back, the others are all the same; the first error is raised.
         """
@@ -161,13 +176,14 @@ def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
 class _Extra:
     """The extra state of a module."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, where_it_differs: bool) -> None:
         self._module = module
         self._state = _extra_state(module)
+        self._is_same = (None, True) if where_it_differs else (True,)
 
     def restore(self) -> None:
         # The module's attributes are what they were; what they hold may have been changed in place.
-        if not _equal(self._module.get_extra_state(), self._state):
+        if _equal(self._module.get_extra_state(), self._state) not in self._is_same:
             self._module.set_extra_state(self._state)
 
 
@@ -191,35 +207,51 @@ def _extra_state(module: torch.nn.Module) -> Any:
         return state
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two extra states are the same, as far as that can be told."""
+def _equal(one: Any, other: Any) -> bool | None:
+    """Whether two extra states are the same; None: that cannot be told."""
     import torch
 
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, (dict, list, tuple)):
+        if len(one) != len(other) or (isinstance(one, dict) and list(one) != list(other)):
+            return False
+        pairs = ((one[at], other[at]) for at in (one if isinstance(one, dict) else range(len(one))))
+        found = {_equal(*pair) for pair in pairs}
+        return False if False in found else None if None in found else True
+    comparing: Any = type(one).__eq__
+    if comparing is object.__eq__:
+        return None
     try:
+        if isinstance(one, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        if type(one).__module__ == "numpy":
+            return (one.dtype, one.shape, one.tobytes()) == (
+                other.dtype,
+                other.shape,
+                other.tobytes(),
+            )
         return bool(one == other)
     except Exception:  # whatever an object's own comparing raises
-        return False
+        return None
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C, and a request to end that the program handles, only count when this is through."""
+    """Ctrl-C, and a request to end that the program handles, only count when this is through.
+
+    Each that came is handled then, whatever the handlers before it, or what is done, raise.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread
         return
-    came: list[tuple[Callable[..., Any], int]] = []
+    came: list[tuple[Callable[..., Any], int, FrameType | None]] = []
     before: dict[int, Callable[..., Any]] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append((before[number], number))
+        came.append((before[number], number, frame))
 
     try:
         for number in map(int, (signal.SIGINT, signal.SIGTERM)):
@@ -231,5 +263,13 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for handler, number in came:
-        handler(number, None)
+        _handle(came)
+
+
+def _handle(came: Sequence[tuple[Callable[..., Any], int, FrameType | None]]) -> None:
+    if came:
+        handler, number, frame = came[0]
+        try:
+            handler(number, frame)
+        finally:
+            _handle(came[1:])

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.live_slots import live_slots, live_tensors
-from ckptool.loading.fitting.shards import Shards, shards_of, ungathered
+from ckptool.loading.fitting.own_loading import own_loading
+from ckptool.loading.fitting.shards import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
 from ckptool.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Target", "label_of", "target_of"]
+__all__ = ["Target", "label_of", "state_dict_of", "target_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,21 +31,25 @@ class Target:
     """The `_metadata` of the model's own state dict."""
     model: torch.nn.Module | None = None
     """None where it is no model."""
+    unsure: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that no entry is, of modules that load in a way of their own: those may want them."""
 
 
 def target_of(model: torch.nn.Module) -> Target:
     """What `model` wants, as its own `state_dict` names it; no element is read or moved.
 
-    A model inside FSDP (the first) is asked without gathering it: the names are those of its full
-    state dict.
+    What that leaves out, and torch asks for when it loads, is wanted as well. A model inside FSDP
+    (the first) is asked without gathering it: the names are those of its full state dict.
     """
     shards = shards_of(model)
     if shards is not None:
         return _of_shards(model, shards)
-    state = _state_dict(model)
-    slots = live_slots(state, parameters=model.parameters(), rest="buffer")
+    state = state_dict_of(model)
     metadata = getattr(state, "_metadata", None)
-    return Target(label_of(model), slots, live_tensors(state), metadata, model)
+    unlisted, unsure = _unlisted(model, state)
+    state = {**state, **unlisted}
+    slots = live_slots(state, parameters=model.parameters(), rest="buffer")
+    return Target(label_of(model), slots, live_tensors(state), metadata, model, unsure)
 
 
 def label_of(model: torch.nn.Module) -> str:
@@ -56,13 +61,39 @@ def label_of(model: torch.nn.Module) -> str:
         model = inside[0][1]
 
 
-def _state_dict(model: torch.nn.Module) -> Mapping[str, Any]:
+def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
     """Its state dict over the live tensors; detached ones where an override knows no better."""
     try:
         state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     except TypeError:
         state = model.state_dict()
     return state
+
+
+def _unlisted(
+    model: torch.nn.Module, state: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors that the model's own `state_dict` leaves out, by the names that torch has for them.
+
+    Those that torch asks for, and those below modules that load in a way of their own: there it may
+    ask for other names, or for none.
+    """
+    closed = own_loading(model).closed
+    shut: set[str] = set()
+    asked: dict[str, torch.Tensor] = {}
+    unsure: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        clean = without_hidden(path)
+        if clean in closed or clean.rpartition(".")[0] in shut or "" in shut:
+            shut.add(clean)
+        found = unsure if clean in shut else asked
+        before = f"{clean}." if clean else ""
+        passing = module._non_persistent_buffers_set
+        buffers = (one for one in module._buffers.items() if one[0] not in passing)
+        for name, tensor in (*module._parameters.items(), *buffers):
+            if tensor is not None and before + name not in state:
+                found[before + name] = tensor
+    return asked, unsure
 
 
 def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
+import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.filling.spreading import is_spread
 from ckptool.loading.filling.torch_loading import torch_load
 from ckptool.loading.filling.undoing import Snapshot, tensors_of
+from ckptool.loading.fitting.models import state_dict_of
 from ckptool.loading.fitting.shards import shards_of
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.twins import twin_of
@@ -44,8 +48,12 @@ def tried(
     state: State,
     names: Mapping[str, str],
     metadata: Mapping[str, Any] | None,
+    *,
+    exact: bool = False,
 ) -> Trial | None:
     """Give a twin of `model` entries of `state`, by the names that it is to see.
+
+    `exact`: those are all that it has been found to want, see `torch_load`.
 
     Nothing is read but extra states, and nothing is done to the model. None where it cannot be
     tried: it cannot be copied, or its code wants numbers, or refuses what it gets.
@@ -54,16 +62,29 @@ def tried(
 
     if shards_of(model) is not None or any(map(is_spread, tensors_of(model))):
         return None
-    before = Snapshot(model, copied=lambda tensor: False)
+    before = Snapshot(model, copied=lambda tensor: False, where_it_differs=True)
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _same_dice():
             warnings.simplefilter("ignore")
             given = {name: _stand_in(state, own) for name, own in names.items()}
-            return _tried(model, given, metadata)
+            return _tried(model, given, metadata, exact)
     except Exception:  # of whatever code of the user's there is
         return None
     finally:
         before.restore()  # code that knows the model by another way may have changed it
+
+
+@contextmanager
+def _same_dice() -> Iterator[None]:
+    """Leave the random numbers of Python, and of numpy where it is there, as they were."""
+    numpy = sys.modules.get("numpy.random")
+    state, others = random.getstate(), numpy.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.set_state(others)
 
 
 def _stand_in(state: State, own: str) -> Any:
@@ -80,17 +101,35 @@ def _stand_in(state: State, own: str) -> Any:
 
 
 def _tried(
-    model: torch.nn.Module, given: dict[str, Any], metadata: Mapping[str, Any] | None
+    model: torch.nn.Module,
+    given: dict[str, Any],
+    metadata: Mapping[str, Any] | None,
+    exact: bool,
 ) -> Trial:
-    mismatched = _mismatched(model, given, metadata)
-    if mismatched:  # torch says no more than that then
-        given = {name: value for name, value in given.items() if name not in mismatched}
-        if _mismatched(model, given, metadata):
-            raise ValueError("other shapes once some are left out")
     twin = twin_of(model)
+    try:
+        return _done(twin, given, metadata, frozenset(), exact)
+    except RuntimeError as error:
+        mismatched = _mismatched(error)
+        del twin
+    if not mismatched:
+        raise ValueError("torch refuses it for another reason than shapes")
+    # Torch says no more than that then.
+    given = {name: value for name, value in given.items() if name not in mismatched}
+    return _done(twin_of(model), given, metadata, mismatched, exact)
+
+
+def _done(
+    twin: torch.nn.Module,
+    given: dict[str, Any],
+    metadata: Mapping[str, Any] | None,
+    mismatched: frozenset[str],
+    exact: bool,
+) -> Trial:
+    """Load the twin, and look at what was done to it."""
     before = {name: _storage(tensor) for name, tensor in _entries(twin).items()}
     with _writes(given) as written:
-        missing, unexpected = _load(twin, given, metadata)
+        missing, unexpected = _load(twin, given, metadata, exact)
     entries = _entries(twin)
     places = {name: _storage(tensor) for name, tensor in entries.items()}
     filled = {
@@ -101,32 +140,29 @@ def _tried(
     return Trial(frozenset(missing), frozenset(unexpected), mismatched, frozenset(filled), origins)
 
 
-def _mismatched(
-    model: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None
-) -> frozenset[str]:
-    """Names of which torch says that their shapes differ."""
-    try:
-        _load(twin_of(model), given, metadata)
-    except RuntimeError as error:
-        heading, *told = str(error).split("\n\t")
-        found = [_MISMATCH.match(line) for line in told]
-        if not (heading.startswith("Error(s) in loading state_dict") and found and all(found)):
-            raise
-        return frozenset(match[1] for match in found if match)
-    return frozenset()
+def _mismatched(error: RuntimeError) -> frozenset[str]:
+    """Names of which torch says that their shapes differ, and nothing else."""
+    heading, *told = str(error).split("\n\t")
+    found = [_MISMATCH.match(line) for line in told]
+    if not (heading.startswith("Error(s) in loading state_dict") and all(found)):
+        return frozenset()
+    return frozenset(match[1] for match in found if match)
 
 
 def _load(
-    twin: torch.nn.Module, given: Mapping[str, Any], metadata: Mapping[str, Any] | None
+    twin: torch.nn.Module,
+    given: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    exact: bool,
 ) -> tuple[list[str], list[str]]:
     held = None if metadata is None else copy.deepcopy(dict(metadata))
-    return torch_load(twin, OrderedDict(given), held)
+    return torch_load(twin, OrderedDict(given), held, exact=exact)
 
 
 def _entries(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     import torch
 
-    state = model.state_dict(keep_vars=True)
+    state = state_dict_of(model)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 

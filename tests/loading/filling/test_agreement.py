@@ -57,6 +57,42 @@ def test_what_one_rank_cannot_load_is_loaded_in_none(told, scene, wrap):
 
 
 @needs_gloo
+@pytest.mark.parametrize("wrap", ["fsdp", "fully_sharded"])
+def test_what_torch_fills_is_put_back_however_much_it_is(told, wrap):
+    first, second = (rank[f"read of many {wrap}"] for rank in told)
+    assert (
+        first["text"]
+        == f"nothing is loaded here, as it failed in rank 1: {second['error']}: " + (second["text"])
+    )
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+def test_a_rank_that_is_filled_and_not_put_back_says_so(told):
+    first, second = (rank["read of many ddp"] for rank in told)
+    reason = "the model is filled in part, as that failed: ValueError: not today"
+    assert second["text"].endswith(reason)
+    assert first["text"].startswith("the model is filled in part, as it failed in rank 1: ")
+    assert first["text"].endswith(reason)
+    assert first["hint"] == second["hint"] == "load a file that is whole before the model is used"
+    assert not first["untouched"]
+
+
+@needs_gloo
+def test_a_rank_that_is_left_alone_says_who_must_call(told):
+    alone = told[0]["left_alone"]
+    assert alone["error"] == "MatchError"
+    assert alone["text"].startswith(
+        "nothing is loaded here, as another rank did not answer rank 0: "
+    )
+    assert alone["hint"] == (
+        "every rank of the run calls load_into with this model, not one of them alone"
+    )
+    assert alone["untouched"]
+
+
+@needs_gloo
 def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
     first, second = (rank["optimizer ddp"] for rank in told)
     assert "group 0 has 6 there and 5 here" in second["text"]

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from ckptool.loading.filling.assigning import Assigned
+from ckptool.loading.filling.load_into import load_into
 
 
 def parameter(*shape, **options):
@@ -52,3 +53,16 @@ def test_parameters_and_buffers_stay_what_they_are():
 
 def test_a_scalar_that_was_a_list_of_one():
     assert Assigned(cast=True).made(parameter(), None, torch.ones(1)).shape == ()
+
+
+def test_what_is_assigned_in_inference_mode_can_be_trained(tmp_path):
+    source = torch.nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    for given in (tmp_path / "f.pth", source.state_dict()):
+        with torch.device("meta"):
+            model = torch.nn.Linear(2, 2)
+        with torch.inference_mode():
+            load_into(model, given)
+        assert not model.weight.is_inference()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None

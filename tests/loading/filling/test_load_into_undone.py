@@ -263,6 +263,29 @@ def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(file, monkeyp
         load_into(Net(), file)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_device_that_fails_in_the_end(file, monkeypatch, kept):
+    def fill(fills):
+        reading.fill([*fills][:1])
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(installing, "fill", fill)
+    if not kept:
+        monkeypatch.setattr(installing, "_KEPT", 0)
+    model = Net()
+    untouched = Untouched(model)
+    with pytest.raises(RuntimeError if kept else ckptool.CheckpointError) as caught:
+        load_into(model, file)
+    if kept:
+        untouched.check()
+    else:
+        assert caught.value.message == (
+            "the model is filled in part, as that failed: RuntimeError: CUDA error: device-side "
+            "assert triggered"
+        )
+        assert caught.value.hint == "load a file that is whole before the model is used"
+
+
 def test_a_file_that_is_written_to_meanwhile(file, monkeypatch):
     model = Net()
     untouched = Untouched(model)

@@ -3,6 +3,7 @@
 import signal
 import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -129,6 +130,65 @@ def test_signals_wait(error):
             assert len(came) == 3
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_every_signal_that_came_is_handled_whatever_the_first_raises(error):
+    came = []
+
+    def handle(number, frame):
+        came.append((number, frame is not None))
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in numbers]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            two_signals_come(numbers, error)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert came == [(number, True) for number in numbers]
+
+
+def two_signals_come(numbers, error):
+    with held_back():
+        for number in numbers:
+            signal.raise_signal(number)
+        if error is not None:
+            raise error
+
+
+EXTRA = {
+    "array": (lambda: numpy.arange(3), lambda: numpy.arange(4), True),
+    "object": (lambda: [object()], lambda: [object(), 1], None),
+    "plain": (lambda: {"a": (1, [2.0])}, lambda: {"a": (1, [3.0])}, True),
+    "tensor": (lambda: torch.ones(2), lambda: torch.zeros(2), True),
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_an_extra_state_is_set_where_it_may_differ_or_only_where_it_does(kind):
+    made, other, is_told = EXTRA[kind]
+
+    class Extra(nn.Module):
+        held, told = made(), 0
+
+        def get_extra_state(self):
+            return self.held
+
+        def set_extra_state(self, state):
+            self.told += 1
+
+    for careful in (False, True):
+        model = Extra()
+        snapshot = Snapshot(model, copied=everything, where_it_differs=careful)
+        snapshot.restore()
+        assert bool(model.told) is (is_told is None and not careful)
+        Extra.held = other()
+        snapshot.restore()
+        assert model.told
+        Extra.held = made()
 
 
 def test_other_threads_have_no_signals_to_hold():
