@@ -6,7 +6,7 @@ A text for people is never read again: names of a file stand in it, and may look
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 __all__ = ["Argument", "Given", "Remedy", "literal", "together"]
 
@@ -15,8 +15,7 @@ Given = bool | float | str | tuple[str, ...]
 Argument = tuple[str, Given]
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(NamedTuple):
     """What to give a function of the library, and what is said of that; as text it is Python."""
 
     arguments: tuple[Argument, ...] = ()
@@ -44,8 +43,7 @@ class Remedy:
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
         """The same for a function that calls some arguments otherwise."""
-        return replace(
-            self,
+        return self._replace(
             arguments=tuple((names.get(name, name), given) for name, given in self.arguments),
             instead=tuple(other.with_names(names) for other in self.instead),
         )

@@ -3,69 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
-from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UsageError
-from ckptool.matching.advice import (
-    BELOW,
-    OTHER,
-    RENAMES,
-    Again,
-    allowing,
-    by_torch,
-    deciding,
-    is_of_another,
-    may_be_asked,
-    renumbering,
-    ruling,
-    tried,
-)
-from ckptool.matching.change_rules import escaped
-from ckptool.matching.folding import folded, folded_within, labels
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
-from ckptool.paths import counted, listed, printable
-from ckptool.remedies import Argument, Remedy, together
 
-__all__ = ["Allowance", "Allowed", "Judgement", "Problem"]
+if TYPE_CHECKING:
+    from ckptool.matching.advice import Again
+    from ckptool.matching.judging import Judgement, Problem
 
-_MOST_REMEDIES = 4
-_SMALL = 0.001
-_NONE = Remedy()
+__all__ = ["Allowance", "Allowed"]
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A reason to refuse, and what would help."""
-
-    kind: str
-    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`, `lossy-cast`, `coverage`,
-    `optimizer`."""
-    text: str
-    """One line, names folded."""
-    remedy: Remedy = _NONE
-    """The arguments of `load_into` that help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Why a report is refused, the most telling first; no problems: it is accepted."""
-
-    problems: tuple[Problem, ...]
-    remedy: Remedy
-    """What helps against all of them."""
-
-    @property
-    def accepted(self) -> bool:
-        """Whether there are none."""
-        return not self.problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,33 +72,25 @@ class Allowance:
 
         `untried` is the class that may take more than could be found out.
         """
-        missing, unexpected, mismatched, unclear = self._refused(report)
-        lossy = [one for one in report.cast if one.lossy and _counts(one, self.lossy_cast)]
-        question = _NONE
-        if unclear:
-            question = ruling(unclear, lambda rules: self._rest(tried(report, rules, again)))
-        asked = bool(question) and may_be_asked(report, unclear)
-        questions = list(_ambiguous(unclear, question))
-        found = chain(
-            self._nothing(report),
-            questions if asked else (),
-            _mismatched(mismatched, (("min_coverage", 0),) * self._is_nothing(report)),
-            _missing(missing),
-            _unexpected(unexpected),
-            () if asked else questions,
-            _untied(report),
-            _lossy(lossy),
-            self._coverage(report),
-            _optimizer(report),
-        )
-        problems = tuple(found)
-        if problems and untried:
-            return Judgement(problems, by_torch(untried))
-        if report.moved and _moved(report, problems):
-            return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
-        return Judgement(problems, _helping(report, problems, asked))
+        from ckptool.matching.judging import judged  # as in `refusal`
 
-    def _refused(
+        return judged(self, report, again, untried)
+
+    def refusal(
+        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
+    ) -> MatchError | None:
+        """The error to raise; None: it is accepted.
+
+        Its text is the three most useful lines, its remedy what helps most; see `judged`.
+        """
+        if report.fits and not self.is_nothing(report) and not self.is_short(report):
+            return None
+        # Imported here: nothing has to be said of what fits.
+        from ckptool.matching.judging import refusal
+
+        return refusal(report, self.judged(report, again, untried=untried))
+
+    def refused(
         self, report: MatchReport
     ) -> tuple[list[str], list[str], list[Mismatch], list[Ambiguity]]:
         """The names that are not allowed, shapes that are not, and the questions about those."""
@@ -155,82 +101,19 @@ class Allowance:
         unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
         return missing, unexpected, mismatched, unclear
 
-    def _rest(self, report: MatchReport | None) -> Remedy | None:
-        """What has to be allowed where a rule has left such a report, and what that leaves out."""
-        if report is None or not report.fitting:
-            return None
-        missing, unexpected, mismatched, unclear = self._refused(report)
-        if may_be_asked(report, unclear) or (report.respelled and missing):
-            return Remedy(note=" (more is asked then)")
-        arguments: list[Argument] = []
-        told: list[str] = []
-        if missing:
-            arguments.append(("allow_missing", True))
-            told.append(f"leaves {folded_within(missing)} as the model has it")
-        if unexpected:
-            arguments.append(("allow_unexpected", True))
-            told.insert(0, f"passes over {folded_within(unexpected)}")
-        if mismatched:
-            arguments.append(allowing("allow_mismatched", mismatched))
-        return Remedy(tuple(arguments), f" ({'; '.join(told)})" if told else "")
+    def refused_casts(self, report: MatchReport) -> list[Cast]:
+        """The casts that lose something and are not allowed to."""
+        lossy = (one for one in report.cast if one.lossy)
+        return [one for one in lossy if not self.takes_cast(one.name, one.own)]
 
-    def _is_nothing(self, report: MatchReport) -> bool:
+    def is_nothing(self, report: MatchReport) -> bool:
+        """Whether there is nothing to load, and something has to be."""
         return self.min_coverage != 0 and _fits_nowhere(report)
 
-    def _nothing(self, report: MatchReport) -> Iterator[Problem]:
-        if not self._is_nothing(report):
-            return
-        if any(_counts(one, self.mismatched) for one in report.mismatched):
-            return  # the shapes are told, with what helps
-        if report.mismatched:
-            text = "nothing is left to load: what the two have in common is of another shape"
-            note = " where the model is to stay as it is"
-            yield Problem("coverage", text, Remedy((("min_coverage", 0),), note))
-        elif report.fitting:
-            text = (
-                f"none of the model's parameters is in it: {report.fitting:,} of its other "
-                "tensors are all that fit"
-            )
-            yield Problem("coverage", text, OTHER)
-        else:
-            own = report.unexpected_keys
-            wanted = report.missing_keys
-            text = (
-                f"nothing of it is in the model: it has {folded(own, 2) or 'no tensors'}; "
-                f"the model has {folded(wanted, 2)}"
-            )
-            yield Problem("coverage", text, OTHER)
-
-    def _coverage(self, report: MatchReport) -> Iterator[Problem]:
+    def is_short(self, report: MatchReport) -> bool:
+        """Whether there is something to load, and more of it has to be."""
         least = self.min_coverage
-        if least is not None and report.coverage < least and not _fits_nowhere(report):
-            text = (
-                f"{_percent(report.coverage)} of the model's parameters are loaded; "
-                f"{100 * least:.6g}% is the least that is to be"
-            )
-            yield Problem("coverage", text)
-
-    def refusal(
-        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
-    ) -> MatchError | None:
-        """The error to raise; None: it is accepted.
-
-        Its text is the three most useful lines, its remedy what helps most; see `judged`.
-        """
-        judgement = self.judged(report, again, untried=untried)
-        problems = judgement.problems
-        if not problems:
-            return None
-        lines = [_heading(report), *(problem.text for problem in problems[:2])]
-        moved = _moved(report, problems)
-        if moved:
-            lines[-1] += f"; {moved}"
-        return MatchError(
-            "\n".join(lines),
-            file=report.file or None,
-            hint=judgement.remedy or None,
-            report=report,
-        )
+        return least is not None and report.coverage < least and not _fits_nowhere(report)
 
 
 def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False) -> list[str]:
@@ -239,7 +122,7 @@ def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False)
     return [name for name in names if not takes(name)]
 
 
-def _counts(one: Mismatch | Cast, allowed: Allowed) -> bool:
+def _counts(one: Mismatch, allowed: Allowed) -> bool:
     """Whether a tensor is not allowed by either of its names."""
     takes = _taker(allowed or False)
     return not (takes(one.name) or takes(one.own))
@@ -273,123 +156,3 @@ def _fits_nowhere(report: MatchReport) -> bool:
     if report.names and not report.fitting:
         return True
     return report.parameters > 0 and not report.loaded
-
-
-def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
-    if not unclear:
-        return
-    first, others = unclear[0], len(unclear) - 1
-    more = f", and {counted(others, 'other question')}" if others else ""
-    text = f"not guessed: {folded(first.names)} may be {folded(first.candidates)}{more}"
-    yield Problem("ambiguous", text, remedy)
-
-
-def _mismatched(mismatched: Sequence[Mismatch], besides: tuple[Argument, ...]) -> Iterator[Problem]:
-    if mismatched:
-        shown = labels((one.name, (one.shape, one.wanted)) for one in mismatched)
-        texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
-        text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
-        allowed = allowing("allow_mismatched", mismatched)
-        yield Problem("mismatched", text, Remedy((allowed, *besides)))
-
-
-def _missing(missing: Sequence[str]) -> Iterator[Problem]:
-    if missing:
-        text = f"{_are(missing)} missing in it: {folded(missing)}"
-        yield Problem("missing", text, Remedy((allowing("allow_missing", missing),)))
-
-
-def _unexpected(unexpected: Sequence[str]) -> Iterator[Problem]:
-    if unexpected:
-        text = f"{_are(unexpected)} not in the model: {folded(unexpected)}"
-        yield Problem("unexpected", text, Remedy((allowing("allow_unexpected", unexpected),)))
-
-
-def _untied(report: MatchReport) -> Iterator[Problem]:
-    """What lets the first name of each group have its way is told with the first of them."""
-    if not report.untied:
-        return
-    own = {wanted: own for one in report.renamed for own, wanted in one.names}
-    extra = [own.get(name, name) for names in report.untied for name in names[1:]]
-    rules = tuple(f"^{escaped(name)}$=>unused.{number}" for number, name in enumerate(extra))
-    remedy = Remedy((("rules", rules), allowing("allow_unexpected", extra)))
-    for names in report.untied:
-        text = f"{folded(names)} are one tensor in the model, and differ in the file"
-        yield Problem("untied", text, remedy)
-        remedy = _NONE
-
-
-def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
-    if lossy:
-        shown = labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
-        texts = [
-            f"{name} {before} -> {after}{f' ({loss})' if loss else ''}"
-            for name, (before, after, loss) in shown
-        ]
-        text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
-        yield Problem("lossy-cast", text, Remedy((allowing("allow_lossy_cast", lossy),)))
-
-
-def _optimizer(report: MatchReport) -> Iterator[Problem]:
-    found = report.optimizer
-    for number, text in enumerate(found.problems if found is not None else ()):
-        yield Problem("optimizer", text, Remedy(note=found.remedy if found and not number else ""))
-
-
-def _are(many: Sized) -> str:
-    return "1 tensor is" if len(many) == 1 else f"{len(many):,} tensors are"
-
-
-def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
-    """The lists that may be counted otherwise, where that is why names are left."""
-    asked = {problem.kind for problem in problems}
-    told = report.moved or report.respelled
-    return listed(told, 2) if told and asked & {"missing", "unexpected"} else ""
-
-
-def _heading(report: MatchReport) -> str:
-    file = report.file if report.file.isprintable() else printable(report.file)
-    said = f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
-    if not report.names:
-        return said
-    if report.fitting == report.names:
-        return f"{said}: all of its {report.names:,} tensors are met"
-    part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
-    verb = "fits" if report.fitting == 1 else "fit"
-    return f"{said}: {part} {verb} ({_percent(report.coverage)} of the parameters)"
-
-
-def _percent(share: float) -> str:
-    """With one digit; never 0% of something, nor 100% where something lacks."""
-    if share in (0, 1):
-        return f"{share:.0%}"
-    if share < _SMALL:
-        return "<0.1%"
-    return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
-
-
-def _of(problems: Iterable[Problem], *kinds: str) -> Remedy:
-    return together(one.remedy for one in problems if one.kind in kinds)
-
-
-def _helping(report: MatchReport, problems: Sequence[Problem], asked: bool) -> Remedy:
-    """What helps: a rule where it is likely, else all that would have to be allowed."""
-    kinds = {problem.kind: problem for problem in reversed(problems)}
-    question, share = kinds.get("ambiguous"), kinds.get("coverage")
-    if question is not None and asked:
-        return together((question.remedy, _of(problems, "untied", "lossy-cast", "optimizer")))
-    if share is not None and share.remedy:
-        return share.remedy
-    if is_of_another(report) and "unexpected" in kinds:
-        return OTHER
-    remedies = [one.remedy for one in problems if one.remedy and one.kind != "ambiguous"]
-    if len(remedies) > _MOST_REMEDIES:
-        return _NONE
-    if report.respelled and "missing" in kinds:  # allowed, they would stay as they are at random
-        return question.remedy if question is not None and question.remedy else BELOW
-    allowed = together(remedies)
-    if question is not None and question.remedy:
-        return replace(allowed, instead=(deciding(question.remedy),))
-    if {"missing", "unexpected"} <= kinds.keys():
-        return replace(allowed, instead=(RENAMES,))
-    return allowed

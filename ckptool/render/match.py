@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
-from ckptool.matching.allowance import Judgement
+from ckptool.matching.judging import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Argument, Remedy

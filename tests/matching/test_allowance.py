@@ -35,6 +35,28 @@ def test_what_fits_is_accepted():
     assert Allowance().refusal(whole) is None
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"fitting": 0, "loaded": 0},
+        {"fitting": 0, "loaded": 0, "names": 0, "parameters": 0},
+        {"loaded": 0},
+        {"loaded": 50},
+        {"missing_keys": ["a"]},
+        {"cast": (Cast("a", "a", "float32", "float16", lossy=True),)},
+        {"optimizer": OptimizerReport("names", 0, 2, ("one",))},
+        {"untied": (("a", "b"),)},
+        {"ambiguous": (Ambiguity(("a",), ("b",)),)},
+        {"moved": ("layers.{0..1} of the file may be layers.{1..2} of the model",)},
+    ],
+)
+@pytest.mark.parametrize("least", [None, 0, 0.75, 1])
+def test_what_is_refused_has_a_reason(fields, least):
+    found, allowance = report(**fields), Allowance(min_coverage=least)
+    assert (allowance.refusal(found) is None) == (allowance.problems(found) == ())
+
+
 def test_strict_refuses_missing_and_unexpected_names_and_not_strict_allows_them():
     found = report(missing_keys=["a"], unexpected_keys=["b"])
     assert kinds(Allowance(), found) == ["missing", "unexpected"]
