@@ -23,6 +23,7 @@ __all__ = [
     "Section",
     "is_flat",
     "is_optimizer",
+    "is_the_models",
     "model_state_dict",
     "optimizer_names",
     "sections",
@@ -311,10 +312,11 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
 def _marked(found: list[Section]) -> list[Section]:
     """The one that is said to be the model's, where that is said of the file as a whole."""
     top = min((len(section.path) for section in found), default=0)
-    return [section for section in found if len(section.path) == top and _is_the_models(section)]
+    return [section for section in found if len(section.path) == top and is_the_models(section)]
 
 
-def _is_the_models(section: Section) -> bool:
+def is_the_models(section: Section) -> bool:
+    """Whether `ckptool.save` has written that it is the model's."""
     marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
 

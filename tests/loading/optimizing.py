@@ -8,16 +8,20 @@ from ckptool.loading.fitting.models import target_of
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import stated
 from ckptool.loading.optimizers.planning import planned_optimizer
+from ckptool.matching import Allowance
 
 
 @contextmanager
-def plan_for(model, optimizer, source, *, state_key=None, **options):
+def plan_for(model, optimizer, source, *, state_key=None, allow_lossy_cast=False, **options):
     """The plan, while the file is open."""
     target = target_of(model)
     named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
     with stated(source, key=state_key) as state:
         match = planned(state, target)
-        yield planned_optimizer(optimizer, named, state, match, slots=target.slots, **options)
+        allowance = Allowance(lossy_cast=allow_lossy_cast)
+        yield planned_optimizer(
+            optimizer, named, state, target, match, allowance=allowance, **options
+        )
 
 
 def report_of(model, optimizer, source, **options):

@@ -147,11 +147,11 @@ def load_into(
                     optimizer,
                     _named(model, target),
                     state,
+                    target,
                     match,
-                    slots=target.slots,
                     key=optimizer_key,
                     order=optimizer_order,
-                    allow_lossy_cast=allow_lossy_cast,
+                    allowance=allowance,
                 )
                 report = report.with_changes(optimizer=plan.report)
                 between = plan.apply

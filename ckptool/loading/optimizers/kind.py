@@ -13,7 +13,7 @@ from ckptool.paths import listed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["other_kind"]
+__all__ = ["cousin", "other_kind"]
 
 _KEPT = {
     "Adadelta": ("step square_avg acc_delta", ""),
@@ -66,6 +66,24 @@ def other_kind(saved: Saved, optimizer: torch.optim.Optimizer) -> str | None:
         if own and odd_there and not _is_torch_own(optimizer):
             return _told(optimizer, "options", odd_there, odd_here)
     return _other_state(saved, optimizer)
+
+
+def cousin(saved: Saved, optimizer: torch.optim.Optimizer) -> str | None:
+    """That it is of another kind which keeps the same, as a sentence; None: nothing says so.
+
+    Adam, RAdam and SparseAdam are told by `amsgrad` alone, which torch's Adam always had. What they
+    keep means the same in each, so that it is of use; whether that is meant the caller knows.
+    """
+    optimizer = innermost(optimizer)
+    known = getattr(optimizer, "defaults", {})
+    here, there = "amsgrad" in known, any("amsgrad" in group for group in saved.options)
+    if not (_is_torch_own(optimizer) and "betas" in known and saved.options) or here == there:
+        return None
+    has = "has" if there else "lacks"
+    return (
+        f"the file's optimizer is of another kind than {type(optimizer).__name__}, which keeps "
+        f"the same of each parameter: it {has} amsgrad"
+    )
 
 
 def _other_state(saved: Saved, optimizer: torch.optim.Optimizer) -> str | None:

@@ -11,20 +11,23 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 from ckptool.loading.optimizers.names import Place, Reading
-from ckptool.loading.optimizers.saved import Kept, Names, Saved, is_flat
+from ckptool.loading.optimizers.saved import Kept, Saved, is_flat
 from ckptool.loading.optimizers.shapes import Owners
-from ckptool.model import TensorRef
-from ckptool.paths import counted, listed, printable
+from ckptool.model import Opaque, TensorRef
+from ckptool.paths import counted, listed, printable, walk
 from ckptool.patterns import families
 
-__all__ = ["Pairing", "Wanted", "by_names", "by_position", "by_shapes", "by_some_names"]
+__all__ = ["ALONE", "Pairing", "Wanted", "by_names", "by_position", "by_shapes", "by_some_names"]
 
 _VOUCH = (
     'optimizer_order="position" where the optimizer was built over its parameters in the order of '
     "the file"
 )
+ALONE = "without optimizer= the model alone is loaded"
+_LOOSE = "build the optimizer over the parameters of the model that is loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +65,36 @@ class Pairing:
     """What helps against the first problem."""
 
 
-def by_names(saved: Saved, names: Names, reading: Reading, wanted: Wanted) -> Pairing:
+def by_names(saved: Saved, reading: Reading, wanted: Wanted) -> Pairing:
     """Each parameter of the file goes to the one that its name leads to."""
-    difference = _disputed(reading) or _unlike(names, reading, wanted)
-    difference = difference or _other_groups(saved, reading, wanted)
+    if problem := _disputed(reading):
+        return Pairing("names", problems=(problem,), remedy=_VOUCH)
+    difference = _unlike(reading, wanted) or _other_groups(saved, reading, wanted)
     if difference or len(saved.groups) != wanted.groups:
-        return Pairing("names", problems=(_misfit(saved, wanted, difference),))
+        return _unfit("names", saved, wanted, difference)
     numbers = [number for number in reading.found if number is not None]
     pairs = dict(sorted(zip(numbers, saved.parameters, strict=True)))
     kept = {number: one for number, one in pairs.items() if one.state is not None}
     if numbers != sorted(numbers) and any(is_flat(one.state) for one in kept.values()):
         text = "the optimizer keeps one state of all its parameters, which have another order"
-        return Pairing("names", problems=(f"{text} in the file",))
+        return Pairing("names", problems=(f"{text} in the file",), remedy=ALONE)
     filled = {wanted.places[number].group: one.group for number, one in pairs.items()}
     empty = (number for number, group in enumerate(saved.groups) if not group)
     groups = tuple(filled[at] if at in filled else next(empty) for at in range(wanted.groups))
     moved = "the groups of the optimizer stand in another order than those of the file"
     notes = (moved,) if groups != tuple(sorted(groups)) else ()
-    return Pairing("names", groups, kept, tuple(_other_shapes(kept, wanted)), notes)
+    wrong = tuple(_other_shapes(kept, wanted))
+    return Pairing("names", groups, kept, wrong, notes, ALONE if wrong else "")
 
 
 def by_position(saved: Saved, wanted: Wanted) -> Pairing:
     """Each parameter of the file goes to the one in its place, as its user says."""
-    if problem := _other_counts(saved, wanted):
-        return Pairing("position", problems=(problem,))
+    if refused := _other_counts("position", saved, wanted):
+        return refused
     kept = {at: one for at, one in enumerate(saved.parameters) if one.state is not None}
     groups = tuple(range(wanted.groups))
-    return Pairing("position", groups, kept, tuple(_other_shapes(kept, wanted)))
+    wrong = tuple(_other_shapes(kept, wanted))
+    return Pairing("position", groups, kept, wrong, remedy=ALONE if wrong else "")
 
 
 def by_some_names(
@@ -98,24 +104,26 @@ def by_some_names(
 
     A parameter is in one group alone, so that what names lead to is no candidate for the rest.
     """
-    if problem := _other_counts(saved, wanted):
-        return Pairing("names", problems=(problem,))
-    difference = _disputed(reading)
+    if refused := _other_counts("names", saved, wanted):
+        return refused
+    if problem := _disputed(reading):
+        return Pairing("names", problems=(problem,), remedy=_VOUCH)
+    difference = None
     pairs: dict[int, Kept] = {}
-    for at, number in zip(named, reading.found, strict=True):
+    for at, number, label in zip(named, reading.found, reading.labels, strict=True):
         one = saved.parameters[at]
         if number is None or number in pairs:
-            difference = difference or f"{printable(named[at])} is in the file only"
+            difference = difference or f"{printable(label)} is in the file only"
         else:
             pairs[number] = one
             here = wanted.places[number].group
             if here != one.group and not difference:
                 difference = (
-                    f"{printable(named[at])} is in group {one.group} of the file, and in group "
+                    f"{printable(label)} is in group {one.group} of the file, and in group "
                     f"{here} of the optimizer"
                 )
     if difference:
-        return Pairing("names", problems=(_misfit(saved, wanted, difference),))
+        return _unfit("names", saved, wanted, difference)
     rest = by_shapes(saved, wanted, owners.without(pairs), without=frozenset(pairs.values()))
     bare = [number for number, group in enumerate(saved.options) if "param_names" not in group]
     note = f"group {listed(map(str, bare))} of the file has no names: shapes tell whose state it is"
@@ -127,7 +135,7 @@ def by_some_names(
         dict(sorted({**kept, **rest.kept}.items())),
         (*wrong, *rest.problems),
         (note,),
-        "" if wrong else rest.remedy,
+        ALONE if wrong else rest.remedy,
     )
 
 
@@ -136,44 +144,69 @@ def by_shapes(
 ) -> Pairing:
     """Each state goes to the only parameter that it can be of, of all that the models have.
 
-    Those `without` which it is to be done have theirs.
+    Those `without` which it is to be done have theirs. Nothing tells groups apart that have no
+    state: their options must be the same.
     """
-    if problem := _other_counts(saved, wanted):
-        return Pairing("shapes", problems=(problem,))
+    if refused := _other_counts("shapes", saved, wanted):
+        return refused
     pairs: dict[int, Kept] = {}
-    open_states: list[Kept] = []
-    problems: list[str] = []
+    left: dict[int, list[Kept]] = {}
+    lost: list[str] = []
     states = [one for one in saved.parameters if one.state is not None and one not in without]
     counts = Counter(one.likely_shape for one in states)
-    lost: list[str] = []
     groups = wanted.numbers()
     for one in states:
         shape = one.likely_shape
         found = owners.of(shape)
-        if len(found) > 1 or counts[shape] > 1 or (None in counts and len(states) > 1):
-            open_states.append(one)
-        elif found:
-            ((lead, name),) = found.items()
-            if isinstance(lead, int) and lead in groups[one.group]:
-                pairs[lead] = one
-            else:
-                lost.append(_elsewhere(one, lead, name, wanted))
+        if len(found) != 1 or counts[shape] > 1 or (None in counts and len(states) > 1):
+            left.setdefault(one.group, []).append(one)
+            continue
+        ((lead, name),) = found.items()
+        if isinstance(lead, int) and lead in groups[one.group]:
+            pairs[lead] = one
         else:
-            open_states.append(one)
-    for group, numbers in enumerate(groups):
-        left = [one for one in open_states if one.group == group]
-        problems += _without_parameter(left, wanted, numbers)
+            lost.append(_elsewhere(one, lead, name, wanted))
+    problems = [
+        text for number in left for text in _without_parameter(left[number], wanted, groups[number])
+    ]
     if lost and not problems:
         more = f"; so it is with {counted(len(lost) - 1, 'more state')}" if lost[1:] else ""
         problems.append(f"{lost[0]}{more}")
-    remedy = ""
-    if open_states and not problems:
-        problems.append(_undecided(saved, open_states, owners))
-        remedy = _VOUCH
     kept = dict(sorted(pairs.items()))
+    as_they_are, remedy = tuple(range(wanted.groups)), ""
+    if left and not problems:
+        problems.append(_undecided(saved, [one for some in left.values() for one in some], owners))
+        remedy = _VOUCH
+    told = {one.group for one in (*kept.values(), *without)}
+    if not problems and (text := _alike(saved, told)):
+        problems, remedy = [text], _VOUCH
     problems += _other_shapes(kept, wanted)
-    groups_as_they_are = tuple(range(wanted.groups))
-    return Pairing("shapes", groups_as_they_are, kept, tuple(problems), remedy=remedy)
+    remedy = remedy or (ALONE if problems else "")
+    return Pairing("shapes", as_they_are, kept, tuple(problems), remedy=remedy)
+
+
+def _alike(saved: Saved, told: Collection[int]) -> str | None:
+    """That groups have other options, and nothing but their order says which of them is which."""
+    untold = [number for number, group in enumerate(saved.groups) if group and number not in told]
+    for number in untold[1:]:
+        one, other = (saved.options[at] for at in (untold[0], number))
+        keys = (key for key in {**one, **other} if key not in ("params", "param_names"))
+        key = next((key for key in keys if not _equal(one.get(key), other.get(key))), None)
+        if key is not None:
+            return (
+                f"nothing in the file but their order tells which groups of its optimizer are "
+                f"which, and {printable(str(key))} of groups {untold[0]} and {number} differs"
+            )
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two options are the same for certain."""
+    return one is other or (type(one) is type(other) and not _holds_tensor(one) and one == other)
+
+
+def _holds_tensor(node: Any) -> bool:
+    return any(isinstance(leaf, (TensorRef, Opaque)) for _, leaf in walk(node))
 
 
 def _elsewhere(one: Kept, lead: int | str, name: str, wanted: Wanted) -> str:
@@ -192,15 +225,18 @@ def _elsewhere(one: Kept, lead: int | str, name: str, wanted: Wanted) -> str:
 def _disputed(reading: Reading) -> str | None:
     if not reading.disputed:
         return None
-    names = listed(reading.disputed, 3)
-    return f"{names} could be either of two parameters, with or without a wrapper in its name"
+    name, *both = map(printable, reading.disputed)
+    return (
+        f"names of the file's optimizer are of a part of its model, and it is not sure which: "
+        f"{name} could be {' or '.join(both)}"
+    )
 
 
-def _unlike(names: Names, reading: Reading, wanted: Wanted) -> str | None:
+def _unlike(reading: Reading, wanted: Wanted) -> str | None:
     """The first names that only one of the two has."""
     met: set[int] = set()
     alone = []
-    for name, number in zip(names, reading.found, strict=True):
+    for name, number in zip(reading.labels, reading.found, strict=True):
         if number is None or number in met:
             alone.append(name)
         else:
@@ -230,6 +266,14 @@ def _other_groups(saved: Saved, reading: Reading, wanted: Wanted) -> str | None:
     return None
 
 
+def _unfit(by: str, saved: Saved, wanted: Wanted, difference: str | None) -> Pairing:
+    """Refused, as the two are not over the same."""
+    if wanted.places and not any(place.in_model for place in wanted.places):
+        text = "the optimizer's parameters are not the model's: none of them is in it"
+        return Pairing(by, problems=(text,), remedy=_LOOSE)
+    return Pairing(by, problems=(_misfit(saved, wanted, difference),), remedy=ALONE)
+
+
 def _misfit(saved: Saved, wanted: Wanted, difference: str | None) -> str:
     """Counts, where they differ, and the first difference."""
     mine, theirs = len(wanted.places), len(saved.parameters)
@@ -244,15 +288,16 @@ def _misfit(saved: Saved, wanted: Wanted, difference: str | None) -> str:
     return f"{sizes}; first difference: {difference}"
 
 
-def _other_counts(saved: Saved, wanted: Wanted) -> str | None:
-    """Without names: the first group of another size."""
+def _other_counts(by: str, saved: Saved, wanted: Wanted) -> Pairing | None:
+    """Without names: refused for the first group of another size."""
     there = tuple(len(group) for group in saved.groups)
     if wanted.sizes == there:
         return None
     for number, (mine, theirs) in enumerate(zip(wanted.sizes, there, strict=False)):
         if mine != theirs:
-            return _misfit(saved, wanted, f"group {number} has {theirs:,} there and {mine:,} here")
-    return _misfit(saved, wanted, None)
+            sizes = f"group {number} has {theirs:,} there and {mine:,} here"
+            return _unfit(by, saved, wanted, sizes)
+    return _unfit(by, saved, wanted, None)
 
 
 def _other_shapes(kept: dict[int, Kept], wanted: Wanted) -> Iterator[str]:

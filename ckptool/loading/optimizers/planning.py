@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError, UsageError
-from ckptool.loading.filling.arguments import check_order
 from ckptool.loading.filling.reading import check_bytes
+from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.memory import shape_of
+from ckptool.loading.optimizers.conversions import Conversions, conversions
 from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
-from ckptool.loading.optimizers.kind import other_kind
-from ckptool.loading.optimizers.names import Place, Reading, bare_names, read_names
+from ckptool.loading.optimizers.kind import cousin, other_kind
+from ckptool.loading.optimizers.names import Found, Place, Reading, Sides, read_names
 from ckptool.loading.optimizers.pairing import (
+    ALONE,
     Pairing,
     Wanted,
     by_names,
@@ -23,12 +24,14 @@ from ckptool.loading.optimizers.pairing import (
     by_shapes,
     by_some_names,
 )
+from ckptool.loading.optimizers.readings import bare_names
 from ckptool.loading.optimizers.saved import Kept, Names, Saved
-from ckptool.loading.optimizers.shapes import Owners, owners_by_shape
-from ckptool.loading.optimizers.state import Maker, casts, holds_inert, unmade
-from ckptool.loading.optimizers.undo import layers, remembered
-from ckptool.matching import Allowed, Cast, Match, OptimizerReport, Slot
+from ckptool.loading.optimizers.shapes import owners_by_shape
+from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, unmade
+from ckptool.loading.optimizers.undo import remembered
+from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
 from ckptool.paths import counted, listed, printable
+from ckptool.statedict import is_the_models
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,7 @@ _SPREAD = (
     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
     "loads such state, by names"
 )
+_UNVOUCHED = 'without optimizer_order="position" the names decide'
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,7 @@ class OptimizerPlan:
         check_bytes(self._maker.stored())
         undo = remembered(self.optimizer)
         try:
-            self.optimizer.load_state_dict(self._maker.state_dict(self.optimizer))
+            self._maker.load(self.optimizer)
             for source in self._maker.saved.tree.sources:
                 source.check_unchanged()
         except BaseException:
@@ -78,28 +82,27 @@ def planned_optimizer(
     optimizer: torch.optim.Optimizer,
     named: Mapping[int, str],
     state: State,
+    target: Target,
     match: Match,
     *,
-    slots: Mapping[str, Slot] | None = None,
     key: Any = None,
     order: str | None = None,
-    allow_lossy_cast: Allowed = False,
+    allowance: Allowance,
 ) -> OptimizerPlan:
     """How the state of an optimizer in the file of `state` goes into this one.
 
     `named` has the model's name of each parameter by its `id`, `match` says which name of the
-    file that is, `slots` what the model has. Parameters are matched by the names that the file
+    file that is in `target`. Parameters are matched by the names that the file
     keeps of them; without such by the shapes that the state tells, where each is one parameter's
     alone of all that the file's model has; with `order="position"` by position, for which the
     caller vouches. `key` is the address of the optimizer where the file has several, or the name of
     its file in the folder that was given.
 
     Raises:
-        UsageError: what is given is no optimizer, or the order no word that is known.
+        UsageError: what is given is no optimizer.
         NotFound, AmbiguousName: nothing, or several things, answer to `key`.
         CorruptFile: elements cannot be read that a cast may change.
     """
-    check_order(order)
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
         raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -113,18 +116,23 @@ def planned_optimizer(
         return OptimizerPlan(
             optimizer, replace(report, problems=(str(error),), remedy=error.remedy)
         )
-    owners = owners_by_shape(state.slots, slots or {}, wanted.places, match)
-    pairing = _paired(saved, wanted, match, owners, order)
-    report = replace(report, by=pairing.by, notes=tuple(_notes(saved, optimizer, pairing)))
-    names = [place.name for place in wanted.places]
-    refused = _refused(optimizer, saved, pairing, wanted, slots or {})
+    known = conversions(target, state, match)
+    in_full = saved.tree is state.tree and is_the_models(state.section)
+    in_full = in_full and saved.section.path == ("optimizer",)
+    sides = Sides(state.slots, target.slots, wanted.places, known.match, in_full)
+    pairing = _paired(saved, wanted, sides, order)
+    notes = [*_notes(saved, optimizer, pairing), *filter(None, [known.note])]
+    report = replace(report, by=pairing.by, notes=tuple(notes))
+    refused = _refused(optimizer, parameters, saved, pairing, wanted, target.slots)
+    refused = refused or _converted(known, pairing, wanted)
     if refused is not None:
         problems, remedy = refused
         return OptimizerPlan(optimizer, replace(report, problems=problems, remedy=remedy))
+    names = [place.name for place in wanted.places]
     cast: tuple[Cast, ...] = ()
-    if _casts(optimizer):
+    if casts_state(optimizer):
         cast = tuple(casts(state, saved, pairing.kept, parameters, names))
-    lossy = tuple(_lossy(cast, allow_lossy_cast))
+    lossy = tuple(_lossy(cast, allowance))
     report = replace(
         report,
         matched=len(pairing.kept),
@@ -133,10 +141,18 @@ def planned_optimizer(
         remedy="allow_lossy_cast=True" if lossy else "",
     )
     bare = bare_names(named.values())
-    known = [bare.get(named.get(id(param), "")) for param in parameters]
+    inside = [bare.get(named.get(id(param), "")) for param in parameters]
     return OptimizerPlan(
-        optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, known)
+        optimizer, report, Maker(state, saved, pairing.kept, pairing.groups, inside)
     )
+
+
+def _converted(
+    known: Conversions, pairing: Pairing, wanted: Wanted
+) -> tuple[tuple[str, ...], str] | None:
+    """Why state of tensors that the model's own loading changes is not loaded."""
+    problem = known.problem(wanted.places[number].name for number in pairing.kept)
+    return None if problem is None else ((problem,), ALONE)
 
 
 def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Iterator[Place]:
@@ -149,14 +165,13 @@ def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Itera
             yield Place(number, shown, name is not None, own, shape_of(parameter))
 
 
-def _paired(
-    saved: Saved, wanted: Wanted, match: Match, owners: Owners, order: str | None
-) -> Pairing:
+def _paired(saved: Saved, wanted: Wanted, sides: Sides, order: str | None) -> Pairing:
     """By names where they lead somewhere, else by position or shapes."""
 
     def read(names: Names, kept: Sequence[Kept] = saved.parameters) -> Reading:
-        return read_names(names, kept, wanted.places, match)
+        return read_names(names, kept, sides)
 
+    owners = owners_by_shape(sides)
     own = saved.names()
     if own is None and (some := saved.some_names()):
         reading = read(tuple(some.values()), [saved.parameters[at] for at in some])
@@ -166,8 +181,9 @@ def _paired(
     lists = [own] if own else saved.names_beside()
     readings = {reading: names for names in lists if _leads_anywhere(reading := read(names)) or own}
     best = [reading for reading in readings if reading.is_whole] or list(readings)
-    if len(best) == 1 and (best[0].is_whole or order is None):
-        return by_names(saved, readings[best[0]], best[0], wanted)
+    has_state = any(one.state is not None for one in saved.parameters)
+    if len(best) == 1 and (best[0].is_whole or (order is None and has_state)):
+        return by_names(saved, best[0], wanted)
     if order is None:
         return by_shapes(saved, wanted, owners)
     told = (_contradicted(dict(enumerate(readings[reading])), reading) for reading in best)
@@ -176,34 +192,46 @@ def _paired(
 
 def _contradicted(names: Mapping[int, str], reading: Reading) -> Pairing | None:
     """That names, by their places in the file, are not in the order that was vouched for."""
-    for (at, name), number in zip(names.items(), reading.found, strict=True):
-        if number not in (None, at):
-            text = f"the file's names contradict the order: {printable(name)} is parameter {at:,}"
-            return Pairing("position", problems=(f"{text} there, and {number:,} here",))
-    return None
+    others = [_turned(names, found) for found in (reading.found, *reading.others)]
+    turned = None if None in others else others[0]
+    if turned is None:
+        return None
+    at, number = turned
+    text = f"the file's names contradict the order: {printable(names[at])} is parameter {at:,}"
+    return Pairing("position", problems=(f"{text} there, and {number:,} here",), remedy=_UNVOUCHED)
+
+
+def _turned(names: Mapping[int, str], found: Found) -> tuple[int, int] | None:
+    """The first place in the file that leads to another here."""
+    pairs = zip(names, found, strict=True)
+    return next(((at, number) for at, number in pairs if number not in (None, at)), None)
 
 
 def _leads_anywhere(reading: Reading) -> bool:
     """Whether the names are of parameters at all: a file may hold a list of classes as well."""
-    return any(number is not None for number in reading.found)
+    return bool(reading.disputed) or any(number is not None for number in reading.found)
 
 
 def _refused(
-    optimizer: Any, saved: Saved, pairing: Pairing, wanted: Wanted, slots: Mapping[str, Slot]
+    optimizer: Any,
+    parameters: Sequence[torch.Tensor],
+    saved: Saved,
+    pairing: Pairing,
+    wanted: Wanted,
+    slots: Mapping[str, Slot],
 ) -> tuple[tuple[str, ...], str] | None:
     """Why it is not loaded, and what helps against that."""
-    parameters = [param for group in optimizer.param_groups for param in group["params"]]
     names = [place.name for place in wanted.places]
     unfit = _unfit(parameters, names)
     if unfit is not None:
         return (unfit[0],), unfit[1]
     if (other := other_kind(saved, optimizer)) is not None:
-        return (other,), ""
+        return (other,), ALONE
     if pairing.problems and (part := _in_parts(parameters, wanted, slots)) is not None:
         return (part,), _SPREAD
     unmakeable = unmade(saved, pairing.kept)
     if unmakeable is not None:
-        return (*pairing.problems, unmakeable), pairing.remedy
+        return (*pairing.problems, unmakeable), pairing.remedy or ALONE
     return (pairing.problems, pairing.remedy) if pairing.problems else None
 
 
@@ -231,7 +259,7 @@ def _in_parts(
     for parameter, place in zip(parameters, wanted.places, strict=True):
         slot = slots.get(place.name)
         whole = None if slot is None else slot.shape
-        flat = any(base.__name__ == "FlatParameter" for base in type(parameter).__mro__)
+        flat = getattr(parameter, "_is_flat_param", False)
         if flat or (whole is not None and place.shape is not None and place.shape != whole):
             return (
                 f"the optimizer's {printable(place.name)} is of FSDP, of which every rank has a "
@@ -240,32 +268,20 @@ def _in_parts(
     return None
 
 
-def _casts(optimizer: Any) -> bool:
-    """Whether the state is put into the types of the parameters, as torch does it."""
-    import torch
-
-    *_, innermost = layers(optimizer)
-    return type(innermost).load_state_dict is torch.optim.Optimizer.load_state_dict
-
-
-def _lossy(cast: Sequence[Cast], allowed: Allowed) -> Iterator[str]:
+def _lossy(cast: Sequence[Cast], allowance: Allowance) -> Iterator[str]:
     """What a cast loses that may not be lost."""
-    lossy = [one for one in cast if one.lossy and not _is_allowed(one.name, allowed)]
+    lossy = [
+        one
+        for one in cast
+        if one.lossy and not allowance.takes_cast(one.name, one.name.partition("/")[0])
+    ]
     if lossy:
         first = lossy[0]
         more = f", and of {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
         yield (
             f"of the optimizer's state {printable(first.name)} does not survive {first.before} -> "
-            f"{first.after} ({first.loss}){more}"
+            f"{first.after}{f' ({first.loss})' if first.loss else ''}{more}"
         )
-
-
-def _is_allowed(name: str, allowed: Allowed) -> bool:
-    if allowed is None or isinstance(allowed, bool):
-        return bool(allowed)
-    globs = (allowed,) if isinstance(allowed, str) else allowed
-    parameter = name.partition("/")[0]
-    return any(fnmatchcase(one, glob) for one in (name, parameter) for glob in globs)
 
 
 def _notes(saved: Saved, optimizer: torch.optim.Optimizer, pairing: Pairing) -> Iterator[str]:
@@ -286,6 +302,8 @@ def _notes(saved: Saved, optimizer: torch.optim.Optimizer, pairing: Pairing) -> 
         bound = [key for key in ("capturable", "fused") if theirs.get(key) and not mine.get(key)]
         if bound:  # torch takes them over too, and step() fails on a device that has no such
             yield f"group {number} is {' and '.join(bound)} now, as the file has it"
+    if (other := cousin(saved, optimizer)) is not None:
+        yield other
     told = [_decoupled(groups) for groups in (saved.options, optimizer.param_groups)]
     if None not in told and told[0] != told[1]:
         yield f"the file's optimizer had decoupled_weight_decay={told[0]}, this one has {told[1]}"

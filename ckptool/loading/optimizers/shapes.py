@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.loading.optimizers.names import Place, leads_of
-from ckptool.matching import Match, Slot
+from ckptool.loading.optimizers.names import Sides, could_train, leads_of
 from ckptool.model import Shape
 
 __all__ = ["Owners", "owners_by_shape"]
@@ -48,33 +47,25 @@ class Owners:
         return [*self.leads.values(), *self.outside.values()]
 
 
-def owners_by_shape(
-    have: Mapping[str, Slot], want: Mapping[str, Slot], places: Sequence[Place], match: Match
-) -> Owners:
+def owners_by_shape(sides: Sides) -> Owners:
     """Look at all parameters of the file's model, also those that no optimizer is over.
 
-    `have` and `want` are what the file and the model have. An optimizer may be over a part of its
-    model, so that a shape that is one parameter's alone there can be that of several all the same.
+    An optimizer may be over a part of its model, so that a shape that is one parameter's alone
+    there can be that of several all the same.
     """
-    found = leads_of(places, match)
-    tied = {slot.tie: found[name] for name, slot in have.items() if slot.tie and name in found}
+    have, want, places, match, _ = sides
+    found = leads_of(places, match, have)
     no_parameters = {
         own for name, own in match.pairs.items() if name in want and want[name].kind == "buffer"
     }
     leads: dict[Shape, dict[Lead, str]] = {}
     for name, slot in have.items():
-        if slot.shape is None or name in no_parameters or not _could_train(slot):
+        if slot.shape is None or name in no_parameters or not could_train(slot):
             continue
-        lead: Lead | None = found.get(name, tied.get(slot.tie))
+        lead: Lead | None = found.get(name)
         leads.setdefault(slot.shape, {}).setdefault(name if lead is None else lead, name)
     outside: dict[Shape | None, dict[Lead, str]] = {}
     for number, place in enumerate(places):
         if not place.in_model:
             outside.setdefault(place.shape, {})[number] = place.name
     return Owners(leads, outside)
-
-
-def _could_train(slot: Slot) -> bool:
-    """Whether a gradient could be taken of it."""
-    floating = ("float", "bfloat", "complex")
-    return slot.kind != "extra" and (slot.dtype is None or slot.dtype.startswith(floating))

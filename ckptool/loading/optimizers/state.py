@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.fitting.losses import Loss, lost
+from ckptool.loading.fitting.contents import loss_of
 from ckptool.loading.fitting.states import State
 from ckptool.loading.memory import dtype_name
 from ckptool.loading.optimizers.saved import Kept, Saved, place_of
+from ckptool.loading.optimizers.undo import innermost, layers
 from ckptool.loading.plain import unpickled
 from ckptool.matching import Cast
 from ckptool.matching.holding import holds
 from ckptool.model import Opaque, TensorRef
 from ckptool.paths import name_of, printable, walk
-from ckptool.tensors import is_one_part, torch_dtype
+from ckptool.tensors import is_one_part
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Maker", "casts", "holds_inert", "unmade"]
+__all__ = ["Maker", "casts", "casts_state", "holds_inert", "unmade"]
 
-_BLOCK = 1 << 18
-"""Elements compared at a time."""
+_MANY = 64
+"""Numbers from which a search through a list is slower than a question."""
+_PLAIN = (int, float, str, bytes, type(None))
+"""What needs not be made: options mostly, of which there are many where there are many groups."""
 
 
 def unmade(saved: Saved, kept: Mapping[int, Kept]) -> str | None:
@@ -69,26 +73,27 @@ def casts(
         for path, leaf in walk(one.state):
             if not isinstance(leaf, TensorRef) or leaf.dtype == after or path[-1:] == ("step",):
                 continue
-            loss = "" if holds(after, leaf.dtype) else str(_loss(state, leaf, after))
-            yield Cast(
-                name_of((names[number], *path)),
-                place_of(saved, one.key, *path),
-                leaf.dtype,
-                after,
-                bool(loss),
-                loss,
-            )
+            lossy, told = not holds(after, leaf.dtype), ""
+            if lossy:
+                value = partial(state.made, leaf, map_location="cpu", mmap=False)
+                loss = loss_of(leaf, value, after)
+                told = "" if loss is None else str(loss)
+                lossy = loss is None or bool(told)
+            where = place_of(saved, one.key, *path)
+            yield Cast(name_of((names[number], *path)), where, leaf.dtype, after, lossy, told)
 
 
-def _loss(state: State, ref: TensorRef, after: str) -> Loss:
+def casts_state(optimizer: Any) -> bool:
+    """Whether the state is put into the types of the parameters, as torch does it."""
     import torch
 
-    whole, dtype = Loss(), torch_dtype(after)
-    tensor = state.made(ref, map_location="cpu", mmap=False)
-    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
-        for block in torch.split(tensor.detach().reshape(-1), _BLOCK):
-            whole.add(lost(block, dtype))
-    return whole
+    *_, innermost = layers(optimizer)
+    return type(innermost).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+
+def _holds_text(node: Any) -> bool:
+    containers = (str, list, tuple, dict)
+    return isinstance(node, containers) and any(isinstance(leaf, str) for _, leaf in walk(node))
 
 
 class _Numbers(list[int]):
@@ -116,6 +121,26 @@ class Maker:
         for path, leaf in walk(self.saved.section.node):
             if isinstance(leaf, TensorRef):
                 yield name_of((*self.saved.section.path, *path)), leaf
+
+    def load(self, optimizer: Any) -> None:
+        """Have the optimizer load it, by its own `load_state_dict`.
+
+        Of a text torch makes the name of a generator's object: such are put right.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `State.made`.
+        """
+        optimizer.load_state_dict(self.state_dict(optimizer))
+        if not casts_state(optimizer):
+            return
+        optimizer = innermost(optimizer)
+        parameters = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, one in self.kept.items():
+            for key, node in one.state.items() if isinstance(one.state, dict) else ():
+                if _holds_text(node):
+                    parameter = parameters[number]
+                    texts = self._of_parameter({key: node}, parameter)
+                    optimizer.state[parameter].update(texts)
 
     def state_dict(self, optimizer: Any) -> dict[str, Any]:
         """A new one, tensors where their parameters are; `step` and what is nobody's on the CPU.
@@ -169,13 +194,16 @@ class Maker:
             names = self.names[first:after]
             if "param_names" in self.saved.options[number] and None not in names:
                 group.setdefault("param_names", list(names))
-            yield {**group, "params": _Numbers(range(first, after))}
+            numbers = range(first, after)
+            yield {**group, "params": (list if len(numbers) < _MANY else _Numbers)(numbers)}
             first = after
 
     def _option(self, node: Any, own: Any) -> Any:
         """A learning rate that is a tensor stays on the device that the optimizer has its on."""
         import torch
 
+        if isinstance(node, _PLAIN):
+            return node
         made = self._here(node)
         if isinstance(made, torch.Tensor) and isinstance(own, torch.Tensor):
             return made.to(own.device)

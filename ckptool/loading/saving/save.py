@@ -167,12 +167,18 @@ def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrit
 
 
 def _mark(checkpoint: Checkpoint) -> None:
-    """Have the file say which state dict is the model's, where it holds others."""
+    """Have the file say which state dict is the model's, where it holds others.
+
+    And where it holds an optimizer: the names of its parameters are the model's in full then.
+    """
     state = checkpoint.root.get("state_dict")
     if isinstance(state, OrderedMap):
         try:
             model_state_dict(checkpoint)
+            is_asked = "optimizer" in checkpoint.root
         except AmbiguousName:
-            state.attributes[OF_THE_MODEL] = True
+            is_asked = True
         except NotFound:
-            pass
+            return
+        if is_asked:
+            state.attributes[OF_THE_MODEL] = True

@@ -11,7 +11,7 @@ class Converting(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name in ("same", "up", "gate", "turned", "cast", "mixed", "half", "stretched"):
+        for name in ("same", "up", "gate", "turned", "cast", "mixed", "part", "stretched"):
             self.register_parameter(name, torch.nn.Parameter(torch.ones(4, 4)))
 
     def _load_from_state_dict(self, state, prefix, *rest):
@@ -24,7 +24,7 @@ class Converting(torch.nn.Module):
         change("cast", lambda tensor: tensor.half().clone())
         change("mixed", lambda tensor: tensor[torch.tensor([1, 0, 2, 3])])
         with torch.no_grad():
-            self.half[:2].copy_(state.pop(prefix + "half")[:2])
+            self.part[:2].copy_(state.pop(prefix + "part")[:2])
             self.stretched.copy_(state.pop(prefix + "stretched")[0])
         super()._load_from_state_dict(state, prefix, *rest)
 

@@ -8,6 +8,7 @@ from hypothesis import given as drawing
 from hypothesis import settings
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.errors import CorruptFile, MatchError, NotFound, UsageError
 from tests.loading.bits import Untouched
 from tests.loading.optimizing import (
@@ -239,12 +240,10 @@ def test_names_count_more_than_an_order_vouched_for():
 
 def test_another_word_for_the_order_is_wrong_usage():
     model = three()
+    optimizer = stepped(model)
     with pytest.raises(UsageError, match="optimizer_order='rank' is neither"):
-        report_of(
-            model,
-            torch.optim.Adam(model.parameters()),
-            content(model, stepped(model)),
-            order="rank",
+        ckptool.load_into(
+            model, content(model, optimizer), optimizer=optimizer, optimizer_order="rank"
         )
 
 
@@ -306,8 +305,8 @@ def test_a_name_that_two_readings_send_elsewhere_is_not_guessed(child):
     used = stepped(old, parameters=[("module.w", old.module.w)])
     optimizer = torch.optim.Adam([new.get_parameter(child)])
     assert problem_of(new, optimizer, content(torch.nn.DataParallel(old), used)) == (
-        "the file's optimizer is of other parameters or groups: module.w could be either of two "
-        "parameters, with or without a wrapper in its name"
+        "names of the file's optimizer are of a part of its model, and it is not sure which: "
+        "module.w could be module.w or module.module.w"
     )
 
 
@@ -918,3 +917,74 @@ def test_whatever_the_order_and_the_groups_every_parameter_gets_its_own(drawn):
             for parameter in group["params"]:
                 (name,) = (n for n, p in new.named_parameters() if p is parameter)
                 assert group["lr"] == 1.0 + group_of[int(name[1:])]
+
+
+class Worded(torch.optim.Adam):
+    """It keeps words of each parameter, which torch's own loading makes something else of."""
+
+    def step(self, *rest):
+        super().step(*rest)
+        for number, state in enumerate(self.state.values()):
+            state.update(mode=f"m{number}", seen=["a", ("b", 1)])
+
+
+def test_words_in_the_state_stay_words(tmp_path):
+    model = shapely()
+    used = stepped(model, Worded)
+    optimizer = Worded(model.parameters())
+    loaded(model, optimizer, saved(tmp_path, content(model, used)))
+    assert_alike(by_name(model, optimizer), by_name(model, used))
+    assert optimizer.state[model[1].bias]["mode"] == "m3"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"), [("Adam", "RAdam", "has"), ("RAdam", "Adam", "lacks")]
+)
+def test_a_kind_that_keeps_the_same_is_loaded_and_told(old, new, told):
+    model = shapely()
+    used = stepped(model, kind_of(old))
+    optimizer = kind_of(new)(model.parameters())
+    report = loaded(model, optimizer, content(model, used))
+    assert report.notes[0] == (
+        f"the file's optimizer is of another kind than {new}, which keeps the same of each "
+        f"parameter: it {told} amsgrad"
+    )
+    assert_alike(by_name(model, optimizer), by_name(model, used))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RAdam", "SGD"])
+def test_of_its_own_kind_nothing_is_told(kind):
+    model = shapely()
+    used, optimizer = (stepped(model, kind_of(kind)) for _ in range(2))
+    assert loaded(model, optimizer, content(model, used)).notes == ()
+
+
+def test_what_fsdp_has_made_flat_is_told_with_what_loads_it():
+    old = three()
+    given = content(old, stepped(old, parameters=list(old.named_parameters())))
+    flat = torch.nn.Module()
+    flat.flat = torch.nn.Parameter(torch.zeros(36))
+    flat.flat._is_flat_param = True
+    problem, remedy = refusal_of(old, torch.optim.Adam(flat.named_parameters()), given)
+    assert problem == "the optimizer's flat is of FSDP, of which every rank has a part"
+    assert "set_optimizer_state_dict" in remedy
+
+
+@pytest.mark.parametrize("what", ["fewer", "other groups", "another kind", "another shape"])
+def test_every_refusal_says_what_helps(what):
+    old, new = three(), three()
+    used = stepped(old, parameters=list(old.named_parameters()))
+    given, optimizer = content(old, used), torch.optim.Adam(new.parameters())
+    if what == "fewer":
+        optimizer = torch.optim.Adam(new.a.parameters())
+    if what == "other groups":
+        optimizer.param_groups[0]["params"] = list(new.parameters())[:2]
+        optimizer.add_param_group({"params": list(new.parameters())[2:]})
+    if what == "another kind":
+        optimizer = torch.optim.SGD(new.parameters(), momentum=0.9)
+    if what == "another shape":
+        given["optimizer"]["state"][0]["exp_avg"] = torch.ones(5)
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(new, given, optimizer=optimizer)
+    assert caught.value.hint == "without optimizer= the model alone is loaded"
+    ckptool.load_into(new, given)
