@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,7 +14,9 @@ import click
 
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Allowed
+from ckptool.remedies import Remedy
 from ckptool.render.remedies import as_options
+from ckptool.transforms import regex_rule
 
 __all__ = ["Allowing", "allowance_options", "in_options"]
 
@@ -115,8 +118,20 @@ def in_options() -> Iterator[None]:
     except MatchError as error:
         error.message = error.message.replace("\n", "; ")
         if error.remedy is not None:
-            error.advise(as_options(error.remedy, rule="--rename"))
+            error.advise(as_options(_for_new_names(error.remedy), rule="--rename"))
         raise
+
+
+def _for_new_names(remedy: Remedy) -> Remedy:
+    """The same where the rules have been applied before anything is allowed."""
+    given = dict(remedy.arguments)
+    rules, names = given.get("rules"), given.get("allow_unexpected")
+    if isinstance(rules, tuple) and isinstance(names, tuple):
+        for rule in map(regex_rule, rules):
+            names = tuple(rule.apply(name) or name for name in names)
+        given["allow_unexpected"] = names
+    ways = tuple(map(_for_new_names, remedy.instead))
+    return replace(remedy, arguments=tuple(given.items()), instead=ways)
 
 
 def _allowed(globs: tuple[str, ...]) -> Allowed:

@@ -1,5 +1,6 @@
 """match: whether a checkpoint fits a model, and under which names; convert --like: those names."""
 
+import argparse
 import csv
 import os
 import shlex
@@ -255,6 +256,23 @@ def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, verb, own, 
     assert "unexpected happened" not in done.err
 
 
+WORDS = ("rules", "key", "like_key", "min_coverage", "strict", "prefixes", "optimizer_order", *(
+    f"allow_{what}" for what in ("missing", "unexpected", "mismatched", "lossy_cast")
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["{}", "head.{}.w", "{}=0", "{}='a=>b'", "--{}"])
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_the_library_and_the_command_line_are_names(ckptool, tmp_path, word, form):
+    file, reference, name = tmp_path / "f.pth", tmp_path / "r.pth", form.format(word)
+    torch.save({"b": torch.ones(3)}, file)
+    torch.save({name: torch.ones(4), "b": torch.ones(3)}, reference)
+    done = ckptool("match", file, "--like", reference, "--json")
+    assert done.document["remedy"]["options"] == [f"--allow-missing={name}"]
+    assert shlex.split(done.document["remedy"]["text"]) == [f"--allow-missing={name}"]
+    assert ckptool("match", file, "--like", reference, f"--allow-missing={name}").code == 0
+
+
 def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_path):
     file, reference = tmp_path / "f.pth", tmp_path / "r.pth"
     own = ["rules='^a=>b', allow_missing=True; key='x'", "it's $HOME", "--json", "\x1b#0m"]
@@ -410,6 +428,34 @@ def test_a_dry_run_writes_nothing(ckptool, folder):
     assert done.code == 0
     assert "would write out.pth" in done.err
     assert not os.path.exists("out.pth")
+
+
+def test_convert_refuses_names_that_are_one_tensor_in_the_model_and_differ(ckptool, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    torch.save({f"net.{name}": value for name, value in model.state_dict().items()}, tmp_path / "f")
+    model[1].weight = model[0].weight
+    torch.save(model.state_dict(), tmp_path / "r")
+    words = [tmp_path / "f", tmp_path / "out.pth", "--like", tmp_path / "r"]
+    done = ckptool("convert", *words)
+    assert (done.code, done.out) == (2, "")
+    assert "are one tensor in the model, and differ in the file" in done.err
+    assert not (tmp_path / "out.pth").exists()
+    options = shlex.split(done.err.rpartition("hint: ")[2])
+    assert ckptool("convert", *words, *options).code == 0
+    assert torch.load(tmp_path / "out.pth").keys() == {"0.weight", "1.weight", "net.1.unused.0"}
+    options = ckptool("match", tmp_path / "f", *words[2:], "--json").document["remedy"]["options"]
+    assert ckptool("match", tmp_path / "f", *words[2:], *options).code == 0
+
+
+def test_what_cannot_be_made_of_a_file_is_told_by_its_header(ckptool, tmp_path):
+    state = {"w": torch.ones(2), "_extra_state": argparse.Namespace(a=1)}
+    torch.save(state, tmp_path / "f.pth")
+    done = ckptool("match", tmp_path / "f.pth", "--like", tmp_path / "f.pth")
+    assert done.code == 1
+    assert "holds an object of argparse.Namespace" in done.out
+    done = ckptool("convert", tmp_path / "f.pth", tmp_path / "o.pth", "--like", tmp_path / "f.pth")
+    assert done.code == 0  # it is written as it is
+    assert torch.load(tmp_path / "o.pth", weights_only=False)["_extra_state"].a == 1
 
 
 @pytest.mark.parametrize(

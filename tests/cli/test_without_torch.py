@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 REFUSING = 'raise ImportError("torch must not be imported here")\n'
 
@@ -68,6 +69,19 @@ def test_the_shadow_works(process, tmp_path, torchless):
 def test_a_command_runs_without_torch(torchless, model, arguments):
     done = torchless(*(model if word == "MODEL" else word for word in arguments))
     assert done.code == 0, done.err
+
+
+def test_ties_and_extra_states_are_told_by_the_files_alone(torchless, tmp_path):
+    tied = torch.ones(3)
+    reference = {"a": tied, "b": tied, "m._extra_state": 1, "m.w": torch.ones(2)}
+    state = {"a": torch.ones(3), "b": torch.zeros(3), "m._extra_state": slice(3), "m.w": tied}
+    torch.save(reference, tmp_path / "r.pth")
+    torch.save({f"net.{name}": value for name, value in state.items()}, tmp_path / "f.pth")
+    done = torchless("match", "f.pth", "--like", "r.pth")
+    assert (done.code, done.err) == (1, "")
+    assert "| UNTIED" in done.out
+    assert "holds an object of" in done.out
+    assert torchless("convert", "f.pth", "o.pth", "--like", "r.pth").code == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--quick"], ["--like", "MODEL"]], ids=" ".join)

@@ -104,13 +104,13 @@ def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
     (problem,) = allowance.problems(found)
     assert "embed.weight, head.weight are one tensor in the model" in problem.text
     assert str(problem.remedy) == (
-        r"rules=[r'^head\.weight$=>unused.0'], allow_unexpected=['head.weight']"
+        r"rules=[r'^head\.weight$=>head.unused.0'], allow_unexpected=['head.weight']"
     )
     several = report(
         untied=(("a", "b"), ("c", "d")), renamed=(Renaming("prefix", "", (("m.d", "d"),)),)
     )
     first, second = allowance.problems(several)
-    assert dict(first.remedy.arguments)["rules"] == ("^b$=>unused.0", r"^m\.d$=>unused.1")
+    assert dict(first.remedy.arguments)["rules"] == ("^b$=>unused.0", r"^m\.d$=>m.unused.1")
     assert not second.remedy
 
 
@@ -280,6 +280,31 @@ def test_names_that_look_like_arguments_are_only_names():
         ("allow_unexpected", ("min_coverage",)),
     )
     assert eval(f"dict({error.hint.partition(';')[0]})")["allow_missing"] == [name]
+
+
+def test_a_name_with_a_control_character_is_in_an_argument_what_it_is():
+    error = Allowance().refusal(report(missing_keys=["a\x1bb"]))
+    assert error.remedy.arguments == (("allow_missing", ("a\x1bb",)),)
+    assert error.hint == r"allow_missing=['a\x1bb']"
+
+
+def test_of_a_question_without_a_rule_none_is_told_for_the_same_layer():
+    asked = Ambiguity(("a.w",), ("b.w",))
+    found = report(missing_keys=["b.w"], unexpected_keys=["a.w"], ambiguous=(asked,))
+    assert "same layer" not in Allowance().refusal(found).hint
+    ruled = report(
+        missing_keys=["b.w"], unexpected_keys=["a]b.w"],
+        ambiguous=(Ambiguity(("a]b.w",), ("b.w",), (r"^a\]b\.=>b.",)),),
+    )  # fmt: skip
+    hint = Allowance().refusal(ruled).hint
+    assert hint.endswith(r"; or rules=[r'^a\]b\.=>b.'] where that is the same layer")
+
+
+def test_what_could_not_be_tried_is_what_helps_wherever_it_is_refused():
+    found = report(missing_keys=["a"])
+    assert Allowance().judged(report(), untried="Net").accepted
+    refusal = Allowance().refusal(found, untried="Net")
+    assert refusal.hint.startswith("Net loads in its own way, which could not be tried beforehand")
 
 
 def test_a_name_that_no_one_could_read_is_not_given_to_an_argument():

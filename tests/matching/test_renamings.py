@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptool.matching import Slot, matched
 from ckptool.matching.renamings import rewritten
-from ckptool.transforms.name_rules import regex_rule
+from ckptool.transforms.name_rules import prefix_rule, regex_rule
 
 
 def renamed(have, want, **options):
@@ -44,6 +46,36 @@ def test_a_place_for_which_there_is_no_single_rule_has_none():
 
 def test_a_rule_of_the_user_by_prefix_is_told_as_one_by_expression():
     assert renamed(["a.w"], ["b.w"], rules=[regex_rule("^a=>b")]) == [("rule", "^a=>b", "^a=>b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "rule"),
+    [
+        (["w", "weight"], ["v", "weight"], r"(^|\.)w$=>\1v"),
+        (["w", "weight", "a.w"], ["v", "weight", "a.w"], "^w$=>v"),
+        (["w.a", "weight"], ["v.a", "weight"], r"^w\.=>v."),
+        (["w", "w.a", "weight"], ["v", "v.a", "weight"], ""),
+        (["w", "weight"], ["v", "left"], r"(^|\.)w$=>\1v"),
+    ],
+)
+def test_what_a_prefix_is_told_as_does_no_more_than_the_prefix(have, want, rule):
+    shapes = {name: Slot((number,)) for number, name in enumerate((*have, "left"))}
+    sides = (
+        {name: shapes[name] for name in have},
+        {name: shapes[have[at] if name != "left" else "left"] for at, name in enumerate(want)},
+    )
+    (found,) = matched(*sides, rules=[prefix_rule("w=v")]).report.renamed
+    assert (found.kind, found.text, found.rule) == ("rule", "w=v", rule)
+    for name in have if rule else ():
+        told, its = regex_rule(rule).apply(name), prefix_rule("w=v").apply(name)
+        assert (told or name) == (its or name)
+
+
+def test_a_prefix_with_an_arrow_in_it_is_no_expression():
+    sides = {"a.w": Slot((2,)), "b.a.w": Slot((3,))}, {">b.w": Slot((2,)), "b.a.w": Slot((3,))}
+    (found,) = matched(*sides, rules=[prefix_rule("a=>b")]).report.renamed
+    assert regex_rule(found.rule).apply("a.w") == ">b.w"
+    assert regex_rule(found.rule).apply("b.a.w") is None
 
 
 def test_what_is_left_over_follows_the_rules_and_takes_nobodys_name():

@@ -71,6 +71,6 @@ def _inside(node: Any) -> Iterator[Any]:
             todo += [*one.keys(), *one.values()]
         elif isinstance(one, (list, tuple, set, frozenset)):
             todo += one
-        elif isinstance(one, Opaque) and isinstance(one.args, tuple):
+        elif isinstance(one, Opaque) and one.plain is None and isinstance(one.args, tuple):
             todo += [held for held in one.args if not isinstance(held, Global)]  # a factory
             todo += [value for _, value in one.steps]
