@@ -21,8 +21,6 @@ from ckptool.model import Shape
 __all__ = ["Gate", "Verdict", "moves_numbers"]
 
 _DIGITS = re.compile("[0-9]+")
-_ENOUGH = 1
-"""Families that a rule is clear for, so that it stands for those that are like others too."""
 
 _Family = tuple[str | None, ...]
 """The components of a module's name; None is a number."""
@@ -71,11 +69,12 @@ class Gate:
     def verdict(self, swap: Swap, pairs: Iterable[Pair]) -> Verdict:
         """Of a rule, by the names of the file and the wanted ones that it brings together.
 
+        One that is clear for one family stands for those that are like others too.
+
         Raises:
             OutOfBudget: there is more to look at than real names have.
         """
-        clear: set[_Family] = set()
-        tied = False
+        verdicts: set[Verdict] = set()
         for own, wanted in self._telling(pairs):
             mine, my_numbers = _family(own)
             theirs, their_numbers = _family(wanted)
@@ -88,11 +87,8 @@ class Gate:
             found = self._judged(mine, theirs, *kinds)
             if found is Verdict.FALLS:
                 return found
-            if found is Verdict.TIED:
-                tied = True
-            else:
-                clear.add(mine)
-        return Verdict.TIED if tied and len(clear) < _ENOUGH else Verdict.STANDS
+            verdicts.add(found)
+        return Verdict.TIED if verdicts == {Verdict.TIED} else Verdict.STANDS
 
     def _telling(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Of each module its largest tensor."""
