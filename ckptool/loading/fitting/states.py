@@ -91,17 +91,12 @@ class State:
         return {**made, **inside}
 
     @property
-    def refs(self) -> dict[str, TensorRef | None]:
-        """Each of `slots` as it lies in the file; None for what is in memory, or no tensor."""
-        return {name: self.ref(name) for name in self.slots}
-
-    @property
     def beside(self) -> tuple[str, ...]:
         """The names of plain values among the entries, which no model takes."""
         return tuple(str(name) for name in self.root if name not in self.slots)
 
     def ref(self, name: str) -> TensorRef | None:
-        """One of `refs`."""
+        """One of `slots` as it lies in the file; None for what is in memory, or no tensor."""
         node = self.root[name]
         return node if _is_stored(node, self._originals) else None
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from ckptool.loading.memory import memory_of
 from ckptool.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -18,9 +19,15 @@ _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _IDLE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Hooks that loading does not call: they may hold on to activations."""
 
+_LARGE = 1 << 20
+"""Bytes of a tensor that is not copied."""
+
 
 def twin_of(model: torch.nn.Module) -> torch.nn.Module:
     """A deep copy whose parameters and buffers are on the meta device, under the same names.
+
+    Large tensors that are plain attributes are there as well; small ones are copied, as code may
+    ask for their numbers.
 
     Wrappers around the whole model are plain modules in it: some cannot be copied, or would talk
     to other ranks. Whatever copying the user's own objects raises is passed on.
@@ -32,6 +39,9 @@ def twin_of(model: torch.nn.Module) -> torch.nn.Module:
     for module in model.modules():
         for held in (*module._parameters.values(), *module._buffers.values()):
             if held is not None and id(held) not in memo:
+                memo[id(held)] = _placeholder(held)
+        for held in vars(module).values():
+            if isinstance(held, torch.Tensor) and id(held) not in memo and _is_large(held):
                 memo[id(held)] = _placeholder(held)
         for name in _IDLE:
             hooks = vars(module).get(name)
@@ -51,6 +61,11 @@ def twin_of(model: torch.nn.Module) -> torch.nn.Module:
         outer.add_module(name, twin)
         twin = outer
     return twin
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    memory = memory_of(tensor)
+    return memory is not None and memory.nbytes > _LARGE
 
 
 def _unwrapped(model: torch.nn.Module) -> tuple[list[str], torch.nn.Module]:

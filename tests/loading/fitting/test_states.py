@@ -64,7 +64,7 @@ def test_values_in_memory_are_the_objects_themselves():
         assert state.value("weight") is state_dict["weight"]
         assert state.value("fc._extra_state") is extra
         assert state.slots["fc._extra_state"] == Slot(kind="extra")
-        assert state.refs == {"weight": None, "fc._extra_state": None}
+        assert (state.ref("weight"), state.ref("fc._extra_state")) == (None, None)
 
 
 def test_values_of_a_file_are_made_once_and_share_what_they_shared(tmp_path):
@@ -72,7 +72,7 @@ def test_values_of_a_file_are_made_once_and_share_what_they_shared(tmp_path):
         one, other = state.value("0.weight"), state.value("2.weight")
         assert state.value("0.weight") is one
         assert one.data_ptr() == other.data_ptr()
-        assert state.refs["0.weight"].shape == (4, 3)
+        assert state.ref("0.weight").shape == (4, 3)
 
 
 def test_what_was_made_is_let_go(tmp_path):
