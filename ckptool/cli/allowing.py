@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -131,7 +130,7 @@ def _for_new_names(remedy: Remedy) -> Remedy:
             names = tuple(rule.apply(name) or name for name in names)
         given["allow_unexpected"] = names
     ways = tuple(map(_for_new_names, remedy.instead))
-    return replace(remedy, arguments=tuple(given.items()), instead=ways)
+    return remedy._replace(arguments=tuple(given.items()), instead=ways)
 
 
 def _allowed(globs: tuple[str, ...]) -> Allowed:
