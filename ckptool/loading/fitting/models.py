@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.live_slots import live_slots, live_tensors
-from ckptool.loading.fitting.own_loading import own_loading
+from ckptool.loading.fitting.own_loading import OwnLoading, own_loading
 from ckptool.loading.fitting.shards import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
 from ckptool.wrappers import WRAPPERS
@@ -31,6 +31,8 @@ class Target:
     """The `_metadata` of the model's own state dict."""
     model: torch.nn.Module | None = None
     """None where it is no model."""
+    loading: OwnLoading | None = None
+    """What of the model loads in a way of its own."""
     unsure: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that no entry is, of modules that load in a way of their own: those may want them."""
 
@@ -46,10 +48,12 @@ def target_of(model: torch.nn.Module) -> Target:
         return _of_shards(model, shards)
     state = state_dict_of(model)
     metadata = getattr(state, "_metadata", None)
-    unlisted, unsure = _unlisted(model, state)
+    loading = own_loading(model)
+    unlisted, unsure = _unlisted(model, state, loading)
     state = {**state, **unlisted}
     slots = live_slots(state, parameters=model.parameters(), rest="buffer")
-    return Target(label_of(model), slots, live_tensors(state), metadata, model, unsure)
+    tensors = live_tensors(state)
+    return Target(label_of(model), slots, tensors, metadata, model, loading, unsure)
 
 
 def label_of(model: torch.nn.Module) -> str:
@@ -71,20 +75,19 @@ def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def _unlisted(
-    model: torch.nn.Module, state: Mapping[str, Any]
+    model: torch.nn.Module, state: Mapping[str, Any], loading: OwnLoading
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Tensors that the model's own `state_dict` leaves out, by the names that torch has for them.
 
     Those that torch asks for, and those below modules that load in a way of their own: there it may
     ask for other names, or for none.
     """
-    closed = own_loading(model).closed
     shut: set[str] = set()
     asked: dict[str, torch.Tensor] = {}
     unsure: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         clean = without_hidden(path)
-        if clean in closed or clean.rpartition(".")[0] in shut or "" in shut:
+        if clean in loading.closed or clean.rpartition(".")[0] in shut or "" in shut:
             shut.add(clean)
         found = unsure if clean in shut else asked
         before = f"{clean}." if clean else ""
@@ -101,4 +104,5 @@ def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:
     state = ungathered(model, shards)
     live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
     slots = {**state, **live_slots(live, rest="buffer")}
-    return Target(label_of(model), slots, live_tensors(live), state.metadata, model)
+    tensors, loading = live_tensors(live), own_loading(model)
+    return Target(label_of(model), slots, tensors, state.metadata, model, loading)

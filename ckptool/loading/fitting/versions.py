@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Match
@@ -29,7 +28,7 @@ def metadata_for(state: State, target: Target, match: Match) -> OrderedDict[str,
     if target.metadata is None:
         return OrderedDict(followed)
     made: OrderedDict[str, Any] = OrderedDict()
-    asking = own_loading(target.model).closed if target.model is not None else frozenset()
+    asking = target.loading.closed if target.loading is not None else frozenset()
     holders = {name.rpartition(".")[0] for name in target.slots}
     for path, default in target.metadata.items():
         clean = without_hidden(path)
