@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 
+from ckptool.loading.filling.torch_loading import is_exact
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
@@ -20,21 +21,24 @@ def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Matc
     """A match without those of its questions that the model's own loading answers.
 
     Names that it fills are `kept`, names that it takes are `left_out`, and a tensor that it makes
-    fit is a pair like others; each with the class that does so as the reason. Where that cannot be
-    tried, nothing changes but `untried`.
+    fit is a pair like others; each with the class that does so as the reason. What the model's own
+    `state_dict` leaves out, and its loading misses, is missing. Where that cannot be tried, nothing
+    changes but `untried`.
     """
     report = match.report
     where = {name: one for name in report.unexpected_keys if (one := _place(match, name, own))}
     wrong = {one.name: one.own for one in report.mismatched if own.holder(one.name)}
     missing = [name for name in report.missing_keys if own.holder(name)]
-    if target.model is None or not (where or wrong or missing):
+    asked = bool(where or wrong or missing)
+    if target.model is None or not (asked or target.unsure):
         return match
     placed = {name: file for file, name in where.items()}
     names = {**match.pairs, **wrong, **placed}
-    trial = tried(target.model, state, names, metadata_for(state, target, match))
+    metadata = metadata_for(state, target, match)
+    trial = tried(target.model, state, names, metadata, exact=is_exact(report))
     if trial is None:
-        asked = next(iter((*missing, *wrong, *placed)))
-        return replace(match, untried=own.holder(asked) or "")
+        first = next(iter((*missing, *wrong, *placed)), "")
+        return replace(match, untried=own.holder(first) or "") if asked else match
     return _answered(match, own, state, target, trial, placed)
 
 
@@ -52,6 +56,8 @@ def _answered(
     trial: Trial,
     placed: Mapping[str, str],
 ) -> Match:
+    from torch.nn import Parameter
+
     report = match.report
     fitting = {
         one.name: one.own
@@ -73,8 +79,10 @@ def _answered(
     taken = [(file, f"taken by {own.holder(name)}'s own loading") for name, file in beyond.items()]
     filled = [*fitting, *trial.filled.intersection(found)]
     over = {*found, *fitting, *(file for _, file in beyond.items())}
+    unlisted = {name: one for name, one in target.unsure.items() if name in trial.missing}
+    more = sum(one.numel() for one in unlisted.values() if isinstance(one, Parameter))
     report = report.with_changes(
-        missing_keys=[name for name in report.missing_keys if name not in over],
+        missing_keys=[*(n for n in report.missing_keys if n not in over), *unlisted],
         unexpected_keys=[file for file in report.unexpected_keys if file not in beyond.values()],
         mismatched=tuple(one for one in report.mismatched if one.name not in fitting),
         ambiguous=tuple(
@@ -85,7 +93,8 @@ def _answered(
         left_out=(*report.left_out, *taken),
         loaded=report.loaded + _elements(target.slots, filled, match.pairs),
         fitting=report.fitting + len(filled),
-        names=report.names - len(set(found) - trial.filled),
+        names=report.names - len(set(found) - trial.filled) + len(unlisted),
+        parameters=report.parameters + more,
     )
     return replace(match, pairs=pairs, report=report, beyond=beyond)
 
