@@ -199,12 +199,18 @@ def _untied(report: MatchReport) -> Iterator[Problem]:
         return
     own = {wanted: own for one in report.renamed for own, wanted in one.names}
     extra = [own.get(name, name) for names in report.untied for name in names[1:]]
-    rules = tuple(f"^{escaped(name)}$=>unused.{number}" for number, name in enumerate(extra))
+    rules = tuple(f"^{escaped(name)}$=>{_beside(name, n)}" for n, name in enumerate(extra))
     remedy = Remedy((("rules", rules), allowing("allow_unexpected", extra)))
     for names in report.untied:
         text = f"{folded(names)} are one tensor in the model, and differ in the file"
         yield Problem("untied", text, remedy)
         remedy = _NONE
+
+
+def _beside(name: str, number: int) -> str:
+    """A name that no model has, in the same module: what all names begin with stays so."""
+    path, dot, _ = name.rpartition(".")
+    return f"{path}{dot}unused.{number}".replace("\\", r"\\")
 
 
 def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
