@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.contents import loss_of, same_elements
+from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.overlaps import differing_overlaps
-from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.matching import Cast, Match, matched
+from ckptool.matching.counting import counted
 from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule, rules_of
 
@@ -48,8 +50,8 @@ def planned(
         TorchMissing: elements have to be made, and torch is not installed.
         CorruptFile, DeviceError: the elements cannot be read.
     """
-    own = own_loading(target.model) if target.model is not None else None
-    found = matched(
+    own = target.loading
+    first = found = matched(
         state.slots,
         target.slots,
         rules=rules_of(rules, prefixes),
@@ -60,6 +62,7 @@ def planned(
     )
     if not as_stored:
         found = without_unmade(found, state, target, loading=own, assign=assign)
+    kept = dict(found.report.kept).keys()
     if own is not None and own.paths:
         # Imported here: few models load in a way of their own.
         from ckptool.loading.fitting.settling import settled
@@ -71,17 +74,37 @@ def planned(
     )
     apart = frozenset(name for group in untied for name in group)
     casts = () if assign else found.report.cast
+    counts = {} if found is first else _counts(found, target, kept)
     report = found.report.with_changes(
         cast=casts if by_type or as_stored else _judged(state, casts),
-        tied=tuple(group for group in found.report.tied if not apart.intersection(group)),
+        tied=tuple(
+            group
+            for group in found.report.tied
+            if not (apart.intersection(group) or found.pairs.keys().isdisjoint(group))
+        ),
         untied=untied,
         notes=(
             *found.report.notes,
             *([f"{printable(found.untried)}{_UNTRIED}"] if found.untried else []),
         ),
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
+        **counts,
     )
     return replace(found, report=report)
+
+
+def _counts(found: Match, target: Target, kept: AbstractSet[str]) -> Mapping[str, Any]:
+    """What of the model is loaded, its own loading's part too.
+
+    What that leaves as it is counts as parameters that are not loaded, and as no names.
+    """
+    unsure = target.unsure
+    asked = {name: unsure[name] for name in found.report.missing_keys if name in unsure}
+    slots = {**target.slots, **live_slots(asked, rest="buffer")} if asked else target.slots
+    counts = counted(slots, {*found.pairs, *found.filled}, kept)
+    idle = dict(found.report.kept).keys() - found.filled - kept
+    counts["names"] -= len(idle)
+    return counts
 
 
 def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptool.loading.filling.torch_loading import is_exact
@@ -11,8 +11,8 @@ from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.trial import Trial, tried
 from ckptool.loading.fitting.versions import metadata_for
-from ckptool.matching import Cast, Match, Slots
-from ckptool.matching.holding import holds
+from ckptool.matching import Match
+from ckptool.matching.counting import casts_of
 
 __all__ = ["settled"]
 
@@ -23,7 +23,7 @@ def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Matc
     Names that it fills are `kept`, names that it takes are `left_out`, and a tensor that it makes
     fit is a pair like others; each with the class that does so as the reason. What the model's own
     `state_dict` leaves out, and its loading misses, is missing. Where that cannot be tried, nothing
-    changes but `untried`.
+    changes but `untried`. What is loaded is not counted anew.
     """
     report = match.report
     where = {name: one for name in report.unexpected_keys if (one := _place(match, name, own))}
@@ -56,8 +56,6 @@ def _answered(
     trial: Trial,
     placed: Mapping[str, str],
 ) -> Match:
-    from torch.nn import Parameter
-
     report = match.report
     fitting = {
         one.name: one.own
@@ -77,10 +75,8 @@ def _answered(
         for name in found
     ]
     taken = [(file, f"taken by {own.holder(name)}'s own loading") for name, file in beyond.items()]
-    filled = [*fitting, *trial.filled.intersection(found)]
     over = {*found, *fitting, *(file for _, file in beyond.items())}
-    unlisted = {name: one for name, one in target.unsure.items() if name in trial.missing}
-    more = sum(one.numel() for one in unlisted.values() if isinstance(one, Parameter))
+    unlisted = [name for name in target.unsure if name in trial.missing]
     report = report.with_changes(
         missing_keys=[*(n for n in report.missing_keys if n not in over), *unlisted],
         unexpected_keys=[file for file in report.unexpected_keys if file not in beyond.values()],
@@ -88,38 +84,9 @@ def _answered(
         ambiguous=tuple(
             one for one in report.ambiguous if not over.issuperset((*one.names, *one.candidates))
         ),
-        cast=(*report.cast, *_casts(fitting, state.slots, target.slots)),
+        cast=(*report.cast, *casts_of(fitting, state.slots, target.slots)),
         kept=(*report.kept, *kept),
         left_out=(*report.left_out, *taken),
-        loaded=report.loaded + _elements(target.slots, filled, match.pairs),
-        fitting=report.fitting + len(filled),
-        names=report.names - len(set(found) - trial.filled) + len(unlisted),
-        parameters=report.parameters + more,
     )
-    return replace(match, pairs=pairs, report=report, beyond=beyond)
-
-
-def _casts(pairs: Mapping[str, str], have: Slots, want: Slots) -> list[Cast]:
-    casts = []
-    for name, own in pairs.items():
-        before, after = have[own].dtype, want[name].dtype
-        if before != after and before is not None and after is not None:
-            casts.append(Cast(name, own, before, after, not holds(after, before)))
-    return casts
-
-
-def _elements(slots: Slots, filled: Collection[str], loaded: Collection[str]) -> int:
-    """How much of the model's parameters some names are, ties once and not those of others.
-
-    Of all its tensors where it has no parameters, as coverage is counted.
-    """
-    kinds = {slot.kind for slot in slots.values()}
-    counted = "parameter" if "parameter" in kinds else "buffer"
-    done: set[Hashable] = {slots[name].tie for name in loaded} - {None}
-    total = 0
-    for name in filled:
-        slot = slots[name]
-        if slot.kind == counted and (slot.tie is None or slot.tie not in done):
-            done.add(slot.tie)
-            total += slot.elements
-    return total
+    filled = trial.filled.intersection(found)
+    return replace(match, pairs=pairs, report=report, beyond=beyond, filled=filled)

@@ -40,7 +40,7 @@ def without_unmade(
     Objects of a pickle are not made, and an extra state with one inside would reach the model as
     something else; quantised tensors are copied into no others. They are missing, and `left_out`
     says why. What is lazy on both sides is kept. A `loading` of the model's own may do what
-    torch does not; with `assign` nothing is cast.
+    torch does not; with `assign` nothing is cast. What is loaded is not counted anew.
     """
     slots, report = target.slots, match.report
     found = {} if assign else _not_copied(report, target, loading)
@@ -60,7 +60,6 @@ def without_unmade(
         return match
     pairs = {name: own for name, own in match.pairs.items() if name not in {**found, **kept}}
     missing = {*report.missing_keys, *found}
-    lost = sum(slots[name].elements for name in found if slots[name].kind == "parameter")
     report = report.with_changes(
         unexpected_keys=[own for own in report.unexpected_keys if own not in set(lazy)],
         missing_keys=[name for name in slots if name in missing],
@@ -71,8 +70,6 @@ def without_unmade(
             *((match.pairs[name], reason) for name, reason in found.items()),
             *((own, _NEVER_RAN) for own in lazy),
         ),
-        loaded=max(report.loaded - lost, 0),
-        fitting=report.fitting - len(found),
     )
     return replace(match, pairs=pairs, report=report)
 

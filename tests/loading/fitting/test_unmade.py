@@ -160,3 +160,18 @@ def test_numbers_are_quantised_where_torch_does_that():
     assert not model.codes.dequantize().any()
     with pytest.raises(MatchError, match="qint8, which torch does not copy into quint8"):
         load_into(model, {"codes": per_channel()}, allow_lossy_cast=True)
+
+
+def test_a_tie_that_is_not_loaded_is_counted_once(tmp_path):
+    def net(layer):
+        parts = {name: layer(4, 4, bias=False) for name in "ab"}
+        return nn.ModuleDict({**parts, "c": nn.Linear(10, 1, bias=False)})
+
+    model = net(nn.Linear)
+    model["b"].weight = model["a"].weight
+    state = net(lambda _, size, bias: nn.LazyLinear(size, bias=bias)).state_dict()
+    torch.save(state, tmp_path / "a.pth")
+    for source in (state, tmp_path / "a.pth"):
+        report = load_into(model, source, strict=False)
+        assert (report.loaded, report.parameters, report.tied) == (10, 26, ())
+        assert (report.fitting, report.names) == (1, 3)
