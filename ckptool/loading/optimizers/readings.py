@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ckptool.errors import NameCollision
@@ -15,16 +17,49 @@ from ckptool.matching import Slot
 from ckptool.model import Shape
 from ckptool.wrappers import strip_names
 
-__all__ = ["Model", "Way", "bare_names", "ends_in", "nearest", "ways_of"]
+__all__ = ["Model", "Spelling", "Way", "bare_names", "ends_in", "nearest", "ways_of"]
+
+_MOST_DEPTHS = 16
+"""Lengths of names in components, with which names are not looked for apart any more."""
 
 
-class Model(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Model:
     """What names are looked for in."""
 
     owners: Mapping[str, Hashable]
     """By name what a parameter is: equal where names are one parameter."""
     slots: Mapping[str, Slot]
     """All that the model has: these tell what is a wrapper."""
+
+    @cached_property
+    def spellings(self) -> list[Spelling]:
+        """The names of its parameters, with wrapper names and without."""
+        bare = bare_names((*self.slots, *self.owners))
+        plain = {name: name for name in self.owners}
+        without = {bare[name]: name for name in self.owners}
+        return [Spelling(plain)] if without == plain else [Spelling(plain), Spelling(without)]
+
+
+@dataclass(frozen=True, eq=False)
+class Spelling:
+    """Names of parameters as they may be written."""
+
+    names: Mapping[str, str]
+    """Each with the one that the model has."""
+    _ends: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+
+    def ending(self, name: str) -> list[str]:
+        """Those that end with a name as with whole components."""
+        dots = name.count(".")
+        if dots not in self._ends:
+            ends = self._ends[dots] = {}
+            for other in self.names:
+                more = other.count(".") - dots
+                if more >= 0:
+                    end = other.split(".", more)[-1] if more else other
+                    ends.setdefault(end, []).append(other)
+        return self._ends[dots].get(name, [])
 
 
 class Way(NamedTuple):
@@ -46,7 +81,7 @@ def ways_of(names: Sequence[tuple[str, Kept]], model: Model) -> list[Way]:
     groups: dict[int, list[int]] = {}
     for at, (_, one) in enumerate(names):
         groups.setdefault(one.group, []).append(at)
-    if found or len(groups) < 2:
+    if found or len(groups) < 2 or len({name.count(".") for name, _ in names}) > _MOST_DEPTHS:
         return found
     parts = [ways_of([names[at] for at in group], model) for group in groups.values()]
     if not all(parts):
@@ -71,8 +106,10 @@ def _ways(names: Sequence[str], shapes: Sequence[Shape | None], model: Model) ->
     if not names:
         return [Way((), (), True)]
     found: dict[tuple[Hashable, ...], Way] = {}
-    for own, every in _spelled(names, model):
-        for front in _fronts(max(own, key=len), every):
+    for own, spelling in _spelled(names, model):
+        longest, every = max(own, key=len), spelling.names
+        for other in spelling.ending(longest):
+            front = other[: -len(longest)]
             labels = []
             for name, shape in zip(own, shapes, strict=True):
                 label = every.get(front + name)
@@ -87,30 +124,12 @@ def _ways(names: Sequence[str], shapes: Sequence[Shape | None], model: Model) ->
     return list(found.values())
 
 
-def _spelled(
-    names: Sequence[str], model: Model
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, str]]]:
-    """The names, and each name of the model's parameters with what it is called there.
-
-    With wrapper names and without on either side.
-    """
-    bare, bare_model = bare_names(names), bare_names((*model.slots, *model.owners))
-    plain = {name: name for name in model.owners}
-    without = {bare_model[name]: name for name in model.owners}
+def _spelled(names: Sequence[str], model: Model) -> Iterator[tuple[tuple[str, ...], Spelling]]:
+    """The names, with wrapper names and without, each with both of the model's."""
+    bare = bare_names(names)
     for own in dict.fromkeys((tuple(names), tuple(bare[name] for name in names))):
-        yield own, plain
-        if without != plain:
-            yield own, without
-
-
-def _fronts(name: str, every: Iterable[str]) -> Iterator[str]:
-    """What stands before it in names that end with it as with whole components."""
-    end = f".{name}"
-    for other in every:
-        if other == name:
-            yield ""
-        elif other.endswith(end):
-            yield other[: -len(name)]
+        for spelling in model.spellings:
+            yield own, spelling
 
 
 def _fits(shape: Shape | None, slot: Slot | None) -> bool:
@@ -120,8 +139,8 @@ def _fits(shape: Shape | None, slot: Slot | None) -> bool:
 def nearest(names: Sequence[str], model: Model) -> tuple[Hashable, ...]:
     """What most of the names are, as names of the model; None where one is nothing of it."""
     every = [
-        tuple(model.owners.get(labels.get(name, "")) for name in own)
-        for own, labels in _spelled(names, model)
+        tuple(model.owners.get(spelling.names.get(name, "")) for name in own)
+        for own, spelling in _spelled(names, model)
     ]
     return max(every, key=lambda owners: len(set(owners) - {None}))
 
@@ -129,18 +148,18 @@ def nearest(names: Sequence[str], model: Model) -> tuple[Hashable, ...]:
 def ends_in(names: Iterable[tuple[str, Kept]], model: Model) -> set[str]:
     """Those of the names that some name of the model, by itself, ends with, shape and all."""
     names = list(names)
+    if len({name.count(".") for name, _ in names}) > _MOST_DEPTHS:
+        return {name for name, _ in names}
     bare = bare_names(name for name, _ in names)
-    depths = {form.count(".") + 1 for name in bare for form in (name, bare[name])}
-    ends: dict[str, list[Slot | None]] = {}
-    for name in model.owners:
-        parts = name.split(".")
-        for depth in depths:
-            ends.setdefault(".".join(parts[-depth:]), []).append(model.slots.get(name))
     return {
         name
         for name, one in names
         for form in (name, bare[name])
-        if any(_fits(one.shape, slot) for slot in ends.get(form, ()))
+        for spelling in model.spellings
+        if any(
+            _fits(one.shape, model.slots.get(spelling.names[other]))
+            for other in spelling.ending(form)
+        )
     }
 
 

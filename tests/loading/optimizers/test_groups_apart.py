@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from ckptool.loading.optimizers.readings import Model, Spelling, ways_of
+from ckptool.loading.optimizers.saved import Kept
+from ckptool.matching import Slot
 from tests.loading.optimizing import content, loaded, refusal_of, shapely, stepped, three
 
 KINDS = {"SGD": torch.optim.SGD, "Adam before its first step": torch.optim.Adam}
@@ -81,3 +84,23 @@ def test_names_tell_groups_apart_that_have_no_state():
     optimizer = torch.optim.SGD([{"params": every[2:]}, {"params": every[:2]}], lr=0.7)
     loaded(new, optimizer, content(old, used))
     assert rates(optimizer) == [0.2, 0.1]
+
+
+def test_of_thousands_of_groups_each_is_looked_at_once():
+    """Names of parts, another part in each group: what the model has is not gone through anew."""
+    count = 3_000
+    looked: list[str] = []
+
+    class Counting(dict):
+        def __iter__(self):
+            looked.extend(self.keys())
+            return super().__iter__()
+
+    names = {f"part{number}.{number}.w": number for number in range(count)}
+    model = Model(names, {name: Slot((3,)) for name in names})
+    spelling = Spelling(Counting(zip(names, names, strict=True)))
+    vars(model)["spellings"] = [spelling]
+    kept = [(f"{number}.w", Kept(number, number, None)) for number in range(count)]
+    (way,) = ways_of(kept, model)
+    assert way.owners == tuple(range(count))
+    assert len(looked) <= 2 * count
