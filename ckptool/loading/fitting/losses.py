@@ -63,8 +63,7 @@ def lost(block: torch.Tensor, dtype: torch.dtype) -> Loss:
         over = changed & _beyond(before, after, dtype)
     elif after.is_floating_point():
         after = after.double()  # the small types have no operations of their own
-        changed = before != after.to(before.dtype)
-        over = changed & ~after.isfinite()
+        changed, over = _missed(before, after)
     else:
         over = changed = _differ(before, after)
     zero = changed & ~over & (after == 0) & (not truncates)
@@ -73,6 +72,22 @@ def lost(block: torch.Tensor, dtype: torch.dtype) -> Loss:
     overflow, zeros = int(over.sum()), int((zero & ~over).sum())
     rest = int(changed.sum()) - overflow - zeros
     return Loss(count, overflow, zeros, *((rest, 0) if truncates else (0, rest)))
+
+
+def _missed(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which integers are other numbers as float64, and which of those are none.
+
+    Never by what is made of an infinity, or a number too large, on the way back: that may well be
+    the smallest of the type.
+    """
+    import torch
+
+    bits = 1 if before.dtype is torch.bool else torch.iinfo(before.dtype).bits
+    signed = before.dtype.is_signed
+    least, end = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1)) if signed else (0.0, 2.0**bits)
+    inside = (after >= least) & (after < end)
+    back = after.where(inside, 0.0).to(before.dtype)
+    return ~inside | (before != back), ~after.isfinite()
 
 
 def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,12 @@ LOSSES = [
     ([2**63, 1], "uint64", "int64", "1 of 2 overflows"),
     ([2**32 - 1, 1], "uint32", "int32", "1 of 2 overflows"),
     ([17, 16], "int32", "float8_e4m3fn", "1 of 2 is rounded"),
+    ([-(2**31), 1], "int32", "float16", "1 of 2 overflows"),
+    ([-(2**31), 1], "int32", "float8_e5m2", "1 of 2 overflows"),
+    ([-(2**31), -(2**15), 1], "int32", "float8_e4m3fnuz", "2 of 3 overflow"),
+    ([2**63 - 1, 1], "int64", "float64", "1 of 2 is rounded"),
+    ([2**64 - 1, 1], "uint64", "float32", "1 of 2 is rounded"),
+    ([0, 1], "bool", "float8_e8m0fnu", "1 of 2 is rounded"),
 ]  # fmt: skip
 
 
@@ -43,6 +49,13 @@ def test_what_is_lost_is_counted_and_told(values, before, after, words):
         assert str(lost(block, getattr(torch, after))) == words
 
 
+def test_an_infinity_is_no_integer_whatever_is_made_of_it_on_the_way_back():
+    block = torch.tensor([-(2**63), 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of a type that it calls experimental
+        assert str(lost(block, torch.complex32)) == "1 of 2 overflows"
+
+
 KEPT = [
     ([1.0, NAN, -INF, 0.0, -0.0], "float32", "bfloat16"),
     ([1.0, 2.0, -3.0], "float32", "int64"),
@@ -51,6 +64,9 @@ KEPT = [
     ([3, 4], "int8", "complex64"),
     ([3 + 0j], "complex64", "float16"),
     ([True, False], "bool", "float32"),
+    ([-(2**31), 2**30], "int32", "float32"),
+    ([-(2**63), 2**62], "int64", "bfloat16"),
+    ([-128, 64], "int8", "float8_e4m3fn"),
     ([], "float32", "float16"),
     ([1, 2, 16, -8], "int32", "float8_e4m3fn"),
     ([1, 100], "int8", "uint16"),
