@@ -1,6 +1,6 @@
 """Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch.
 
-The words for what does not fit are imported when they are first used.
+What is for an optimizer, and for what does not fit, is imported when it is first used.
 """
 
 from typing import TYPE_CHECKING
@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 from ckptool.matching.allowance import Allowance, Allowed
 from ckptool.matching.matched import Match, matched
-from ckptool.matching.report import (
-    Ambiguity,
-    Cast,
-    MatchReport,
-    Mismatch,
-    OptimizerReport,
-    Renaming,
-)
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
 from ckptool.matching.slots import EXTRA, Slot, Slots, slots_of
 
 if TYPE_CHECKING:
     from ckptool.matching.judging import Judgement, Problem
+    from ckptool.matching.optimizer_report import OptimizerReport
 
 __all__ = [
     "EXTRA",
@@ -40,4 +34,6 @@ __all__ = [
     "slots_of",
 ]
 
-__getattr__ = importer(__name__, globals(), {"judging": ("Judgement", "Problem")})
+_HOMES = {"judging": ("Judgement", "Problem"), "optimizer_report": ("OptimizerReport",)}
+
+__getattr__ = importer(__name__, globals(), _HOMES)

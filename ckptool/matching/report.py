@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.model import Shape
 
-__all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "OptimizerReport", "Renaming"]
+if TYPE_CHECKING:
+    from ckptool.matching.optimizer_report import OptimizerReport
+
+__all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "Renaming"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +101,6 @@ class Ambiguity:
             "names": list(self.names),
             "candidates": list(self.candidates),
             "rules": list(self.rules),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerReport:
-    """How the state of an optimizer was matched, or why it was not."""
-
-    by: str
-    """`names`, `shapes` or `position`."""
-    matched: int
-    """Parameters whose state is loaded."""
-    parameters: int
-    """Parameters that the optimizer has."""
-    problems: tuple[str, ...] = ()
-    """What does not fit, a sentence each; none: it does."""
-    cast: tuple[Cast, ...] = ()
-    notes: tuple[str, ...] = ()
-    remedy: str = ""
-    """What helps against the first of `problems`: an argument of `load_into`, or what to call."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object as `ckptool.match/1` has it."""
-        return {
-            "by": self.by,
-            "matched": self.matched,
-            "parameters": self.parameters,
-            "problems": list(self.problems),
-            "cast": [cast.to_dict() for cast in self.cast],
-            "notes": list(self.notes),
-            "remedy": self.remedy,
         }
 
 

@@ -20,6 +20,7 @@ SELDOM = {
     "files that are none": ["ckptool.formats.identify_tar"],
     "other types": ["ckptool.loading.fitting.losses"],
     "modules that load in their own way": ["ckptool.loading.fitting.trial"],
+    "optimizers": ["ckptool.matching.optimizer_report"],
     "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.output"],
     "writers": ["ckptool.writing", "ckptool.symbolic.encoder"],
 }
