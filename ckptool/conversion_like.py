@@ -162,7 +162,7 @@ def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list
             match = planned(state, like, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({place(part)})"
-            match = replace(match, report=match.report.with_changes(file=file))
+            match = match._replace(report=match.report.with_changes(file=file))
         made.append(_naming(part, match))
     return made
 

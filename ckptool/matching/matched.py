@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
@@ -33,8 +33,7 @@ _NO_AVERAGE = "the file is of no average"
 _MEAN = "running_mean"
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Which name of the file goes where, and the report of it."""
 
     pairs: dict[str, str]
@@ -45,18 +44,16 @@ class Match:
     renamed: dict[str, str]
     """Every name of the file to what the rules make of it, matched or not: for files written."""
     report: MatchReport
-    placed: dict[str, str] = field(default_factory=dict)
+    placed: Mapping[str, str] = MappingProxyType({})
     """Names of the file that fit nothing, in modules that are closed: each as the model would
     call it."""
-    beyond: dict[str, str] = field(default_factory=dict)
+    beyond: Mapping[str, str] = MappingProxyType({})
     """Of those, what the modules' own loading takes: as they call it, to the name in the file."""
     filled: frozenset[str] = frozenset()
     """Names of the model that nothing of the file has, and the modules' own loading fills."""
     untried: str = ""
     """The class whose own loading may take more, which could not be tried; empty: none."""
-    again: Callable[[Sequence[str]], MatchReport] | None = field(
-        default=None, repr=False, compare=False
-    )
+    again: Callable[[Sequence[str]], MatchReport] | None = None
     """The report by names alone, with more rules after the user's; without any, as it was."""
 
 

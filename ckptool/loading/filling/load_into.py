@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
@@ -155,7 +154,7 @@ def load_into(
                 )
                 report = report.with_changes(optimizer=plan.report)
                 between = plan.apply
-            _accept(replace(match, report=report), allowance)
+            _accept(match._replace(report=report), allowance)
         installation.run(verify=verify, together=together, between=between)
         done = installation.report
         report = report.with_changes(
@@ -197,7 +196,9 @@ def _check_optimizer(optimizer: Any, installation: Installation) -> None:
 
 def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:
     """The model's name of each parameter, by its `id`."""
-    named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
+    named: dict[int, str] = {}
+    for name, tensor in target.entries.items():  # of one under several names, the first
+        named.setdefault(id(tensor), name)
     for name, parameter in model.named_parameters():  # FSDP's are no entries
         named.setdefault(id(parameter), without_hidden(name))
     return named

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.loading.fitting.live_slots import live_slots, live_tensors
 from ckptool.loading.fitting.own_loading import OwnLoading, own_loading
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["Target", "label_of", "state_dict_of", "target_of"]
 
 
-@dataclass(frozen=True, eq=False)
-class Target:
+class Target(NamedTuple):
     """What is to be filled."""
 
     label: str
     """For messages: the class of the model inside all wrappers, or the path of a reference."""
     slots: Slots
-    entries: dict[str, torch.Tensor] = field(default_factory=dict)
+    entries: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The live parameters and buffers by name; not extra states, nor what FSDP keeps in shards."""
     metadata: Mapping[str, Any] | None = None
     """The `_metadata` of the model's own state dict."""
@@ -33,7 +32,7 @@ class Target:
     """None where it is no model."""
     loading: OwnLoading | None = None
     """What of the model loads in a way of its own."""
-    unsure: dict[str, torch.Tensor] = field(default_factory=dict)
+    unsure: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Tensors that no entry is, of modules that load in a way of their own: those may want them."""
 
 

@@ -90,7 +90,7 @@ def planned(
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
         **counts,
     )
-    return replace(found, report=report)
+    return found._replace(report=report)
 
 
 def _counts(found: Match, target: Target, kept: AbstractSet[str]) -> Mapping[str, Any]:

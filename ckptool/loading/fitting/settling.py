@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ckptool.loading.filling.torch_loading import is_exact
 from ckptool.loading.fitting.models import Target
@@ -38,7 +37,7 @@ def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Matc
     trial = tried(target.model, state, names, metadata, exact=is_exact(report))
     if trial is None:
         first = next(iter((*missing, *wrong, *placed)), "")
-        return replace(match, untried=own.holder(first) or "") if asked else match
+        return match._replace(untried=own.holder(first) or "") if asked else match
     return _answered(match, own, state, target, trial, placed)
 
 
@@ -89,4 +88,4 @@ def _answered(
         left_out=(*report.left_out, *taken),
     )
     filled = trial.filled.intersection(found)
-    return replace(match, pairs=pairs, report=report, beyond=beyond, filled=filled)
+    return match._replace(pairs=pairs, report=report, beyond=beyond, filled=filled)

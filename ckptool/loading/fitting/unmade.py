@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ def without_unmade(
             *((own, _NEVER_RAN) for own in lazy),
         ),
     )
-    return replace(match, pairs=pairs, report=report)
+    return match._replace(pairs=pairs, report=report)
 
 
 def _not_copied(report: MatchReport, target: Target, loading: OwnLoading | None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from ckptool.loading.fitting.models import Target
@@ -71,4 +70,4 @@ def conversions(target: Target, state: State, match: Match) -> Conversions:
         if name not in origins and name in target.slots and (holder := own.holder(name))
     }
     rest = {name: file for name, file in match.pairs.items() if name not in origins}
-    return Conversions(replace(match, pairs={**origins, **rest}), made)
+    return Conversions(match._replace(pairs={**origins, **rest}), made)
