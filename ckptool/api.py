@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, overload
 
 from ckptool import inspection, transforms
@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
-from ckptool.formats import open_checkpoint
+from ckptool.formats import open_checkpoint, opened
 from ckptool.inspection import Diagnosis, Diff, Info, Listing, Stats, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
@@ -58,23 +58,13 @@ def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Ch
     return open_checkpoint(path, limits=limits)
 
 
-@contextmanager
-def _opened(source: Source) -> Iterator[Checkpoint]:
-    """A checkpoint that is open already, or one opened for as long as this lasts."""
-    if isinstance(source, Checkpoint):
-        yield source
-        return
-    with open_checkpoint(source) as checkpoint:
-        yield checkpoint
-
-
 def info(source: Source) -> Info:
     """What a checkpoint is, in one look: sections, wrappers, devices, what blocks weights_only.
 
     Raises:
         UnreadableFile: `source` is a path that cannot be opened as a checkpoint.
     """
-    with _opened(source) as checkpoint:
+    with opened(source) as checkpoint:
         return inspection.info(checkpoint)
 
 
@@ -105,7 +95,7 @@ def list_tensors(source: Source, *, hash: bool = False) -> Listing:
     Raises:
         UnreadableFile: `source` is a path that cannot be opened as a checkpoint.
     """
-    with _opened(source) as checkpoint:
+    with opened(source) as checkpoint:
         return inspection.list_tensors(checkpoint, hash=hash)
 
 
@@ -141,7 +131,7 @@ def diff(
     if isinstance(rules, str):
         raise UsageError(f"a list of rules is wanted, not {rules!r}", hint=f"[{rules!r}]")
     made = [regex_rule(rule) if isinstance(rule, str) else rule for rule in rules]
-    with _opened(a) as one, _opened(b) as other:
+    with opened(a) as one, opened(b) as other:
         return inspection.diff(
             one, other, rules=made, key=key, strict_names=strict_names, **options
         )
@@ -162,7 +152,7 @@ def stats(source: Source, **options: Any) -> Stats:
     """
     from ckptool.inspection.stats import stats as measured
 
-    with _opened(source) as checkpoint:
+    with opened(source) as checkpoint:
         return measured(checkpoint, **options)
 
 
@@ -197,10 +187,10 @@ def report(
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
-        opened = [stack.enter_context(_opened(one)) for one in sources]
-        check_page_target(opened, target, overwrite=overwrite)
-        found = inspection.report(*opened, key=key, values=values, progress=progress)
-        return write_page(found, target, opened, overwrite=overwrite)
+        files = [stack.enter_context(opened(one)) for one in sources]
+        check_page_target(files, target, overwrite=overwrite)
+        found = inspection.report(*files, key=key, values=values, progress=progress)
+        return write_page(found, target, files, overwrite=overwrite)
 
 
 def average(
@@ -233,8 +223,8 @@ def average(
             hint='ckptool.average(["a.pth", "b.pth"], "mean.pth")',
         )
     with ExitStack() as stack:
-        opened = [stack.enter_context(_opened(source)) for source in sources]
-        return save(transforms.average(opened, ints=ints, key=key), target, **options)
+        files = [stack.enter_context(opened(source)) for source in sources]
+        return save(transforms.average(files, ints=ints, key=key), target, **options)
 
 
 def _mapping(state: Any) -> StateDict:

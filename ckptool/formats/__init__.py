@@ -31,6 +31,7 @@ __all__ = [
     "candidates",
     "editor",
     "open_checkpoint",
+    "opened",
     "read_probe",
     "writer",
 ]
@@ -100,6 +101,20 @@ def open_checkpoint(
         file=path,
         hint="try again when nothing writes to the file any more",
     )
+
+
+@contextmanager
+def opened(source: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint that is open already, which stays so, or one opened for as long as this lasts.
+
+    Raises:
+        UnreadableFile: as `open_checkpoint`.
+    """
+    if isinstance(source, Checkpoint):
+        yield source
+        return
+    with open_checkpoint(source) as checkpoint:
+        yield checkpoint
 
 
 def read_probe(probe: Probe) -> Checkpoint | None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats import open_checkpoint
+from ckptool.formats import opened
 from ckptool.loading.tree import made_tree
 from ckptool.tensors.placement import MapLocation
 
-__all__ = ["load", "opened"]
+__all__ = ["load"]
 
 
 def load(
@@ -41,13 +39,3 @@ def load(
     """
     with opened(path) as checkpoint:
         return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint that is open already, which stays so, or the one in a file."""
-    if isinstance(path, Checkpoint):
-        yield path
-        return
-    with open_checkpoint(path) as checkpoint:
-        yield checkpoint

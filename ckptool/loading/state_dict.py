@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, warn
-from ckptool.loading.load import opened
+from ckptool.formats import opened
 from ckptool.loading.tree import made_tree
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.paths import listed

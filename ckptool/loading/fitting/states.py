@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
-from ckptool.formats import open_checkpoint
+from ckptool.formats import open_checkpoint, opened
 from ckptool.loading.fitting.boxes import Boxes
 from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.shards import without_hidden
-from ckptool.loading.load import opened
 from ckptool.loading.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
