@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from ckptool.formats.problems import Problem
     from ckptool.inspection import Complaint, Diagnosis, Diff, Stats, Verdict
     from ckptool.limits import Limits
-    from ckptool.loading.filling.load_into import load_into
-    from ckptool.loading.fitting.match import match
     from ckptool.loading.load import load
-    from ckptool.loading.saving.save import save
+    from ckptool.loading.load_into import load_into
+    from ckptool.loading.match import match
+    from ckptool.loading.save import save
     from ckptool.loading.state_dict import load_state_dict
     from ckptool.matching import MatchReport
     from ckptool.model import Opaque, Storage, TensorRef
@@ -94,10 +94,10 @@ _HOMES = {
     "formats.problems": ("Problem",),
     "inspection": ("Complaint", "Diagnosis", "Diff", "Stats", "Verdict"),
     "limits": ("Limits",),
-    "loading.filling.load_into": ("load_into",),
-    "loading.fitting.match": ("match",),
     "loading.load": ("load",),
-    "loading.saving.save": ("save",),
+    "loading.load_into": ("load_into",),
+    "loading.match": ("match",),
+    "loading.save": ("save",),
     "loading.state_dict": ("load_state_dict",),
     "matching": ("MatchReport",),
     "model": ("Opaque", "Storage", "TensorRef"),

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
-from ckptool.loading.fitting.on_meta import on_meta
+from ckptool.loading.live.on_meta import on_meta
 from ckptool.paths import printable
 
 __all__ = ["built", "is_factory", "referred"]

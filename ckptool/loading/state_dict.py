@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, warn
 from ckptool.formats import opened
-from ckptool.loading.tree import made_tree
+from ckptool.loading.objects.tree import made_tree
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.paths import listed
 from ckptool.statedict import model_state_dict, wrapped_names

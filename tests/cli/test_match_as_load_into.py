@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptool.errors import CheckpointError, MatchError
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.load_into import load_into
 from tests.loading.test_own_loading import KINDS, Owner, nested, nested_state
 
 

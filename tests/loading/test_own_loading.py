@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import MatchError
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
 torch.manual_seed(0)

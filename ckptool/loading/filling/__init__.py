@@ -1,1 +1,1 @@
-"""A model filled from a state dict, all of it or none: `load_into`."""
+"""A model filled from a state dict, all of it or none."""

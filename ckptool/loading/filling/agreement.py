@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError
-from ckptool.loading.filling.spreading import is_spread
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.live.ranks import Ranks
+from ckptool.loading.live.spreading import is_spread
 
 if TYPE_CHECKING:
     import torch

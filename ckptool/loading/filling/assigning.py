@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptool.loading.memory import memory_of
+from ckptool.loading.live.memory import memory_of
 
 if TYPE_CHECKING:
     import torch

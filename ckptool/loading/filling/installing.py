@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import CheckpointError, MatchError, UnreadableFile, UsageError, warn
 from ckptool.loading.filling.assigning import Assigned, trainable
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
-from ckptool.loading.filling.spreading import spread_like
 from ckptool.loading.filling.timing import Fills
-from ckptool.loading.filling.torch_loading import is_exact, torch_load
-from ckptool.loading.filling.undoing import Snapshot, held_back
-from ckptool.loading.filling.unread import UnreadDict
-from ckptool.loading.filling.watching import Watch, watched
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.versions import metadata_for
-from ckptool.loading.memory import memory_of
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.live.memory import memory_of
+from ckptool.loading.live.ranks import Ranks
+from ckptool.loading.live.shards import without_hidden
+from ckptool.loading.live.spreading import spread_like
+from ckptool.loading.live.torch_loading import is_exact, torch_load
+from ckptool.loading.live.undoing import Snapshot, held_back
+from ckptool.loading.live.unread import UnreadDict
+from ckptool.loading.live.watching import Watch, watched
 from ckptool.matching import Allowance, Match
 from ckptool.paths import listed, printable
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.filling.reading import Fill, can_fill, fill
-from ckptool.loading.filling.undoing import Snapshot
-from ckptool.loading.filling.unread import Unread, is_unread, raw
-from ckptool.loading.filling.watching import Watch, has_extra_state, looks
+from ckptool.loading.live.undoing import Snapshot
+from ckptool.loading.live.unread import Unread, is_unread, raw
+from ckptool.loading.live.watching import Watch, has_extra_state, looks
 
 if TYPE_CHECKING:
     import torch

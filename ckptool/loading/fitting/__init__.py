@@ -1,1 +1,1 @@
-"""Which entry of a state dict goes where in a model: `match`, and what it looks at."""
+"""Which entry of a state dict goes where in a model, and what that is told by."""

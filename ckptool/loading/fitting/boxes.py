@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.loading.memory import dtype_name, shape_of
+from ckptool.loading.live.memory import dtype_name, shape_of
 from ckptool.model import (
     DeviceValue,
     Global,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptool.dtypes import BY_NAME
-from ckptool.loading.plain import unpickled
+from ckptool.loading.objects.plain import unpickled
 from ckptool.model import Global, Opaque, TensorRef
 from ckptool.paths import printable
 

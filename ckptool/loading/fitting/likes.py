@@ -8,9 +8,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotFound, UsageError
-from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.states import Source, stated
+from ckptool.loading.live.slots import live_slots
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.loading.fitting.live_slots import live_slots, live_tensors
-from ckptool.loading.fitting.own_loading import OwnLoading, own_loading
-from ckptool.loading.fitting.shards import Shards, shards_of, ungathered, without_hidden
+from ckptool.loading.live.own_loading import OwnLoading, own_loading
+from ckptool.loading.live.shards import Shards, shards_of, ungathered, without_hidden
+from ckptool.loading.live.slots import live_slots, live_tensors
 from ckptool.matching import Slot, Slots
 from ckptool.wrappers import WRAPPERS
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.loading.fitting.contents import bytes_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.memory import Memory, memory_of
+from ckptool.loading.live.memory import Memory, memory_of
 from ckptool.tensors import torch_dtype
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.contents import loss_of, same_elements
-from ckptool.loading.fitting.live_slots import live_slots
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.overlaps import differing_overlaps
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.unmade import without_unmade
+from ckptool.loading.live.slots import live_slots
 from ckptool.matching import Cast, Match, matched
 from ckptool.matching.counting import counted
 from ckptool.paths import printable

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptool.loading.filling.torch_loading import is_exact
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.trial import Trial, tried
 from ckptool.loading.fitting.versions import metadata_for
+from ckptool.loading.live.own_loading import OwnLoading
+from ckptool.loading.live.torch_loading import is_exact
 from ckptool.matching import Match
 from ckptool.matching.counting import casts_of
 

@@ -14,9 +14,9 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint, opened
 from ckptool.loading.fitting.boxes import Boxes
-from ckptool.loading.fitting.live_slots import live_slots
-from ckptool.loading.fitting.shards import without_hidden
-from ckptool.loading.tree import TreeMaker
+from ckptool.loading.live.shards import without_hidden
+from ckptool.loading.live.slots import live_slots
+from ckptool.loading.objects.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.paths import listed, printable

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.filling.spreading import is_spread
-from ckptool.loading.filling.torch_loading import torch_load
-from ckptool.loading.filling.undoing import Snapshot, tensors_of
 from ckptool.loading.fitting.models import state_dict_of
-from ckptool.loading.fitting.shards import shards_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.fitting.twins import twin_of
+from ckptool.loading.live.shards import shards_of
+from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.live.torch_loading import torch_load
+from ckptool.loading.live.twins import twin_of
+from ckptool.loading.live.undoing import Snapshot, tensors_of
 from ckptool.tensors import torch_dtype
 
 if TYPE_CHECKING:

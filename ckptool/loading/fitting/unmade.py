@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import UnsupportedFormat
 from ckptool.loading.fitting.inert import inert
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.own_loading import OwnLoading
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live.own_loading import OwnLoading
 from ckptool.matching import Match, MatchReport
 from ckptool.model import Global, Opaque
 from ckptool.paths import listed, printable

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from typing import Any
 
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live.shards import without_hidden
 from ckptool.matching import Match
 from ckptool.transforms.metadata import moved_metadata
 

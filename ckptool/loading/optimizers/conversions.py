@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.own_loading import own_loading
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live.own_loading import own_loading
 from ckptool.matching import Match
 from ckptool.paths import counted, printable
 

@@ -10,7 +10,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
-from ckptool.loading.memory import shape_of
+from ckptool.loading.live.memory import shape_of
 from ckptool.loading.optimizers.conversions import Conversions, conversions
 from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
 from ckptool.loading.optimizers.kind import cousin, other_kind

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.contents import loss_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.memory import dtype_name
+from ckptool.loading.live.memory import dtype_name
+from ckptool.loading.objects.plain import unpickled
 from ckptool.loading.optimizers.saved import Kept, Saved, place_of
 from ckptool.loading.optimizers.undo import innermost, layers
-from ckptool.loading.plain import unpickled
 from ckptool.matching import Cast
 from ckptool.matching.holding import holds
 from ckptool.model import Opaque, TensorRef

@@ -1,1 +1,1 @@
-"""A model, its optimizer and values beside them as a file: `save`."""
+"""Live models and optimizers, and values beside them, as the tree of a file."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NameCollision, UsageError, WriteError, warn
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.loading.saving.gathering import Job, Label, check_alike
 from ckptool.paths import counted

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ckptool.loading.filling.assigning import Assigned
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.load_into import load_into
 
 
 def parameter(*shape, **options):

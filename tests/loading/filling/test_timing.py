@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ckptool.errors import MatchError, UnreadableFile
-from ckptool.loading.filling import installing, timing, undoing
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.filling import installing, timing
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live import undoing
+from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
 SIZE = 64

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import MatchError
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
 

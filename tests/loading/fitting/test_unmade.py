@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ckptool.errors import MatchError
-from ckptool.loading.filling.load_into import load_into
-from ckptool.loading.fitting.match import match
+from ckptool.loading.load_into import load_into
+from ckptool.loading.match import match
 from tests.loading.bits import Untouched
 
 np = pytest.importorskip("numpy")

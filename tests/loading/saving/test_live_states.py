@@ -8,7 +8,7 @@ import torch
 import ckptool
 from ckptool import save
 from ckptool.errors import CheckpointWarning
-from tests.loading.saving.test_save import loaded, loaded_again, net, trained
+from tests.loading.test_save import loaded, loaded_again, net, trained
 from tests.tensors.judge import assert_same
 
 OPTIMIZERS = {

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptool.loading.filling.load_into import load_into
-from ckptool.loading.filling.spreading import is_spread, spread_like
+from ckptool.loading.live.spreading import is_spread, spread_like
+from ckptool.loading.load_into import load_into
 
 
 @pytest.fixture(scope="module", autouse=True)

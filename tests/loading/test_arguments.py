@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ckptool.errors import DeviceError, MatchError, UsageError
-from ckptool.loading.filling.load_into import load_into
-from ckptool.loading.fitting.match import match
+from ckptool.loading.load_into import load_into
+from ckptool.loading.match import match
 from tests.loading.bits import Untouched
 
 SLIPS = (None, "a=>b", b"a=>b", "", 5, {"a": "b"}, [None], [5], [b"a=>b"], nn.Linear)

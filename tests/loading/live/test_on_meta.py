@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ckptool.loading.fitting.on_meta import on_meta
+from ckptool.loading.live.on_meta import on_meta
 
 
 class Overlapping(nn.Module):

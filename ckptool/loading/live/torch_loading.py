@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptool.loading.filling.unread import UnreadDict, raw
-from ckptool.loading.filling.watching import overrides_loading
-from ckptool.loading.fitting.own_loading import has_own_load
+from ckptool.loading.live.own_loading import has_own_load
+from ckptool.loading.live.unread import UnreadDict, raw
+from ckptool.loading.live.watching import overrides_loading
 
 if TYPE_CHECKING:
     import torch

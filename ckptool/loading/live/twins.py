@@ -7,7 +7,7 @@ from collections import OrderedDict
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.memory import memory_of
+from ckptool.loading.live.memory import memory_of
 from ckptool.wrappers import WRAPPERS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.loading.filling.undoing import Snapshot, held_back, tensors_of
+from ckptool.loading.live.undoing import Snapshot, held_back, tensors_of
 from tests.loading.bits import Untouched
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ckptool.loading.filling.watching import Watch, overrides_loading, watched
+from ckptool.loading.live.watching import Watch, overrides_loading, watched
 
 
 def net():

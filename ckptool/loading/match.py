@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.loading.filling.arguments import check_lists
+from ckptool.loading.arguments import check_lists
 from ckptool.loading.fitting.likes import target_like
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import stated

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.loading.filling import torch_loading
-from ckptool.loading.filling.torch_loading import torch_load
+from ckptool.loading.live import torch_loading
+from ckptool.loading.live.torch_loading import torch_load
 
 
 class Told(nn.Linear):

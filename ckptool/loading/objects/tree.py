@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import LimitExceeded
-from ckptool.loading.plain import torch_constant, unpickled
+from ckptool.loading.objects.plain import torch_constant, unpickled
 from ckptool.model import (
     ByteString,
     DeviceValue,

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.memory import dtype_name
+from ckptool.loading.live.memory import dtype_name
 from ckptool.matching import Slot
 
 if TYPE_CHECKING:

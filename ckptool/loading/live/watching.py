@@ -7,7 +7,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.fitting.own_loading import has_own_load
+from ckptool.loading.live.own_loading import has_own_load
 
 if TYPE_CHECKING:
     import torch

@@ -7,15 +7,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
+from ckptool.loading.arguments import check_arguments
 from ckptool.loading.filling.agreement import agreement
-from ckptool.loading.filling.arguments import check_arguments
 from ckptool.loading.filling.assigning import trainable
 from ckptool.loading.filling.installing import Installation
 from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.plans import planned
-from ckptool.loading.fitting.shards import without_hidden
 from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.fitting.unmade import why_unmade
+from ckptool.loading.live.shards import without_hidden
 from ckptool.matching import Allowance, Allowed, Match, MatchReport
 from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch

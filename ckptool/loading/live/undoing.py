@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.filling.spreading import is_spread
-from ckptool.loading.memory import memory_of
+from ckptool.loading.live.memory import memory_of
+from ckptool.loading.live.spreading import is_spread
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.live.memory import dtype_name, memory_of, shape_of
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.statedict import is_extra_state
 

@@ -10,8 +10,9 @@ from torch import nn
 import ckptool
 from ckptool.errors import CorruptFile, MatchError, UnreadableFile
 from ckptool.files import FileSource
-from ckptool.loading.filling import installing, reading, torch_loading
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.filling import installing, reading
+from ckptool.loading.live import torch_loading
+from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
 

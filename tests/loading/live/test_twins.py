@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ckptool.loading.fitting.twins import twin_of
+from ckptool.loading.live.twins import twin_of
 
 
 def test_a_large_tensor_that_is_a_plain_attribute_is_not_copied_and_a_small_one_is():

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptool.errors import CheckpointWarning, MatchError, NotFound, WriteError
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.live.ranks import Ranks
 
 
 @pytest.fixture

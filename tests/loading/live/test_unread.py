@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ckptool.loading.filling.unread import Unread, UnreadDict, is_unread, raw
+from ckptool.loading.live.unread import Unread, UnreadDict, is_unread, raw
 
 TENSOR = torch.ones(1)
 

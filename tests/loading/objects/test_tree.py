@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptool.errors import CheckpointWarning, CorruptFile, LimitExceeded
-from ckptool.loading.tree import made_tree
+from ckptool.loading.objects.tree import made_tree
 from ckptool.model import (
     ByteString,
     DeviceValue,

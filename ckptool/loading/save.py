@@ -17,7 +17,7 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.refusals import worded
-from ckptool.loading.ranks import Ranks, default_group
+from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.loading.saving.bare_names import COUNTER
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer

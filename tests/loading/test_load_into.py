@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ckptool
 from ckptool.errors import CheckpointWarning, MatchError, UsageError
-from ckptool.loading.filling.load_into import load_into
+from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
 

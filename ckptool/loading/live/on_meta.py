@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.memory import memory_of
+from ckptool.loading.live.memory import memory_of
 from ckptool.tensors import require_torch
 
 if TYPE_CHECKING:

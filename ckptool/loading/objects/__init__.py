@@ -1,0 +1,1 @@
+"""The tree of a file as Python and torch objects."""
