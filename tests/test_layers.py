@@ -1,6 +1,7 @@
 """Data walks one way: a room imports only from the rooms above it."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,26 @@ ROOMS = [
     "api",
     "cli",
 ]
+INSIDE = {
+    "loading": [
+        "objects",
+        "live",
+        "fitting",
+        "filling",
+        "optimizers",
+        "saving",
+        "arguments",
+        "load",
+        "state_dict",
+        "match",
+        "load_into",
+        "save",
+    ],
+}
+"""Rooms that have several inside: what those are, and the modules beside them, in their order."""
+
+ROOMS_INSIDE = sorted({file.rpartition("/")[0] for file in trees() if file.count("/") == 2})
+
 DOORS = {"__init__", "__main__"}
 """The package's own entrances import from everywhere."""
 
@@ -67,6 +88,46 @@ def test_a_room_imports_only_from_rooms_above_it(file):
             assert ROOMS.index(there) <= ROOMS.index(here), (
                 f"{file}:{found.line} imports {there}, which lies below {here}"
             )
+
+
+def part(file):
+    """The room inside a room that a file lies in; the module itself where it lies in none."""
+    return Path(file).with_suffix("").parts[1]
+
+
+def parts_imported(file):
+    """What a module imports from its own room, each with the part that it lies in."""
+    for found in imports(file, trees()[file]):
+        path = found.module.split(".")
+        if path[:2] == ["ckptool", room(file)] and not is_type_hint_or_method(found, file):
+            yield from ((found, name) for name in path[2:3] or found.names)
+
+
+@pytest.mark.parametrize("file", [file for file in trees() if room(file) in INSIDE])
+def test_a_room_inside_imports_only_from_those_above_it(file):
+    order = INSIDE[room(file)]
+    here = part(file)
+    assert here in [*order, "__init__"], f"{here} has no place in the order of {room(file)}"
+    for found, there in parts_imported(file):
+        assert order.index(there) <= order.index(here), (
+            f"{file}:{found.line} imports {there}, which lies below {here}"
+        )
+
+
+@pytest.mark.parametrize("inside", ROOMS_INSIDE)
+def test_what_a_room_inside_imports_does_not_import_it_again(inside):
+    around: dict[str, set[str]] = {}
+    for file in trees():
+        if room(file) == room(inside) and "/" in file:
+            around.setdefault(part(file), set()).update(name for _, name in parts_imported(file))
+    here = part(inside)
+    todo, met = sorted(around[here] - {here}), set()
+    while todo:
+        one = todo.pop()
+        if one not in met:
+            met.add(one)
+            assert here not in around.get(one, ()), f"{one} and {here} import each other"
+            todo.extend(around.get(one, ()))
 
 
 @pytest.mark.parametrize("file", files_of())
