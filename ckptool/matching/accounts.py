@@ -14,6 +14,9 @@ __all__ = ["Account", "Ledger", "OutOfBudget"]
 
 _COST = 50
 """Of an account, counted in names that are looked at."""
+_BUDGET = 2_000_000
+_BUDGET_A_NAME = 20
+"""How many names may be looked at, for each that there is."""
 
 Pair = tuple[str, str]
 """A name of the file, and one that is wanted."""
@@ -72,15 +75,20 @@ class Ledger:
         """The same by the names of the file."""
         self._accounts: dict[Swap, Account] = {}
         self._hits: dict[Swap, list[Pair]] = {}
-        self._budget = 2_000_000 + 20 * (len(have) + len(want))
+        self._left: tuple[list[str], list[str]] | None = None
+        self._budget = _BUDGET + _BUDGET_A_NAME * (len(have) + len(want))
+        self.is_cut_short = False
+        """Whether the budget was not enough once."""
 
     def left(self) -> tuple[list[str], list[str]]:
-        """The names of the file, and those wanted, that nothing meets."""
-        self.spend((len(self.have.slots) + len(self.want.slots)) // 10)
-        return (
-            [name for name in self.have.slots if name not in self.met],
-            [name for name in self.want.slots if name not in self.pairs],
-        )
+        """The names of the file, and those wanted, that nothing meets; not to be changed."""
+        if self._left is None:
+            self.spend((len(self.have.slots) + len(self.want.slots)) // 10)
+            self._left = (
+                [name for name in self.have.slots if name not in self.met],
+                [name for name in self.want.slots if name not in self.pairs],
+            )
+        return self._left
 
     def count_left(self) -> tuple[int, int]:
         """How many they are."""
@@ -102,20 +110,31 @@ class Ledger:
         """
         self._budget -= steps
         if self._budget < 0:
+            self.is_cut_short = True
             raise OutOfBudget
+
+    def renew(self) -> None:
+        """Have a budget for what is still to be said of the names where the first is spent."""
+        self._budget = max(
+            self._budget, _BUDGET_A_NAME * (len(self.have.slots) + len(self.want.slots))
+        )
 
     def meet(self, found: Mapping[str, str]) -> None:
         """Take pairs, wanted to own, as concluded."""
-        self._hits.clear()
+        self._forget()
         self.pairs.update(found)
         self.met.update((own, wanted) for wanted, own in found.items())
 
     def take_back(self, found: Mapping[str, str]) -> None:
         """Undo `meet` of pairs that nothing else meets."""
-        self._hits.clear()
+        self._forget()
         for wanted, own in found.items():
             del self.pairs[wanted]
             del self.met[own]
+
+    def _forget(self) -> None:
+        self._hits.clear()
+        self._left = None
 
     def account(self, swap: Swap) -> Account:
         """What a rule comes to.
@@ -180,11 +199,13 @@ class Ledger:
 
     def hits(self, account: Account) -> list[Pair]:
         """What a rule explains of the names that are left."""
-        if account.swap not in self._hits:
-            self._hits[account.swap] = [
+        found = self._hits.get(account.swap)
+        if found is None:
+            self.spend(len(account.explained))
+            found = self._hits[account.swap] = [
                 (h, w) for h, w in account.explained if h not in self.met and w not in self.pairs
             ]
-        return self._hits[account.swap]
+        return found
 
     def beats(self, account: Account, rival: Account) -> bool:
         """Whether a rule is better than another that gives one of the names another meaning.
@@ -194,7 +215,7 @@ class Ledger:
         """
         if len(account.explained) > len(rival.explained) and not rival.full:
             return True
-        self.spend(len(rival.domain) + len(rival.explained))
-        return not self.hits(rival) and any(
-            own in self.met and self.met[own] not in rival.targets for own in rival.domain
-        )
+        if self.hits(rival):
+            return False
+        self.spend(len(rival.domain))
+        return any(own in self.met and self.met[own] not in rival.targets for own in rival.domain)

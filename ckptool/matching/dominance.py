@@ -15,16 +15,14 @@ from enum import Enum
 
 from ckptool.matching.accounts import Ledger, Pair
 from ckptool.matching.counters import BATCHES
-from ckptool.matching.swaps import MOST_PARTS, Names, Swap, is_number
+from ckptool.matching.families import Families, Family, Numbers
+from ckptool.matching.swaps import MOST_PARTS, Names, Swap
 from ckptool.model import Shape
 
 __all__ = ["Gate", "Verdict", "moves_numbers"]
 
 _DIGITS = re.compile("[0-9]+")
 
-_Family = tuple[str | None, ...]
-"""The components of a module's name; None is a number."""
-_Numbers = tuple[str, ...]
 _Kind = tuple[str, Shape | None]
 """The last component of a tensor's name, and its shape."""
 
@@ -42,11 +40,11 @@ class Verdict(Enum):
 class _Class:
     """The modules of one side that have a tensor of one kind, by family."""
 
-    families: dict[_Family, list[_Numbers]] = field(default_factory=dict)
-    heads: dict[_Family, set[_Family]] = field(default_factory=dict)
-    ends: dict[_Family, set[_Family]] = field(default_factory=dict)
+    families: dict[Family, list[Numbers]] = field(default_factory=dict)
+    heads: dict[Family, set[Family]] = field(default_factory=dict)
+    ends: dict[Family, set[Family]] = field(default_factory=dict)
 
-    def add(self, family: _Family, numbers: _Numbers) -> None:
+    def add(self, family: Family, numbers: Numbers) -> None:
         if family not in self.families:
             self.families[family] = []
             for end in range(1, min(len(family), MOST_PARTS) + 1):
@@ -61,10 +59,11 @@ class Gate:
     def __init__(self, ledger: Ledger) -> None:
         """Nothing is looked at yet."""
         self._ledger = ledger
-        self._own = _Classes(ledger, ledger.have)
-        self._wanted = _Classes(ledger, ledger.want)
-        self._known: dict[tuple[_Family, _Family, _Kind, _Kind], Verdict] = {}
-        self._numbered: dict[tuple[_Family, _Family, _Kind, _Kind, bool], bool] = {}
+        self._families = Families()
+        self._own = _Classes(ledger, ledger.have, self._families)
+        self._wanted = _Classes(ledger, ledger.want, self._families)
+        self._known: dict[tuple[Family, Family, _Kind, _Kind], Verdict] = {}
+        self._numbered: dict[tuple[Family, Family, _Kind, _Kind, bool], bool] = {}
 
     def verdict(self, swap: Swap, pairs: Iterable[Pair]) -> Verdict:
         """Of a rule, by the names of the file and the wanted ones that it brings together.
@@ -75,19 +74,21 @@ class Gate:
             OutOfBudget: there is more to look at than real names have.
         """
         verdicts: set[Verdict] = set()
+        seen: dict[tuple[Family, Family, _Kind, _Kind], _Places] = {}
         for own, wanted in self._telling(pairs):
-            mine, my_numbers = _family(own)
-            theirs, their_numbers = _family(wanted)
-            kinds = self._own.kind(own), self._wanted.kind(wanted)
-            if not self._agree(mine, theirs, *kinds, is_prefix=swap.is_prefix):
-                return Verdict.FALLS
-            places = _Places.of(mine, theirs)
+            mine, my_numbers = self._families.of(own)
+            theirs, their_numbers = self._families.of(wanted)
+            key = mine, theirs, self._own.kind(own), self._wanted.kind(wanted)
+            if key not in seen:
+                if not self._agree(*key, is_prefix=swap.is_prefix):
+                    return Verdict.FALLS
+                verdicts.add(self._judged(*key))
+                if Verdict.FALLS in verdicts:
+                    return Verdict.FALLS
+                seen[key] = _Places.of(mine, theirs)
+            places = seen[key]
             if places.own(my_numbers) != places.wanted(their_numbers):
                 return Verdict.FALLS
-            found = self._judged(mine, theirs, *kinds)
-            if found is Verdict.FALLS:
-                return found
-            verdicts.add(found)
         return Verdict.TIED if verdicts == {Verdict.TIED} else Verdict.STANDS
 
     def _telling(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
@@ -104,7 +105,7 @@ class Gate:
         self._ledger.spend(count)
         return (pair for _, pair in found.values())
 
-    def _judged(self, mine: _Family, theirs: _Family, own: _Kind, wanted: _Kind) -> Verdict:
+    def _judged(self, mine: Family, theirs: Family, own: _Kind, wanted: _Kind) -> Verdict:
         key = mine, theirs, own, wanted
         if key not in self._known:
             lead, trail = _likeness(mine, theirs)
@@ -118,8 +119,8 @@ class Gate:
 
     def _rivalled(
         self,
-        family: _Family,
-        partner: _Family,
+        family: Family,
+        partner: Family,
         sides: tuple[_Class, _Class],
         lead: int,
         trail: int,
@@ -141,7 +142,7 @@ class Gate:
             is_own = other in same.families and {*same.families[other]} == {*others.families[other]}
             if not is_own or (front >= lead and back >= trail):
                 return Verdict.FALLS
-        alike: Iterable[_Family] = others.families
+        alike: Iterable[Family] = others.families
         if lead and trail:
             sets = others.heads.get(family[:lead], set()), others.ends.get(family[-trail:], set())
             alike = set.intersection(*sets)
@@ -157,7 +158,7 @@ class Gate:
         return Verdict.STANDS
 
     def _agree(
-        self, mine: _Family, theirs: _Family, own: _Kind, wanted: _Kind, *, is_prefix: bool
+        self, mine: Family, theirs: Family, own: _Kind, wanted: _Kind, *, is_prefix: bool
     ) -> bool:
         """Whether the numbers tell the members of two families apart, and a list has the same."""
         key = mine, theirs, own, wanted, is_prefix
@@ -175,8 +176,9 @@ class Gate:
 class _Classes:
     """The modules of one side, by what tensors they have."""
 
-    def __init__(self, ledger: Ledger, side: Names) -> None:
+    def __init__(self, ledger: Ledger, side: Names, families: Families) -> None:
         self._ledger = ledger
+        self._families = families
         self._slots = side.slots
         self._names: dict[_Kind, list[str]] | None = None
         self._classes: dict[_Kind, _Class] = {}
@@ -192,11 +194,11 @@ class _Classes:
             for name in self._slots:
                 self._names.setdefault(self.kind(name), []).append(name)
         if kind not in self._classes:
-            self._classes[kind] = made = _Class()
             names = self._names.get(kind, [])
             self._ledger.spend(len(names))
+            self._classes[kind] = made = _Class()
             for name in names:
-                made.add(*_family(name))
+                made.add(*self._families.of(name))
         return self._classes[kind]
 
 
@@ -214,7 +216,7 @@ class _Places:
     """Whether what some number counts has another name."""
 
     @classmethod
-    def of(cls, mine: _Family, theirs: _Family) -> _Places:
+    def of(cls, mine: Family, theirs: Family) -> _Places:
         lead, trail = _likeness(mine, theirs)
         before, after = len(mine) - trail, len(theirs) - trail
         old, new = mine[lead:before], theirs[lead:after]
@@ -224,33 +226,31 @@ class _Places:
         ends = mine[before:].count(None)
         return cls(first + both, mine.count(None) - ends, theirs.count(None) - ends, ends, moved)
 
-    def own(self, numbers: _Numbers) -> _Numbers:
+    def own(self, numbers: Numbers) -> Numbers:
         return (*numbers[: self.lead], *numbers[self.mine :])
 
-    def wanted(self, numbers: _Numbers) -> _Numbers:
+    def wanted(self, numbers: Numbers) -> Numbers:
         return (*numbers[: self.lead], *numbers[self.theirs :])
 
 
-def moves_numbers(own: str, wanted: str) -> bool:
-    """Whether two names have other numbers in the places that are each other's, also in words."""
-    digits = _DIGITS.findall(own), _DIGITS.findall(wanted)
-    if len(digits[0]) == len(digits[1]) and digits[0] != digits[1]:
-        return True
-    (mine, numbers), (theirs, others) = _family(own), _family(wanted)
-    places = _Places.of(mine, theirs)
-    return places.own(numbers) != places.wanted(others)
+def moves_numbers(pairs: Iterable[Pair]) -> bool:
+    """Whether some two names have other numbers in each other's places, also in words."""
+    families = Families()
+    seen: dict[tuple[Family, Family], _Places] = {}
+    for own, wanted in pairs:
+        digits = _DIGITS.findall(own), _DIGITS.findall(wanted)
+        if len(digits[0]) == len(digits[1]) and digits[0] != digits[1]:
+            return True
+        (mine, numbers), (theirs, others) = families.of(own), families.of(wanted)
+        if (mine, theirs) not in seen:
+            seen[mine, theirs] = _Places.of(mine, theirs)
+        places = seen[mine, theirs]
+        if places.own(numbers) != places.wanted(others):
+            return True
+    return False
 
 
-def _family(name: str) -> tuple[_Family, _Numbers]:
-    """That of the module of a tensor, and the numbers in its name."""
-    parts = name.split(".")[:-1]
-    numbers = tuple(filter(is_number, parts))
-    if not numbers:
-        return tuple(parts), ()
-    return tuple(None if is_number(part) else part for part in parts), numbers
-
-
-def _likeness(one: _Family, other: _Family) -> tuple[int, int]:
+def _likeness(one: Family, other: Family) -> tuple[int, int]:
     """How many components two begin with, and end with besides."""
     least = min(len(one), len(other), MOST_PARTS)
     lead = trail = 0

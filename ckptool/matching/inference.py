@@ -38,6 +38,8 @@ class Inferred(NamedTuple):
     ambiguous: tuple[Ambiguity, ...] = ()
     near: Mapping[str, str] = MappingProxyType({})
     """Wanted name to name in the file that a rule gives it, though its shape is another."""
+    is_cut_short: bool = False
+    """Whether there was more to look at than real names have."""
 
 
 def inferred(
@@ -50,21 +52,22 @@ def inferred(
     """
     ledger = Ledger(have, want, pairs)
     gate = Gate(ledger)
-    try:
-        done, contested = accepted_prefixes(ledger, gate)
-    except OutOfBudget:
-        return Inferred()
+    done, contested = accepted_prefixes(ledger, gate)
+    if not ledger.is_cut_short:
+        with suppress(OutOfBudget):
+            for item in accepted_replacements(ledger, gate):
+                if isinstance(item, Contested):
+                    contested.append(item)
+                else:
+                    done.append(item)
+    if ledger.is_cut_short:
+        ledger.renew()
+    rules = tuple(_rules(ledger, done))
+    asked: list[Ambiguity] = []
     with suppress(OutOfBudget):
-        for item in accepted_replacements(ledger, gate):
-            if isinstance(item, Contested):
-                contested.append(item)
-            else:
-                done.append(item)
-    return Inferred(
-        tuple(_rules(ledger, done)),
-        tuple(ambiguities(ledger, contested)),
-        _near(ledger, [swap for swap, _ in done]),
-    )
+        asked.extend(ambiguities(ledger, contested))
+    near = _near(ledger, [swap for swap, _ in done])
+    return Inferred(rules, tuple(asked), near, ledger.is_cut_short)
 
 
 def _rules(ledger: Ledger, done: Iterable[tuple[Swap, dict[str, str]]]) -> Iterable[InferredRule]:

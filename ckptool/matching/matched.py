@@ -31,6 +31,7 @@ _MOST_ROUNDS = 4
 _NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
 _NO_AVERAGE = "the file is of no average"
 _MEAN = "running_mean"
+_CUT_SHORT = "the names left over may be called in too many ways: not all were looked into"
 
 
 class Match(NamedTuple):
@@ -112,7 +113,7 @@ def matched(
         respelled=matching.respelled(),
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
-        notes=idle,
+        notes=(*idle, *matching.notes),
         **counted(want, pairs, kept),
     )
     placed = matching.placed()
@@ -157,6 +158,7 @@ class _Matching:
         Also of those that are no tensor, and wanted as one."""
         self.rules: list[InferredRule] = []
         self._found: list[Ambiguity] = []
+        self.notes: tuple[str, ...] = ()
 
     def meet(self) -> None:
         """Pair names that are equal."""
@@ -190,6 +192,7 @@ class _Matching:
             self._found = [
                 one for one in found.ambiguous if not any(map(self.closed.below, one.names))
             ]
+            self.notes = (_CUT_SHORT,) * found.is_cut_short
             if not self._accept(found) or not self._may_go_on():
                 return
 

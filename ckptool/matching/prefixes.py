@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 
-from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.accounts import Account, Ledger, OutOfBudget, Pair
 from ckptool.matching.dominance import Gate, Verdict
 from ckptool.matching.numbering import renumbered
 from ckptool.matching.questions import Contested
@@ -27,12 +28,24 @@ def accepted_prefixes(
 ) -> tuple[list[tuple[Swap, dict[str, str]]], list[Contested]]:
     """Take what is beyond doubt into the ledger; say what it was, and what is contested.
 
-    Raises:
-        OutOfBudget: the names suggest more prefixes than real ones do.
+    Where the budget ends, what is beyond doubt until then.
     """
-    ends = _Ends(ledger)
     done: list[tuple[Swap, dict[str, str]]] = []
     contested: list[Contested] = []
+    with suppress(OutOfBudget):
+        _take(ledger, gate, done, contested)
+    if ledger.is_cut_short:
+        ledger.renew()
+    return _steady(ledger, done, contested), contested
+
+
+def _take(
+    ledger: Ledger,
+    gate: Gate,
+    done: list[tuple[Swap, dict[str, str]]],
+    contested: list[Contested],
+) -> None:
+    ends = _Ends(ledger)
     for swap in ends.candidates():
         account = ledger.account(swap)
         hits = ledger.hits(account)
@@ -49,7 +62,6 @@ def accepted_prefixes(
         pairs = {w: h for h, w in hits}
         ledger.meet(pairs)
         done.append((swap, pairs))
-    return _steady(ledger, done, contested), contested
 
 
 def _steady(
@@ -62,7 +74,10 @@ def _steady(
     kept = []
     for swap, pairs in done:
         account = ledger.account(swap)
-        shifted = renumbered(ledger, account)
+        try:
+            shifted = renumbered(ledger, account)
+        except OutOfBudget:
+            shifted = account.targets  # not known to be sure
         back = {w: h for w, h in pairs.items() if w in shifted}
         if back:
             ledger.take_back(back)
@@ -177,6 +192,7 @@ def _ending(
     `starts` are what the tails begin with.
     """
     found: dict[str, list[str]] = {}
+    least = min((tail.count(".") for tail in tails), default=0)
     text = "\n".join(slots) + "\n"
     if len(starts) <= _MOST_STARTS and not any(
         f".{start}{end}" in text for start in starts for end in ".\n"
@@ -184,8 +200,9 @@ def _ending(
         return found
     count = 0
     for name in slots:
-        at, parts = name.find("."), 0
-        while at >= 0 and parts < MOST_PARTS:
+        below = name.count(".") - least
+        at, parts = name.find(".") if below > 0 else -1, 0
+        while at >= 0 and parts < min(below, MOST_PARTS):
             tail = name[at + 1 :]
             if tail in tails:
                 found.setdefault(tail, []).append(name)

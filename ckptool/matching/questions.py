@@ -16,7 +16,6 @@ __all__ = ["Contested", "ambiguities"]
 
 _MOST_CONTESTED = 64
 """Rules that are reported as not concluded; of names all alike there would be no end."""
-_SEVERAL = 2
 _MOST_RULES = 8
 """That are proposed to decide one question."""
 
@@ -116,11 +115,23 @@ def _deciding(ledger: Ledger, question: _Question) -> Iterator[str]:
 
 def _is_safe(ledger: Ledger, swap: Swap, hits: Sequence[Pair]) -> bool:
     """Whether a rule that the user is told of can be wrong only in what names do not tell."""
-    if any(moves_numbers(*pair) for pair in hits) or renumbered(ledger, ledger.account(swap)):
+    if moves_numbers(hits) or renumbered(ledger, ledger.account(swap)):
         return False
-    modules = [[own.split(".")[:-1], wanted.split(".")[:-1]] for own, wanted in hits]
-    if all(own and wanted and own[-1] == wanted[-1] for own, wanted in modules):
+    if all(_ends_alike(*pair) for pair in hits):
         return True
-    if swap.is_prefix and not all(map(all, modules)):
+    if swap.is_prefix and not all("." in own and "." in wanted for own, wanted in hits):
         return True
-    return all(len({name.rpartition(".")[0] for name in left}) < _SEVERAL for left in ledger.left())
+    return not any(map(_are_several, ledger.left()))
+
+
+def _ends_alike(own: str, wanted: str) -> bool:
+    """Whether the modules of two names are called the same."""
+    mine, theirs = own.rsplit(".", 2)[:-1], wanted.rsplit(".", 2)[:-1]
+    return bool(mine and theirs) and mine[-1] == theirs[-1]
+
+
+def _are_several(names: Iterable[str]) -> bool:
+    """Whether names are of more than one module."""
+    modules = (name.rpartition(".")[0] for name in names)
+    first = next(modules, None)
+    return any(module != first for module in modules)

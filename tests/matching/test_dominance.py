@@ -154,6 +154,6 @@ def test_one_that_both_sides_have_does_not_count_for_what_it_begins_with_alone()
 
 
 def test_numbers_in_words_are_numbers_too():
-    assert moves_numbers("features_0.c.w", "features.1.c.w")
-    assert not moves_numbers("features_1.c.w", "features.1.c.w")
-    assert not moves_numbers("mlp_module.0.w", "mlp.w")
+    assert moves_numbers([("features_0.c.w", "features.1.c.w")])
+    assert not moves_numbers([("features_1.c.w", "features.1.c.w")])
+    assert not moves_numbers([("mlp_module.0.w", "mlp.w")])

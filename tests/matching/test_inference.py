@@ -478,3 +478,62 @@ def test_of_modules_that_all_have_other_shapes_everything_is_concluded(data):
     want = {re.sub(rf"^{re.escape(old)}", new, name): shape for name, shape in names.items()}
     rules = found(slots(names), slots(want)).rules
     assert sum(len(rule.pairs) for rule in rules) == len(moved)
+
+
+# what there is too much of
+
+
+def experts(layers, names, front="l.{}.experts.{}"):
+    """A mixture of eight experts, three matrices of one shape in each."""
+    return slots(
+        f"{front.format(layer, expert)}.{name}.weight"
+        for layer in range(layers)
+        for expert in range(8)
+        for name in names
+    )
+
+
+def adapted(layers, base, down, up):
+    """A model with adapters beside two matrices of each layer."""
+    return slots(
+        {
+            f"l.{layer}.{name}.{leaf}": shape
+            for layer in range(layers)
+            for name in "qv"
+            for leaf, shape in (
+                (base, (8, 8)),
+                (f"{down}.weight", (2, 8)),
+                (f"{up}.weight", (8, 2)),
+                ("bias", (8,)),
+            )
+        }
+    )
+
+
+def test_experts_in_many_layers_are_asked_about():
+    have = experts(60, ("w1", "w2", "w3"))
+    want = experts(60, ("gate", "up", "down"), "l.{}.mlp.experts.{}")
+    result = found(have, want)
+    assert (result.rules, result.is_cut_short) == ((), False)
+    assert {*result.ambiguous[0].candidates} == {*want}
+
+
+def test_adapters_in_many_layers_are_asked_about():
+    have = adapted(1_000, "base_layer.weight", "lora_A.default", "lora_B.default")
+    result = found(have, adapted(1_000, "weight", "lora_A", "lora_B"))
+    assert (len(result.ambiguous), result.is_cut_short) == (3, False)
+
+
+@pytest.mark.parametrize("budget", [0, 100, 300, 1_000, 3_000, 10_000, 30_000])
+def test_where_the_budget_ends_what_is_known_is_told(monkeypatch, budget):
+    have = decoder("model.") | experts(3, ("w1", "w2", "w3"))
+    want = decoder(layers="blocks", attn="self_attn") | experts(3, ("gate", "up", "down"))
+    have |= resnet("net.backbone.")
+    want |= resnet("net.")
+    every = {rule.text: rule.pairs for rule in found(have, want).rules}
+    monkeypatch.setattr("ckptool.matching.accounts._BUDGET", budget)
+    monkeypatch.setattr("ckptool.matching.accounts._BUDGET_A_NAME", 0)
+    result = found(have, want)
+    assert result.is_cut_short or budget >= 10_000
+    for rule in result.rules:
+        assert rule.pairs.items() <= every[rule.text].items()
