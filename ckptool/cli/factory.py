@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -58,13 +59,13 @@ def built(text: str) -> Any:
             return named
         if not callable(named):
             raise UsageError(
-                f"{text} is a {_class(named)}, and neither a model nor what makes one", hint=_HINT
+                f"{text} is {_class(named)}, and neither a model nor what makes one", hint=_HINT
             )
         made = on_meta(named)
         if made is None:
             made = _run(named, f"{text} raised", _HINT)
     if not _is_model(made):
-        raise UsageError(f"{text} returned a {_class(made)}, and no model", hint=_HINT)
+        raise UsageError(f"{text} returned {_class(made)}, and no model", hint=_HINT)
     return made
 
 
@@ -82,11 +83,15 @@ def _at_home() -> Iterator[None]:
 def _named(text: str, module: str, attribute: str) -> Any:
     node = _run(lambda: import_module(module), f"{text}: importing {module} raised", _found(module))
     for part in attribute.split("."):
-        try:
-            node = getattr(node, part)
-        except AttributeError as error:
-            raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
+        node = _run(partial(_attribute, text, node, part), f"{text} raised", _HINT)
     return node
+
+
+def _attribute(text: str, node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except AttributeError as error:
+        raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
 
 
 def _found(module: str) -> str:
@@ -100,7 +105,9 @@ def _run(make: Callable[[], Any], what: str, hint: str) -> Any:
         return make()
     except CheckpointError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it raises, it is its own
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise TorchMissing(
                 f"{what} ModuleNotFoundError: torch is not installed", hint="pip install torch"
@@ -117,4 +124,8 @@ def _is_model(node: Any) -> bool:
 
 
 def _class(node: Any) -> str:
-    return type(node).__name__
+    """`an int`, `a Net`, `None`."""
+    name = type(node).__name__
+    if node is None:
+        return "None"
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"

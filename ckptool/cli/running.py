@@ -110,7 +110,9 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
         _forget_stdout()
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except Exception as error:  # the last place that can say it in a sentence
+    except SystemExit:
+        raise
+    except BaseException as error:  # the last place that can say it in a sentence
         with suppress(OSError):  # nobody listens
             if not interrupts.came:
                 _report(error)
@@ -130,7 +132,7 @@ def _invoke(words: list[str], settled: dict[str, Any]) -> None:
         settled[EXIT_CODE] = exit_.exit_code
 
 
-def _report(error: Exception) -> None:
+def _report(error: BaseException) -> None:
     """Say what went wrong on stderr."""
     if os.environ.get("CKPTOOL_DEBUG"):
         import traceback
@@ -143,7 +145,7 @@ def _report(error: Exception) -> None:
         _forget_stdout()
 
 
-def _in_words(error: Exception) -> tuple[str, str | None]:
+def _in_words(error: BaseException) -> tuple[str, str | None]:
     """One sentence about an error, and what helps."""
     if isinstance(error, CheckpointError) and error.remedy is not None:
         from ckptool.render.remedies import as_options
@@ -167,14 +169,14 @@ def _usage(error: click.ClickException) -> tuple[str, str | None]:
     return error.format_message(), f"{context.command_path} --help" if context else None
 
 
-def _system_error(error: Exception) -> str:
+def _system_error(error: BaseException) -> str:
     """An OSError in words: the file that it names, then the system's reason."""
     name = getattr(error, "filename", None)
     reason = getattr(error, "strerror", None) or str(error)
     return f"{os.fsdecode(name)}: {reason}" if isinstance(name, (str, bytes)) else reason
 
 
-_SENTENCES: dict[type[Exception], Callable[[Exception], str]] = {
+_SENTENCES: dict[type[Exception], Callable[[BaseException], str]] = {
     MemoryError: lambda _: "there is not enough memory for this",
     RecursionError: lambda _: "the file nests deeper than can be followed",
     OSError: _system_error,

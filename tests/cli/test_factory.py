@@ -50,8 +50,25 @@ def broken():
 def leaving():
     raise SystemExit(2)
 
+class Odd(BaseException):
+    pass
+
+def odd():
+    raise Odd("on purpose")
+
+def generating():
+    raise GeneratorExit
+
+def stopping():
+    raise KeyboardInterrupt
+
 def nothing():
     return None
+
+def __getattr__(name):
+    if name == "lazy":
+        raise Odd("too late")
+    raise AttributeError(f"module has no attribute {name!r}")
 """
 
 
@@ -107,8 +124,11 @@ def test_the_path_is_as_it_was(home):
         ("broken", "raised ValueError: no data here"),
         ("leaving", "raised SystemExit: 2"),
         ("Needy", "raised TypeError: .*width"),
-        ("nothing", "returned a NoneType, and no model"),
-        ("number", "is a int, and neither a model"),
+        ("odd", "raised Odd: on purpose"),
+        ("generating", "raised GeneratorExit"),
+        ("lazy", "raised Odd: too late"),
+        ("nothing", "returned None, and no model"),
+        ("number", "is an int, and neither a model"),
         ("Gone", "has no attribute 'Gone'"),
     ],
 )
@@ -117,6 +137,11 @@ def test_what_goes_wrong_in_it_is_one_sentence(home, name, said):
         built(f"{home}:{name}")
     assert "\n" not in str(caught.value)
     assert caught.value.hint
+
+
+def test_ctrl_c_in_it_is_ctrl_c(home):
+    with pytest.raises(KeyboardInterrupt):
+        built(f"{home}:stopping")
 
 
 def test_a_module_that_is_not_there_or_is_a_file_name(home):

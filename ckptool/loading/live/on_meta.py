@@ -32,7 +32,9 @@ def on_meta(make: Callable[[], Any]) -> Any:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are copied to nowhere
             made = make()
-    except (Exception, SystemExit):
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever the caller's code raises, it is its own
         return None
     return None if isinstance(made, torch.nn.Module) and _overlaps(made) else made
 
