@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from ckptool.errors import NameCollision, UsageError
+from ckptool.matching.again import Again
+from ckptool.matching.globs import globs_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import printable
-from ckptool.remedies import Argument, Remedy
+from ckptool.remedies import Argument, Remedy, together
 from ckptool.transforms.name_rules import regex_rule
 
 __all__ = [
     "ANY_RULE",
     "BELOW",
     "OTHER",
-    "RENAMES",
-    "Again",
+    "SCATTERED",
     "allowing",
+    "allowing_all",
     "by_torch",
     "deciding",
+    "is_named_otherwise",
     "is_of_another",
     "may_be_asked",
+    "naming",
     "renumbering",
     "ruling",
     "tried",
@@ -31,17 +36,18 @@ __all__ = [
 _LITTLE = 4
 """A share of which one in so many is next to nothing."""
 _MOST_RULES = 3
-_MOST_NAMED = 3
-"""Names that an argument lists."""
-_LONGEST_NAMED = 160
+_NAMED = (None, (), (1,))
+"""Shapes that say nothing of what a tensor is."""
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
-_GLOB = frozenset("*?[")
 
 ANY_RULE: Argument = ("rules", ("REGEX=>REPL",))
 """For the reader to fill in: no rule is known."""
-RENAMES = Remedy((ANY_RULE,), note=" where only names differ")
 BELOW = Remedy(
     lead="give the layers' tensors the names that the model has: ", instead=(Remedy((ANY_RULE,)),)
+)
+NAMES = Remedy(
+    lead="what is left on both sides has the same shapes: ",
+    instead=(Remedy((ANY_RULE,), note=" gives it the names that the model has"),),
 )
 OTHER = Remedy(
     lead="is it of another model? ",
@@ -51,8 +57,9 @@ OTHER = Remedy(
     ),
 )
 
-Again = Callable[[Sequence[str]], MatchReport]
-"""The report of a match again, with more rules after all others; without any, as it was."""
+SCATTERED = Remedy(
+    note="too much is left, in too many places, to be allowed by a few globs; the report lists it"
+)
 
 
 def is_of_another(report: MatchReport) -> bool:
@@ -114,7 +121,11 @@ def deciding(question: Remedy) -> Remedy:
     return Remedy(question.arguments, f"{question.note} where that is the same layer")
 
 
-def tried(report: MatchReport, rules: Sequence[str], again: Again | None) -> MatchReport | None:
+def tried(
+    report: MatchReport,
+    rules: Sequence[str],
+    again: Callable[[Sequence[str]], MatchReport] | None,
+) -> MatchReport | None:
     """What would be left of a report with these rules; None where they do no good.
 
     That is where they meet no name more, or one that is met would be so no longer. What was found
@@ -164,30 +175,50 @@ def _by_names(report: MatchReport, texts: Sequence[str]) -> MatchReport:
     )
 
 
-def allowing(name: str, some: Iterable[str | Mismatch | Cast]) -> Argument:
-    """The argument that allows just these: by names, by what they begin with, or any."""
+def allowing(
+    name: str, some: Iterable[str | Mismatch | Cast], known: Collection[str] = ()
+) -> Remedy:
+    """The argument that allows just these of the names known; `SCATTERED` where none can be told.
+
+    It is all names only where all are meant.
+    """
     names = [one if isinstance(one, str) else one.name for one in some]
-    shown = len(names) <= _MOST_NAMED and max(map(len, names)) <= _LONGEST_NAMED
-    if shown and _GLOB.isdisjoint("".join(names)):
-        return name, tuple(names)
-    front = _common_front(min(names), max(names))
-    is_glob = front and len(front) <= _LONGEST_NAMED and _GLOB.isdisjoint(front)
-    return name, f"{front}*" if is_glob else True
+    globs = globs_of(names, known)
+    if globs:
+        is_one = len(globs) == 1 < len(names)
+        return Remedy(((name, globs[0] if is_one else globs),))
+    if known and set(names).issuperset(known):
+        return Remedy(((name, True),))
+    return SCATTERED
 
 
-def _common_front(first: str, last: str) -> str:
-    """The components, each with its dot, with which both names begin."""
-    end = 0
-    while (dot := first.find(".", end) + 1) and first[:dot] == last[:dot]:
-        end = dot
-    return first[:end]
+def allowing_all(remedies: Sequence[Remedy]) -> Remedy:
+    """All of them at once, or none where that would not be all that has to be allowed."""
+    return SCATTERED if SCATTERED in remedies else together(remedies)
+
+
+def is_named_otherwise(report: MatchReport, again: Again | None, share: float = 0) -> bool:
+    """Whether more than a share of what the model lacks may be left of the file, by its shape."""
+    if again is None or not report.missing_keys:
+        return False
+    ours, theirs = (Counter(slot.shape for slot in side.values()) for side in again.unmet(report))
+    met = sum(count for shape, count in (ours & theirs).items() if shape not in _NAMED)
+    return met > share * len(report.missing_keys)
+
+
+def naming(report: MatchReport, again: Again | None) -> Remedy:
+    """What helps where next to nothing fits."""
+    if report.respelled:
+        return BELOW
+    return NAMES if is_named_otherwise(report, again) else OTHER
 
 
 def renumbering(allowed: Remedy) -> Remedy:
     """What helps where layers have other numbers: no rule for just one of them."""
+    equal = Remedy(allowed.arguments, " where equal numbers are the same layers")
     return Remedy(
         note="give the layers of the file their new numbers first, all of the list",
-        instead=(Remedy(allowed.arguments, " where equal numbers are the same layers"),),
+        instead=(equal,) if allowed.arguments else (),
     )
 
 

@@ -13,7 +13,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 
 if TYPE_CHECKING:
-    from ckptool.matching.advice import Again
+    from ckptool.matching.again import Again
     from ckptool.matching.judging import Judgement, Problem
 
 __all__ = ["Allowance", "Allowed"]

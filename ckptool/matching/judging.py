@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.errors import MatchError
 from ckptool.matching.advice import (
     BELOW,
-    OTHER,
-    RENAMES,
-    Again,
     allowing,
+    allowing_all,
     by_torch,
     deciding,
+    is_named_otherwise,
     is_of_another,
     may_be_asked,
+    naming,
     renumbering,
     ruling,
     tried,
 )
+from ckptool.matching.again import Again
 from ckptool.matching.change_rules import escaped
 from ckptool.matching.folding import folded, folded_within, labels
+from ckptool.matching.list_rules import list_rules
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Argument, Remedy, together
@@ -34,7 +36,10 @@ __all__ = ["Judgement", "Problem", "judged", "refusal"]
 
 _MOST_REMEDIES = 4
 _SMALL = 0.001
+_MOST = 0.5
 _NONE = Remedy()
+_RENAMING = Remedy(note="rules of yours, where only names differ")
+_MORE = Remedy(note=" (more is asked then)")
 
 
 class Problem(NamedTuple):
@@ -67,20 +72,22 @@ def judged(
 ) -> Judgement:
     """Every reason to refuse, and what helps; see `Allowance.judged`."""
     missing, unexpected, mismatched, unclear = allowance.refused(report)
-    question = _NONE
-    if unclear:
-        question = ruling(unclear, lambda rules: _rest(allowance, tried(report, rules, again)))
-    asked = bool(question) and may_be_asked(report, unclear)
+    of_lists = _for_lists(allowance, report, again) if missing and unexpected else _NONE
+    question = of_lists
+    if unclear and not question:
+        question = ruling(unclear, lambda rules: _rest(allowance, report, rules, again))
+    asked = bool(of_lists) or (bool(question) and may_be_asked(report, unclear))
     questions = list(_ambiguous(unclear, question))
+    own, wanted = (again.have, again.want) if again is not None else ((), ())
     found = chain(
-        _nothing(allowance, report),
+        _nothing(allowance, report, again),
         questions if asked else (),
-        _mismatched(mismatched, (("min_coverage", 0),) * allowance.is_nothing(report)),
-        _missing(missing),
-        _unexpected(unexpected),
+        _mismatched(mismatched, wanted, (("min_coverage", 0),) * allowance.is_nothing(report)),
+        _missing(missing, wanted),
+        _unexpected(unexpected, own),
         () if asked else questions,
-        _untied(report),
-        _lossy(allowance.refused_casts(report)),
+        _untied(report, own),
+        _lossy(allowance.refused_casts(report), wanted),
         _coverage(allowance, report),
         _optimizer(report),
     )
@@ -89,7 +96,10 @@ def judged(
         return Judgement(problems, by_torch(untried))
     if report.moved and _moved(report, problems):
         return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
-    return Judgement(problems, _helping(report, problems, asked))
+    if problems and asked:
+        beside = _of(problems, "untied", "lossy-cast", "optimizer")
+        return Judgement(problems, together((question, beside)))
+    return Judgement(problems, _helping(report, problems, again))
 
 
 def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
@@ -109,27 +119,46 @@ def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
     )
 
 
-def _rest(allowance: Allowance, report: MatchReport | None) -> Remedy | None:
-    """What has to be allowed where a rule has left such a report, and what that leaves out."""
+def _for_lists(allowance: Allowance, report: MatchReport, again: Again | None) -> Remedy:
+    """The rules for whole lists, and what has to be allowed then; nothing where they do no good."""
+    rules = list_rules(*again.unmet(report)) if again is not None else ()
+    rest = _rest(allowance, report, rules, again) if rules else None
+    return _NONE if rest is None else Remedy((("rules", rules), *rest.arguments), rest.note)
+
+
+def _rest(
+    allowance: Allowance, before: MatchReport, rules: Sequence[str], again: Again | None
+) -> Remedy | None:
+    """What has to be allowed where such rules are given, and what that leaves out.
+
+    None for rules that do no good.
+    """
+    report = tried(before, rules, again and again.report)
     if report is None or not report.fitting:
         return None
     missing, unexpected, mismatched, unclear = allowance.refused(report)
+    own, wanted = (again.have, again.want) if again is not None else ((), ())
     if may_be_asked(report, unclear) or (report.respelled and missing):
-        return Remedy(note=" (more is asked then)")
-    arguments: list[Argument] = []
+        return _MORE
+    remedies: list[Remedy] = []
     told: list[str] = []
-    if missing:
-        arguments.append(("allow_missing", True))
-        told.append(f"leaves {folded_within(missing)} as the model has it")
     if unexpected:
-        arguments.append(("allow_unexpected", True))
-        told.insert(0, f"passes over {folded_within(unexpected)}")
+        told.append(f"passes over {folded_within(unexpected)}")
+        remedies.append(allowing("allow_unexpected", unexpected, own))
+    if missing:
+        if unexpected and is_named_otherwise(report, again, _MOST):
+            return _MORE
+        told.append(f"leaves {folded_within(missing)} as the model has it")
+        remedies.insert(0, allowing("allow_missing", missing, wanted))
     if mismatched:
-        arguments.append(allowing("allow_mismatched", mismatched))
-    return Remedy(tuple(arguments), f" ({'; '.join(told)})" if told else "")
+        remedies.append(allowing("allow_mismatched", mismatched, wanted))
+    allowed = allowing_all(remedies)
+    if remedies and not allowed.arguments:
+        return _MORE
+    return Remedy(allowed.arguments, f" ({'; '.join(told)})" if told else "")
 
 
-def _nothing(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
+def _nothing(allowance: Allowance, report: MatchReport, again: Again | None) -> Iterator[Problem]:
     if not allowance.is_nothing(report):
         return
     if allowance.refused(report)[2]:
@@ -143,7 +172,7 @@ def _nothing(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
             f"none of the model's parameters is in it: {report.fitting:,} of its other "
             "tensors are all that fit"
         )
-        yield Problem("coverage", text, OTHER)
+        yield Problem("coverage", text, naming(report, again))
     else:
         own = report.unexpected_keys
         wanted = report.missing_keys
@@ -151,7 +180,7 @@ def _nothing(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
             f"nothing of it is in the model: it has {folded(own, 2) or 'no tensors'}; "
             f"the model has {folded(wanted, 2)}"
         )
-        yield Problem("coverage", text, OTHER)
+        yield Problem("coverage", text, naming(report, again))
 
 
 def _coverage(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
@@ -172,35 +201,37 @@ def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem
     yield Problem("ambiguous", text, remedy)
 
 
-def _mismatched(mismatched: Sequence[Mismatch], besides: tuple[Argument, ...]) -> Iterator[Problem]:
+def _mismatched(
+    mismatched: Sequence[Mismatch], known: Collection[str], besides: tuple[Argument, ...]
+) -> Iterator[Problem]:
     if mismatched:
         shown = labels((one.name, (one.shape, one.wanted)) for one in mismatched)
         texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
         text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
-        allowed = allowing("allow_mismatched", mismatched)
-        yield Problem("mismatched", text, Remedy((allowed, *besides)))
+        allowed = allowing("allow_mismatched", mismatched, known)
+        yield Problem("mismatched", text, allowing_all([allowed, Remedy(besides)]))
 
 
-def _missing(missing: Sequence[str]) -> Iterator[Problem]:
+def _missing(missing: Sequence[str], known: Collection[str]) -> Iterator[Problem]:
     if missing:
         text = f"{_are(missing)} missing in it: {folded(missing)}"
-        yield Problem("missing", text, Remedy((allowing("allow_missing", missing),)))
+        yield Problem("missing", text, allowing("allow_missing", missing, known))
 
 
-def _unexpected(unexpected: Sequence[str]) -> Iterator[Problem]:
+def _unexpected(unexpected: Sequence[str], known: Collection[str]) -> Iterator[Problem]:
     if unexpected:
         text = f"{_are(unexpected)} not in the model: {folded(unexpected)}"
-        yield Problem("unexpected", text, Remedy((allowing("allow_unexpected", unexpected),)))
+        yield Problem("unexpected", text, allowing("allow_unexpected", unexpected, known))
 
 
-def _untied(report: MatchReport) -> Iterator[Problem]:
+def _untied(report: MatchReport, known: Collection[str]) -> Iterator[Problem]:
     """What lets the first name of each group have its way is told with the first of them."""
     if not report.untied:
         return
     own = {wanted: own for one in report.renamed for own, wanted in one.names}
     extra = [own.get(name, name) for names in report.untied for name in names[1:]]
     rules = tuple(f"^{escaped(name)}$=>{_beside(name, n)}" for n, name in enumerate(extra))
-    remedy = Remedy((("rules", rules), allowing("allow_unexpected", extra)))
+    remedy = allowing_all([Remedy((("rules", rules),)), allowing("allow_unexpected", extra, known)])
     for names in report.untied:
         text = f"{folded(names)} are one tensor in the model, and differ in the file"
         yield Problem("untied", text, remedy)
@@ -213,7 +244,7 @@ def _beside(name: str, number: int) -> str:
     return f"{path}{dot}unused.{number}".replace("\\", r"\\")
 
 
-def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
+def _lossy(lossy: Sequence[Cast], known: Collection[str]) -> Iterator[Problem]:
     if lossy:
         shown = labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
         texts = [
@@ -221,7 +252,7 @@ def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
             for name, (before, after, loss) in shown
         ]
         text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
-        yield Problem("lossy-cast", text, Remedy((allowing("allow_lossy_cast", lossy),)))
+        yield Problem("lossy-cast", text, allowing("allow_lossy_cast", lossy, known))
 
 
 def _optimizer(report: MatchReport) -> Iterator[Problem]:
@@ -245,9 +276,10 @@ def _heading(report: MatchReport) -> str:
     file = report.file if report.file.isprintable() else printable(report.file)
     said = f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
     if not report.names:
-        return said
+        return f"{said}: that has no tensors"
     if report.fitting == report.names:
-        return f"{said}: all of its {report.names:,} tensors are met"
+        many = f"all of its {report.names:,} tensors are met"
+        return f"{said}: {many if report.names > 1 else 'its 1 tensor is met'}"
     part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
     verb = "fits" if report.fitting == 1 else "fit"
     return f"{said}: {part} {verb} ({_percent(report.coverage)} of the parameters)"
@@ -263,27 +295,31 @@ def _percent(share: float) -> str:
 
 
 def _of(problems: Iterable[Problem], *kinds: str) -> Remedy:
-    return together(one.remedy for one in problems if one.kind in kinds)
+    return allowing_all([one.remedy for one in problems if one.kind in kinds])
 
 
-def _helping(report: MatchReport, problems: Sequence[Problem], asked: bool) -> Remedy:
-    """What helps: a rule where it is likely, else all that would have to be allowed."""
+def _helping(report: MatchReport, problems: Sequence[Problem], again: Again | None) -> Remedy:
+    """What helps where no rule is likely: all that would have to be allowed, if it can be told."""
     kinds = {problem.kind: problem for problem in reversed(problems)}
     question, share = kinds.get("ambiguous"), kinds.get("coverage")
-    if question is not None and asked:
-        return together((question.remedy, _of(problems, "untied", "lossy-cast", "optimizer")))
     if share is not None and share.remedy:
         return share.remedy
     if is_of_another(report) and "unexpected" in kinds:
-        return OTHER
+        return naming(report, again)
     remedies = [one.remedy for one in problems if one.remedy and one.kind != "ambiguous"]
     if len(remedies) > _MOST_REMEDIES:
         return _NONE
     if report.respelled and "missing" in kinds:  # allowed, they would stay as they are at random
         return question.remedy if question is not None and question.remedy else BELOW
-    allowed = together(remedies)
+    allowed = allowing_all(remedies)
     if question is not None and question.remedy:
         return allowed._replace(instead=(deciding(question.remedy),))
-    if {"missing", "unexpected"} <= kinds.keys():
-        return allowed._replace(instead=(RENAMES,))
-    return allowed
+    if not {"missing", "unexpected"} <= kinds.keys():
+        return allowed
+    if is_named_otherwise(report, again, _MOST) and len(_modules(report.missing_keys)) > 1:
+        return naming(report, again)
+    return allowed._replace(instead=(_RENAMING,)) if allowed.arguments else allowed
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ckptool.matching.again import Again
 from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
@@ -54,8 +55,8 @@ class Match(NamedTuple):
     """Names of the model that nothing of the file has, and the modules' own loading fills."""
     untried: str = ""
     """The class whose own loading may take more, which could not be tried; empty: none."""
-    again: Callable[[Sequence[str]], MatchReport] | None = None
-    """The report by names alone, with more rules after the user's; without any, as it was."""
+    again: Again | None = None
+    """What the report would be with more rules."""
 
 
 def matched(
@@ -119,7 +120,7 @@ def matched(
     placed = matching.placed()
     names = {**placed, **{own: name for name, own in direct.items()}}
     renamed = rewritten(have, names, found, rules)
-    return Match(pairs, renamed, report, placed, again=again)
+    return Match(pairs, renamed, report, placed, again=Again(again, have, want))
 
 
 class _Matching:

@@ -27,7 +27,6 @@ _MOST_LETTERS = 300
 """Of a cell there."""
 _IN_MEMORY = "the state dict"
 _NO_CLASS = "the model"
-_PATTERN = "REGEX=>REPL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +124,10 @@ def _heading(report: MatchReport, look: Look, taken: bool) -> Iterator[str]:
     met = f"{count(report.fitting)} of its {tensors} {verb} ({parameters})"
     if report.fits:
         met = f"{tensors}, {parameters}"
+    elif not report.names:
+        met = "that has no tensors"
+    elif report.fitting == report.names:
+        met = f"all of its {tensors} are met" if report.names > 1 else "its 1 tensor is met"
     text = f"{file} {verdict} {model}{allowed}: {met}"
     yield from (look.bold(line) for line in wrapped(text, look.width))
 
@@ -275,16 +278,14 @@ def _meaning(status: str, report: MatchReport, options: bool) -> str:
     if status == "AMBIGUOUS":
         lone = all(len(one.rules) == 1 for one in report.ambiguous)
         why = "names and shapes do not settle it" if lone else "several would do"
-        return f"{why}, and none is guessed; {_deciding(report, options)} decides it"
+        rule = next((rule for one in report.ambiguous for rule in one.rules), "")
+        decides = _argument(("rules", (rule,)), options) if rule else "a rule of yours"
+        return f"{why}, and none is guessed; {decides} decides it"
     if status == "CAST" and not any(cast.lossy for cast in report.cast):
         return "becomes the model's type as it is loaded"
     text = _MEANINGS.get(status, "")
-    return text.format(_argument(_ALLOWED[status], options)) if status in _ALLOWED else text
-
-
-def _deciding(report: MatchReport, options: bool) -> str:
-    rules = (rule for one in report.ambiguous for rule in one.rules)
-    return _argument(("rules", (next(rules, _PATTERN),)), options)
+    name = _ALLOWED.get(status, "")
+    return text.format(f"--{name.replace('_', '-')}" if options else name)
 
 
 def _argument(argument: Argument, options: bool) -> str:
@@ -296,19 +297,21 @@ _WHOLE = {
     False: "some rows are only counted; the fields of the report have all names",
     True: "some rows are only counted; --no-fold has one for each name",
 }
-_ALLOWED: dict[str, Argument] = {
-    "MISSING": ("allow_missing", True),
-    "UNEXPECTED": ("allow_unexpected", True),
-    "MISMATCH": ("allow_mismatched", True),
-    "CAST": ("allow_lossy_cast", True),
+_ALLOWED = {
+    "MISSING": "allow_missing",
+    "UNEXPECTED": "allow_unexpected",
+    "MISMATCH": "allow_mismatched",
+    "CAST": "allow_lossy_cast",
 }
 _MEANINGS = {
-    "MISSING": "the model has it and the file has not; {} leaves it as the model has it",
-    "UNEXPECTED": "the file has it and the model has not; {} passes it over",
-    "MISMATCH": "of another shape in the file than in the model; {} leaves it as the model has it",
+    "MISSING": "the model has it and the file has not; what {} names stays as the model has it",
+    "UNEXPECTED": "the file has it and the model has not; what {} names is passed over",
+    "MISMATCH": "of another shape in the file than in the model; what {} names stays as the model "
+    "has it",
     "UNTIED": "one tensor in the model, and not the same in the file: it is of a model without "
     "that tie",
-    "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that",
+    "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that "
+    "of what it names",
     "RENAMED": "fits under the model's name, by the rule that is told",
     "TIED": "one tensor under several names, which is loaded once",
 }

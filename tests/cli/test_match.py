@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_a_finding(ckptool, folder):
         ["3.weight", "MISMATCH", "[9, 5] for [3, 5]"],
         ["3.bias", "MISMATCH", "[9] for [3]"],
     ]
-    assert "--allow-mismatched leaves it as the model has it" in done.out
+    assert "what --allow-mismatched names stays as the model has it" in done.out
     assert done.out.splitlines()[-1] == (
         "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "
         "--allow-unexpected=extra.weight"
@@ -285,7 +285,7 @@ def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_
     assert done.code == 0
     done = ckptool("match", file, "--like", reference)
     (hint,) = [line for line in done.out.splitlines() if line.startswith("hint: ")]
-    told = shlex.split(hint.removeprefix("hint: ").partition("; or --map")[0])
+    told = shlex.split(hint.removeprefix("hint: ").partition("; or rules")[0])
     assert told[1:] == given
     assert "--allow-missing=$'\\x1b#0m'" in hint
 
@@ -299,9 +299,10 @@ def test_what_is_advised_is_enough(ckptool, tmp_path):
     done = ckptool("match", *words)
     *_, hint = done.out.splitlines()
     assert hint == (
-        "hint: --map '^encoder_q\\.=>encoder.' --allow-missing --allow-unexpected "
+        "hint: --map '^encoder_q\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_k.*' "
         "(passes over encoder_k.{0..3}.w; leaves fc as the model has it); "
-        "or --map '^encoder_k\\.=>encoder.' instead"
+        "or --map '^encoder_k\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_q.*' "
+        "(passes over encoder_q.{0..3}.w; leaves fc as the model has it)"
     )
     remedy = ckptool("match", *words, "--json").document["remedy"]
     assert f"hint: {remedy['text']}" == hint

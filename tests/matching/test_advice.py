@@ -3,8 +3,20 @@
 import pytest
 
 from ckptool.errors import NameCollision
-from ckptool.matching import Ambiguity, MatchReport, Mismatch
-from ckptool.matching.advice import allowing, is_of_another, may_be_asked, ruling, tried
+from ckptool.matching import Ambiguity, MatchReport, Mismatch, Slot
+from ckptool.matching.advice import (
+    OTHER,
+    SCATTERED,
+    allowing,
+    allowing_all,
+    is_named_otherwise,
+    is_of_another,
+    may_be_asked,
+    naming,
+    ruling,
+    tried,
+)
+from ckptool.matching.again import Again
 from ckptool.remedies import Remedy
 
 WHOLE = Ambiguity(("s.a.w", "s.b.w"), ("a.w", "b.w"), (r"^s\.=>",))
@@ -127,15 +139,41 @@ def test_where_nothing_else_is_known_a_rule_is_tried_on_the_names_alone():
 
 
 @pytest.mark.parametrize(
-    ("names", "given"),
+    ("names", "others", "given"),
     [
-        (["a", "b"], ("a", "b")),
-        (["l.0.w", "l.1.w", "l.2.w", "l.3.w"], "l.*"),
-        (["a", "b", "c", "d"], True),
-        (["a[0]"], True),
-        (["l.a[0]", "l.b"], "l.*"),
-        (["l[0].a", "l[0].b"], True),
+        (["a", "b"], ["c"], ("a", "b")),
+        (["l.0.w", "l.1.w", "l.2.w", "l.3.w"], ["c"], "l.*"),
+        (["l.0.w", "l.1.w", "l.2.w", "l.3.w"], ["l.0.b"], "l.*.w"),
+        (["a", "b", "c", "d"], ["e"], ("a", "b", "c", "d")),
+        (["a[0]"], ["a0"], ("a[[]0]",)),
+        ([f"{n}{c}.w" for n in "abcdefgh" for c in "xyz"], [], True),
     ],
 )
-def test_what_is_allowed_is_no_more_than_has_to_be(names, given):
-    assert allowing("allow_missing", names) == ("allow_missing", given)
+def test_what_is_allowed_is_no_more_than_has_to_be(names, others, given):
+    found = allowing("allow_missing", names, [*names, *others])
+    assert found.arguments == (("allow_missing", given),)
+
+
+def test_where_a_few_globs_would_allow_more_nothing_is_allowed():
+    names = [f"{n}{c}.w" for n in "abcdefgh" for c in "xyz"]
+    assert allowing("allow_missing", names, [*names, "other"]) is SCATTERED
+    assert allowing("allow_missing", names) is SCATTERED  # what else there is is not known
+    one = allowing("allow_unexpected", ["x"])
+    assert allowing_all([one, SCATTERED]) is SCATTERED
+    assert allowing_all([one]) == one
+
+
+def asked(have, want):
+    return Again(lambda rules: MatchReport(), have, want)
+
+
+def test_where_shapes_meet_under_other_names_it_is_of_no_other_model():
+    have = {"a.w": Slot((4, 4)), "a.b": Slot((4,)), "n": Slot(())}
+    want = {"b.w": Slot((4, 4)), "b.b": Slot((5,)), "m": Slot(())}
+    report = MatchReport(missing_keys=list(want), unexpected_keys=list(have))
+    assert is_named_otherwise(report, asked(have, want))
+    assert not is_named_otherwise(report, asked(have, want), 0.5)
+    assert not is_named_otherwise(report, asked({**have, "a.w": Slot((2,))}, want))
+    assert not is_named_otherwise(report, None)
+    assert str(naming(report, asked(have, want))).startswith("what is left on both sides has the")
+    assert naming(report, None) is OTHER

@@ -80,8 +80,15 @@ def test_each_status_is_explained_with_what_helps():
     library, options = (list(note_lines(found, PLAIN, options=value)) for value in (False, True))
     words = ("missing", "unexpected", "mismatched", "lossy_cast")
     for word, text, other in zip(words, library, options, strict=True):
-        assert f"; allow_{word}=True " in text
-        assert f"; --allow-{word.replace('_', '-')} " in other
+        assert f" allow_{word} " in text
+        assert f" --allow-{word.replace('_', '-')} " in other
+        assert "=" not in text
+
+
+def test_where_no_rule_is_known_none_is_told():
+    asked = Ambiguity(("a",), ("b",))
+    (text,) = note_lines(report(ambiguous=(asked,)), PLAIN, options=True)
+    assert text.endswith("none is guessed; a rule of yours decides it")
 
 
 def test_a_rename_is_a_row_for_its_rule():

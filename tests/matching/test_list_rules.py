@@ -1,0 +1,68 @@
+"""Rules for lists of modules that have another name."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptool.matching import Allowance, Slot, matched
+from ckptool.matching.list_rules import list_rules
+
+
+def blocks(*heads, numbers=range(4), width=4, beside=()):
+    shapes = {"fc1.weight": (8, width), "fc2.weight": (width, 8), "norm.weight": (width,)}
+    names = [f"{head}{n}.{end}" for head in heads for n in numbers for end in shapes]
+    slots = {name: Slot(shapes[".".join(name.split(".")[-2:])]) for name in names}
+    return {**slots, **{name: Slot((9, width)) for name in beside}}
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "rules"),
+    [
+        (["layer_"], ["layers."], [r"^layer_(\d+)\.=>layers.\1."]),
+        (["layer"], ["h."], [r"^layer(\d+)\.=>h.\1."]),
+        (["m.h."], ["block"], [r"^m\.h\.(\d+)\.=>block\1."]),
+        (["student.", "teacher."], ["student", "teacher"],
+         [r"^student\.(\d+)\.=>student\1.", r"^teacher\.(\d+)\.=>teacher\1."]),
+        (["text.layer_", "visual.layer_"], ["visual.layers.", "text.layers."],
+         [r"^text\.layer_(\d+)\.=>text.layers.\1.", r"^visual\.layer_(\d+)\.=>visual.layers.\1."]),
+        (["enc.layer_", "dec.layer_"], ["encoder.layers.", "decoder.layers."], []),
+        (["enc."], ["encoder.", "decoder."], []),
+    ],
+)  # fmt: skip
+def test_one_rule_for_a_list(have, want, rules):
+    assert list(list_rules(blocks(*have), blocks(*want))) == rules
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        (blocks("layer_", numbers=range(1, 5)), blocks("layers.")),
+        (blocks("layer_", numbers=range(3)), blocks("layers.")),
+        (blocks("layer_", width=5), blocks("layers.")),
+        (blocks("layer_", numbers=[0]), blocks("layers.", numbers=[0])),
+        ({"a.w1": Slot((4,)), "a.w2": Slot((4,))}, {"b.w1": Slot((4,)), "b.w2": Slot((4,))}),
+    ],
+)
+def test_where_numbers_or_shapes_differ_there_is_none(have, want):
+    assert list_rules(have, want) == ()
+
+
+def test_of_lists_in_lists_the_outer_one_is_renamed():
+    have = blocks(*(f"stage{n}.blocks." for n in range(3)))
+    want = blocks(*(f"levels.{n}.blocks." for n in range(3)))
+    assert list_rules(have, want) == (r"^stage(\d+)\.=>levels.\1.",)
+
+
+@pytest.mark.parametrize("number", [2, 32])
+def test_what_is_told_of_a_list_loads_all_of_it(number):
+    have = blocks("layer_", numbers=range(number), beside=["embed.w", "old.w"])
+    want = blocks("layers.", numbers=range(number), beside=["embed.w"])
+    found = matched(have, want)
+    judgement = Allowance().judged(found.report, found.again)
+    assert str(judgement.remedy).startswith(
+        r"rules=[r'^layer_(\d+)\.=>layers.\1.'], allow_unexpected=['old.w'] (passes over old.w)"
+    )
+    given = dict(judgement.remedy.arguments)
+    after = found.again(given["rules"])
+    assert after.missing_keys == []
+    assert Allowance(unexpected=given["allow_unexpected"]).judged(after).accepted
