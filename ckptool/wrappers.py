@@ -20,6 +20,7 @@ from ckptool.paths import printable
 
 __all__ = [
     "COLLISION_HINT",
+    "N_AVERAGED",
     "WRAPPERS",
     "Rename",
     "StripResult",
@@ -39,6 +40,9 @@ WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",
 )
+
+N_AVERAGED = "n_averaged"
+"""The counter that `AveragedModel` keeps beside its `module`."""
 
 COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
 
@@ -75,7 +79,7 @@ class _Level(NamedTuple):
 
 def counts(name: Any) -> bool:
     """Whether a tensor's name says which wrappers there are: `AveragedModel`'s counter does not."""
-    return isinstance(name, str) and name != "n_averaged"
+    return isinstance(name, str) and name != N_AVERAGED
 
 
 def strip_names(

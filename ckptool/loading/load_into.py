@@ -15,7 +15,7 @@ from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.fitting.unmade import why_unmade
-from ckptool.loading.live.shards import without_hidden
+from ckptool.loading.live.spreading import without_hidden
 from ckptool.matching import Allowance, Allowed, Match, MatchReport
 from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch

@@ -18,12 +18,12 @@ from ckptool.errors import (
 )
 from ckptool.files.refusals import worded
 from ckptool.loading.live.ranks import Ranks, default_group
-from ckptool.loading.saving.bare_names import COUNTER
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer
 from ckptool.nodes import OrderedMap
 from ckptool.statedict import OF_THE_MODEL, model_state_dict
 from ckptool.tensors.runtime import require_torch
+from ckptool.wrappers import N_AVERAGED
 from ckptool.writing import FLAT, Receipt, target_format
 from ckptool.writing import save as written
 
@@ -105,7 +105,7 @@ def save(
         tree = _taken(states, model, optimizer, values)
     states.gather(tree)
     if states.counter is not None:
-        tree.setdefault(COUNTER, states.counter)
+        tree.setdefault(N_AVERAGED, states.counter)
     return ranks.first(lambda: _write(_named(path), tree, states.instead, overwrite=overwrite))
 
 
@@ -151,9 +151,9 @@ def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrit
     _mark(checkpoint)
     is_flat = target_format(checkpoint, path) in FLAT
     left_out: tuple[str, ...] = ()
-    if is_flat and tree.keys() == {"state_dict", COUNTER}:
+    if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})
-        left_out = (f"{COUNTER}, the counter of an AveragedModel",)
+        left_out = (f"{N_AVERAGED}, the counter of an AveragedModel",)
     try:
         with worded(path):
             receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)

@@ -17,13 +17,12 @@ from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
+from ckptool.wrappers import N_AVERAGED
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["load_state_dict"]
-
-_COUNTER = "n_averaged"
 
 
 def load_state_dict(
@@ -84,13 +83,15 @@ def _stripped(chosen: Checkpoint) -> Checkpoint:
     """The state dict without wrapper names, and without the counter of an `AveragedModel`."""
     stripped = chosen.strip_module()
     new_names = zip(chosen.root, stripped.root, strict=True)
-    counters = [new for old, new in new_names if new == _COUNTER and _counts_averages(old, chosen)]
+    counters = [
+        new for old, new in new_names if new == N_AVERAGED and _counts_averages(old, chosen)
+    ]
     return _without(stripped, counters, "counts what was averaged, in a wrapper that is gone")
 
 
 def _counts_averages(name: str, chosen: Checkpoint) -> bool:
     """Whether all other tensors are in a `module` beside it: otherwise it is the model's own."""
-    inside = f"{name.removesuffix(_COUNTER)}module."
+    inside = f"{name.removesuffix(N_AVERAGED)}module."
     return all(other == name or other.startswith(inside) for other in wrapped_names(chosen.root))
 
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckptool.inspection.doctor.level import AVERAGED
 from ckptool.inspection.doctor.patient import Patient, metadata_of, tensors_of
 from ckptool.matching import Slot
 from ckptool.matching.counters import uncounted
 from ckptool.matching.inference import InferredRule, inferred
 from ckptool.matching.spelling import weight_norms
 from ckptool.model import TensorRef
-from ckptool.wrappers import WRAPPERS
+from ckptool.wrappers import N_AVERAGED, WRAPPERS
 
 __all__ = ["Comparison", "Paired", "Prefix", "compared"]
 
@@ -60,7 +59,7 @@ def compared(patient: Patient) -> Comparison | None:
     mine = {names.get(own, own): (own, tensor) for own, tensor in tensors_of(patient.model).items()}
     found = Comparison(
         tuple(Paired(n, *mine[n], tensor) for n, tensor in wanted.items() if n in mine),
-        {name: held for name, held in mine.items() if name not in wanted and name != AVERAGED},
+        {name: held for name, held in mine.items() if name not in wanted and name != N_AVERAGED},
         {name: tensor for name, tensor in wanted.items() if name not in mine},
     )
     found = _with_weight_norm(found)

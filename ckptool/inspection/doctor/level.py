@@ -20,11 +20,9 @@ from ckptool.model import Opaque, TensorRef, find_tensors
 from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, values_inside
 from ckptool.transforms.refusals import class_of
+from ckptool.wrappers import N_AVERAGED
 
 __all__ = ["level"]
-
-AVERAGED = "n_averaged"
-"""The counter that `AveragedModel` keeps beside the names of its model."""
 
 
 def level(patient: Patient) -> Iterator[Found]:
@@ -144,15 +142,15 @@ def _averaged(model: Section) -> Iterator[Found]:
         names = unwrapped(model)
     except NameCollision:
         return
-    if AVERAGED in names and len(names) > 1:
+    if N_AVERAGED in names and len(names) > 1:
         yield Found(
             Complaint(
                 "averaged",
                 "fails",
-                f"{AVERAGED} says that an AveragedModel was saved",
-                (AVERAGED,),
+                f"{N_AVERAGED} says that an AveragedModel was saved",
+                (N_AVERAGED,),
                 "load_state_dict into the model says: Unexpected key(s) in state_dict: "
-                f'"{AVERAGED}" (an AveragedModel loads it: with module. before the names)',
+                f'"{N_AVERAGED}" (an AveragedModel loads it: with module. before the names)',
             ),
-            (Need("exclude", AVERAGED),),
+            (Need("exclude", N_AVERAGED),),
         )

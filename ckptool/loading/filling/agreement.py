@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import MatchError
 from ckptool.loading.live.ranks import Ranks
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.live.spreading import is_spread, sharded
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +35,10 @@ def _groups(model: torch.nn.Module) -> list[Any]:
 
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    # Never imported: where there is such a module, its caller has.
-    home = sys.modules.get("torch.distributed.fsdp")
-    sharded = getattr(home, "FullyShardedDataParallel", DistributedDataParallel)
+    inside = {*sharded(model)}
     found: dict[Any, None] = {}
     for module in model.modules():
-        if isinstance(module, (DistributedDataParallel, sharded)):
+        if isinstance(module, DistributedDataParallel) or module in inside:
             held = (getattr(module, name, None) for name in ("process_group", "_inter_node_pg"))
             found.update(dict.fromkeys(group for group in held if group is not None))
     meshes: dict[Any, None] = {}

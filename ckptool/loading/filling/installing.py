@@ -16,8 +16,7 @@ from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.versions import metadata_for
 from ckptool.loading.live.memory import memory_of
 from ckptool.loading.live.ranks import Ranks
-from ckptool.loading.live.shards import without_hidden
-from ckptool.loading.live.spreading import spread_like
+from ckptool.loading.live.spreading import spread_like, without_hidden
 from ckptool.loading.live.torch_loading import is_exact, torch_load
 from ckptool.loading.live.undoing import Snapshot, held_back
 from ckptool.loading.live.unread import UnreadDict

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.loading.live.own_loading import OwnLoading, own_loading
-from ckptool.loading.live.shards import Shards, shards_of, ungathered, without_hidden
 from ckptool.loading.live.slots import live_slots, live_tensors
+from ckptool.loading.live.spreading import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
 from ckptool.wrappers import WRAPPERS
 

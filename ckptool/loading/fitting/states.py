@@ -14,8 +14,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint, opened
 from ckptool.loading.fitting.boxes import Boxes
-from ckptool.loading.live.shards import without_hidden
 from ckptool.loading.live.slots import live_slots
+from ckptool.loading.live.spreading import without_hidden
 from ckptool.loading.objects.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
@@ -24,13 +24,13 @@ from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
+from ckptool.wrappers import N_AVERAGED
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Source", "State", "stated"]
 
-_COUNTER = "n_averaged"
 _PLAIN = (bool, int, float, str, type(None))
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
@@ -224,10 +224,10 @@ def _check_names(section: Section, tree: Checkpoint) -> None:
 
 def _with_counter(section: Section, root: Any) -> Section:
     """The section with the counter of an `AveragedModel` that `save` puts beside it."""
-    counter = root.get(_COUNTER) if section.path == ("state_dict",) else None
-    if not isinstance(counter, TensorRef) or counter.shape or _COUNTER in section.node:
+    counter = root.get(N_AVERAGED) if section.path == ("state_dict",) else None
+    if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
         return section
-    node = OrderedMap({_COUNTER: counter, **section.node})
+    node = OrderedMap({N_AVERAGED: counter, **section.node})
     node.attributes = getattr(section.node, "attributes", {})
     return replace(section, node=node)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.fitting.models import state_dict_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.live.shards import shards_of
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.live.torch_loading import torch_load
 from ckptool.loading.live.twins import twin_of
 from ckptool.loading.live.undoing import Snapshot, tensors_of
@@ -60,7 +59,7 @@ def tried(
     """
     import torch
 
-    if shards_of(model) is not None or any(map(is_spread, tensors_of(model))):
+    if sharded(model) or any(map(is_spread, tensors_of(model))):
         return None
     before = Snapshot(model, copied=lambda tensor: False, where_it_differs=True)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
-from ckptool.loading.live.shards import without_hidden
+from ckptool.loading.live.spreading import without_hidden
 from ckptool.matching import Match
 from ckptool.transforms.metadata import moved_metadata
 

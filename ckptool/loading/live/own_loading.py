@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.loading.live.shards import without_hidden
+from ckptool.loading.live.spreading import without_hidden
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.memory import shape_of
+from ckptool.loading.live.spreading import is_spread
 from ckptool.loading.optimizers.conversions import Conversions, conversions
 from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
 from ckptool.loading.optimizers.kind import cousin, other_kind
@@ -244,7 +245,7 @@ def _unfit(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[st
                 "another in its place",
                 "load the model, build the optimizer, then load again with it",
             )
-        if hasattr(parameter, "placements"):
+        if is_spread(parameter):
             return (
                 f"the optimizer's {printable(name)} is a DTensor, of which every rank has a part",
                 _SPREAD,

@@ -7,17 +7,16 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.transforms.metadata import moved_metadata
-from ckptool.wrappers import WRAPPERS, Rename, check_collisions
+from ckptool.wrappers import N_AVERAGED, WRAPPERS, Rename, check_collisions
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COUNTER", "bare_names", "counters", "renamed_state"]
+__all__ = ["bare_names", "counters", "renamed_state"]
 
 _OUTER = "module"
 _PRIVATE = frozenset(WRAPPERS) - {_OUTER}
 """Nobody's layers: wrappers wherever they stand."""
-COUNTER = "n_averaged"
 _AVERAGE = "AveragedModel"
 """Keeps a model as its `module`, and a counter beside it."""
 _KINDS = frozenset((
@@ -60,8 +59,8 @@ def counters(model: torch.nn.Module) -> list[str]:
     path = ""
     while True:
         averages = _is_one_of(frozenset((_AVERAGE,)), model)
-        if averages and COUNTER in model._buffers:
-            found.append(path + COUNTER)
+        if averages and N_AVERAGED in model._buffers:
+            found.append(path + N_AVERAGED)
         wraps = _OUTER if averages or _is_one_of(_KINDS, model) else None
         # Not `_modules`: that of TorchScript is a dict of another kind.
         inside = [one for one in model.named_children() if one[0] == wraps or one[0] in _PRIVATE]

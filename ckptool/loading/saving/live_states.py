@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NameCollision, UsageError, WriteError, warn
 from ckptool.loading.live.ranks import Ranks
+from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.loading.saving.gathering import Job, Label, check_alike
 from ckptool.paths import counted
@@ -137,7 +137,7 @@ class LiveStates:
             return node
         if id(node) in self.instead:
             return ()
-        if _is_spread(node):
+        if is_spread(node):
             self._spread.append(node)
         elif isinstance(node, torch.nn.Module):
             return self._take_module(node, node, bare_names(node, averages=False))
@@ -156,7 +156,7 @@ class LiveStates:
         def take() -> Any:
             return self._put(node, self._of_module(model, bare, counted_by))
 
-        if not any(_shards(model)):
+        if not sharded(model):
             return (take(),)
         self._jobs.append(Job(_label_of_shards(model), take))
         return ()
@@ -168,7 +168,7 @@ class LiveStates:
         def take() -> Any:
             return self._put(optimizer, self._of_optimizer(optimizer, owner))
 
-        if owner is not None and any(_shards(owner)):
+        if owner is not None and sharded(owner):
             label = _label_of_shards(owner)
         elif callable(getattr(optimizer, "consolidate_state_dict", None)):
             label = Label("", None)
@@ -190,7 +190,7 @@ class LiveStates:
         that the optimizer itself was given, wrappers off; else, group by group, what there is of
         either.
         """
-        if owner is not None and any(_shards(owner)):
+        if owner is not None and sharded(owner):
             return _of_sharded(optimizer, owner, self._orders[id(owner)])
         if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
             optimizer.consolidate_state_dict(to=0)
@@ -252,7 +252,7 @@ class LiveStates:
             state = model.state_dict()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in state.items():
-            if _is_spread(value) and name in parameters:
+            if is_spread(value) and name in parameters:
                 self._tied[id(value)] = id(parameters[name])
         if counted_by:
             self.counter = state.get(counted_by[0])
@@ -281,12 +281,6 @@ class _Place:
     """Where the state dict of a module will be."""
 
 
-def _is_spread(node: Any) -> bool:
-    import torch
-
-    return isinstance(node, torch.Tensor) and callable(getattr(type(node), "full_tensor", None))
-
-
 def _label_of(tensor: Any) -> Label:
     """A tensor that is spread, as it is told to others."""
     mesh = getattr(tensor, "device_mesh", None)
@@ -306,18 +300,11 @@ def _has_state(node: Any) -> bool:
 # FullyShardedDataParallel (the first: of `fully_shard` the parameters are DTensors)
 
 
-def _shards(model: torch.nn.Module) -> Iterator[Any]:
-    """The modules of it that are `FullyShardedDataParallel`; whoever made them has imported it."""
-    home = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(home, "FullyShardedDataParallel", None)
-    return (module for module in model.modules() if kind is not None and isinstance(module, kind))
-
-
 def _label_of_shards(model: torch.nn.Module) -> Label:
     """Such a model, as it is told to others."""
     import torch.distributed as dist
 
-    groups = (dist.get_process_group_ranks(one.process_group) for one in _shards(model))
+    groups = (dist.get_process_group_ranks(one.process_group) for one in sharded(model))
     return Label(f"a {type(model).__name__}", tuple({rank for group in groups for rank in group}))
 
 
@@ -327,8 +314,8 @@ def _unsharded(model: torch.nn.Module) -> Iterator[None]:
 
     On the CPU itself torch 2.13 reads freed memory if it is told to move what is there already.
     """
-    sharded = list(_shards(model))
-    if not sharded:
+    inside = sharded(model)
+    if not inside:
         yield
         return
     from torch.distributed.fsdp import (
@@ -338,7 +325,7 @@ def _unsharded(model: torch.nn.Module) -> Iterator[None]:
         StateDictType,
     )
 
-    moves = all(module.compute_device.type != "cpu" for module in sharded)
+    moves = all(module.compute_device.type != "cpu" for module in inside)
     with FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
