@@ -95,7 +95,8 @@ class _Stages:
                 if text not in groups:
                     groups[text] = []
                 groups[text].append(at)
-        for text, members, rule in self._ruled(groups, before, after, {}):
+        ends = {text: _of_ends(text) for text in groups} if kind == "known" else {}
+        for text, members, rule in self._ruled(groups, before, after, ends):
             yield Renaming(kind, text, self._names(members), rule)
 
     def concluded(self, found: Sequence[InferredRule]) -> Iterator[Renaming]:
@@ -155,6 +156,13 @@ class _Stages:
                     for at in members:
                         now[at] = after[at]
             yield text, members, rule
+
+
+def _of_ends(text: str) -> str:
+    """The rule that does to the ends of names what a text says of them."""
+    old, _, new = text.partition(" -> ")
+    literal = new.replace("\\", r"\\")
+    return rf"(^|\.){escaped(old)}$=>\1{literal}"
 
 
 def _text(before: str, after: str) -> str:

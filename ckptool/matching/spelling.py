@@ -1,10 +1,14 @@
-"""Renames of torch's own history, by which two spellings of one name are brought to one."""
+"""Renames of torch's own history, and PEFT's, by which two spellings of one name become one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ckptool.matching.slots import Slot
 
 __all__ = ["Respelled", "has_old", "respellings", "spelled", "weight_norms"]
 
@@ -32,18 +36,31 @@ _AFFINE = {"gamma": "weight", "beta": "bias"}
 """The scale and shift of a normalisation as TensorFlow, and transformers before 2019, call them."""
 _ENDS = ("_g", "_orig", *_AFFINE)
 """Of names in an old spelling, or of the first that belongs to one."""
+_TUNER = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
+"""What PEFT calls the parts of an adapter in a layer."""
+_ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")
+_DEFAULT = re.compile(_TUNER + r"default((?:\.(?:weight|bias))?)$")
+_BASE = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
+"""What PEFT puts a layer with an adapter into: `q_proj.base_layer.weight`."""
+_PAIR = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+"""The two halves of an adapter as kohya and others call them."""
+_MARKS = (".default", ".base_layer.", "lora_down.")
+"""Of names in an old spelling of an adapter's."""
 
 
 def has_old(names: Collection[str]) -> bool:
     """Whether some name may be in an old spelling; what stands before its end does not matter."""
     text = "\n".join((*names, ""))
-    return any(f"{end}\n" in text for end in _ENDS)
+    return any(f"{end}\n" in text for end in _ENDS) or any(mark in text for mark in _MARKS)
 
 
-def respellings(names: Collection[str]) -> dict[str, Respelled]:
+def respellings(
+    names: Collection[str], slots: Mapping[str, Slot] | None = None
+) -> dict[str, Respelled]:
     """Names in an old spelling, each with the new one; only where all that belongs to it is there.
 
-    A spelling that would make two names one is none.
+    A spelling that would make two names one is none. `slots`: what stands under the names, for
+    spellings that are known by shapes.
     """
     known = names if isinstance(names, (dict, set, frozenset)) else set(names)
     found: dict[str, Respelled] = {}
@@ -58,7 +75,47 @@ def respellings(names: Collection[str]) -> dict[str, Respelled]:
         respelled = _affine(name, known)
         if respelled is not None:
             found[name] = respelled
+    marked = [name for name in known if any(mark in name for mark in _MARKS)]
+    if marked:
+        found.update(_adapted(marked, known, slots or {}))
     return found
+
+
+def _adapted(
+    marked: Collection[str], known: Collection[str], slots: Mapping[str, Slot]
+) -> Iterator[tuple[str, Respelled]]:
+    """Names of layers with an adapter, each as that calls it which says no more than it has to.
+
+    PEFT's files leave the adapter's name out (`get_peft_model_state_dict`); of several adapters
+    none is the one without a name.
+    """
+    adapters = {found[2] for name in known if (found := _ADAPTER.search(name))}
+    for name in marked:
+        for old, new in _adapter_ends(name, alone=adapters == {"default"}):
+            respelled = Respelled(old, new)
+            if respelled.of(name) not in known:
+                yield name, respelled
+        if name.endswith("lora_down.weight"):
+            yield from _halves(name.removesuffix("lora_down.weight"), known, slots)
+
+
+def _adapter_ends(name: str, *, alone: bool) -> Iterator[tuple[str, str]]:
+    if alone and (found := _DEFAULT.search(name)):
+        yield f"{found[1]}.default{found[2]}", found[1] + found[2]
+    elif found := _BASE.search(name):
+        yield found[0], f"{found[1]}.{found[2]}"
+
+
+def _halves(
+    layer: str, known: Collection[str], slots: Mapping[str, Slot]
+) -> Iterator[tuple[str, Respelled]]:
+    """Both halves of an adapter, where their shapes tell which is which."""
+    if any(layer + name not in slots for name in _PAIR):
+        return
+    down, up = (slots[layer + name].shape for name in _PAIR)
+    if None in (down, up) or down == up or any(layer + new in known for new in _PAIR.values()):
+        return
+    yield from ((layer + old, Respelled(old, new)) for old, new in _PAIR.items())
 
 
 def _groups(name: str) -> Iterator[dict[str, Respelled]]:

@@ -90,10 +90,13 @@ def _less_front(names: Column, front: str) -> Column:
 
 def _respelled(name: str, mine: Respelled | None, theirs: Respelled | None) -> tuple[str, str]:
     """A bare name in the model's spelling, and what was done to it in words."""
-    if mine is not None and theirs is None:
-        return mine.of(name), f"{mine.old} -> {mine.new}"
-    if theirs is not None and mine is None:
-        return name.removesuffix(theirs.new) + theirs.old, f"{theirs.new} -> {theirs.old}"
+    made = name if mine is None else mine.of(name)
+    if theirs is not None:
+        made = made.removesuffix(theirs.new) + theirs.old
+    if made != name:
+        old = mine.old if mine is not None else theirs.new if theirs is not None else ""
+        new = theirs.old if theirs is not None else mine.new if mine is not None else ""
+        return made, f"{old} -> {new}"
     return name, ""
 
 

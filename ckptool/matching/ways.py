@@ -66,7 +66,7 @@ class Side:
     @cached_property
     def respelled(self) -> dict[str, Respelled]:
         """Bare names in an old spelling, each with the one of today."""
-        return respellings(self.names) if self.has_old else {}
+        return respellings(self.names, self.bare) if self.has_old else {}
 
     @cached_property
     def today(self) -> dict[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckptool.matching import Allowance, Slot, matched
 from ckptool.matching.spelling import respellings, spelled, weight_norms
+from ckptool.transforms import regex_rule
 
 
 def today(*names):
@@ -52,6 +54,91 @@ def test_gamma_and_beta():
 )
 def test_what_is_not_whole_or_would_collide_is_no_spelling(names):
     assert respellings(names) == {}
+
+
+def test_the_name_of_the_only_adapter_and_the_layer_that_it_is_around():
+    assert today(
+        "l.q.base_layer.weight", "l.q.lora_A.default.weight", "l.q.lora_embedding_A.default"
+    ) == {
+        "l.q.base_layer.weight": "l.q.weight",
+        "l.q.lora_A.default.weight": "l.q.lora_A.weight",
+        "l.q.lora_embedding_A.default": "l.q.lora_embedding_A",
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["q.lora_A.default.weight", "q.lora_A.style.weight"],
+        ["q.lora_A.style.weight"],
+        ["q.lora_A.default.weight", "q.lora_A.weight"],
+        ["q.base_layer.weight", "q.weight"],
+        ["base_layer.weight", "base_layer.0.weight", "a.base_layer.0.weight"],
+        ["a.default.weight", "a.lora_A.defaults.weight"],
+        ["q.lora_down.weight", "q.lora_up.weight"],
+    ],
+)
+def test_what_may_be_another_adapters_is_no_spelling(names):
+    assert respellings(names) == {}
+
+
+def halves(down, up):
+    names = {"q.lora_down.weight": Slot(down), "q.lora_up.weight": Slot(up)}
+    return {name: how.of(name) for name, how in respellings(names, names).items()}
+
+
+def test_the_halves_of_an_adapter_are_known_where_shapes_tell_them_apart():
+    assert halves((2, 8), (8, 2)) == {
+        "q.lora_down.weight": "q.lora_A.weight", "q.lora_up.weight": "q.lora_B.weight",
+    }  # fmt: skip
+    assert halves((8, 8), (8, 8)) == halves(None, (8, 2)) == {}
+
+
+def adapted(*ends, layers=2):
+    shapes = {"A": (2, 8), "B": (8, 2), "down": (2, 8), "up": (8, 2)}
+    return {f"m.{n}.q.lora_{end}": Slot(shapes[end.partition(".")[0]])
+            for n in range(layers) for end in ends}  # fmt: skip
+
+
+@pytest.mark.parametrize("have", [0, 1, 2])
+@pytest.mark.parametrize("want", [0, 1, 2])
+def test_an_adapter_fits_under_each_of_its_names(have, want):
+    files = (("A.weight", "B.weight"), ("A.default.weight", "B.default.weight"),
+             ("down.weight", "up.weight"))  # fmt: skip
+    own = adapted(*files[have])
+    found = matched(own, adapted(*files[want]))
+    assert found.report.fits
+    rules = [regex_rule(one.rule) for one in found.report.renamed]
+    for wanted, name in found.pairs.items():
+        for rule in rules:
+            name = rule.apply(name) or name
+        assert name == wanted
+
+
+def test_a_layer_with_an_adapter_fits_a_model_without_and_the_reverse():
+    plain = {f"m.{n}.{x}.weight": Slot((8, 8)) for n in range(3) for x in "qkv"}
+    peft = {
+        f"base_model.model.{name.replace('q.', 'q.base_layer.')}": slot
+        for name, slot in plain.items()
+    } | {
+        f"base_model.model.m.{n}.q.lora_{end}.default.weight": Slot(shape)
+        for n in range(3)
+        for end, shape in (("A", (2, 8)), ("B", (8, 2)))
+    }
+    off, on = matched(peft, plain).report, matched(plain, peft)
+    assert (off.missing_keys, off.fitting) == ([], 9)
+    assert all("lora" in name for name in off.unexpected_keys)
+    assert on.report.unexpected_keys == []
+    hint = Allowance().judged(on.report, on.again).remedy
+    assert hint.arguments == (
+        (
+            "allow_missing",
+            (
+                "base_model.model.m.*.q.lora_A.default.weight",
+                "base_model.model.m.*.q.lora_B.default.weight",
+            ),
+        ),
+    )
 
 
 def test_a_name_that_the_other_side_has_too_is_meant_as_it_is():
