@@ -66,12 +66,9 @@ class Assigned:
         place = memory_of(tensor)
         if place is None or tensor.is_meta or not tensor.numel():
             return False
-        steps = zip(place.shape, place.stride, strict=True)
-        reach = 1 + sum((size - 1) * step for size, step in steps)
-        if reach < tensor.numel():
+        start, stop = place.span
+        if stop - start < tensor.nbytes:
             return True
-        size = tensor.element_size()
-        start, stop = place.offset * size, (place.offset + reach) * size
         known = self._taken.setdefault((place.storage, str(tensor.device)), [])
         at = bisect_right(known, (start, stop))
         if (at and known[at - 1][1] > start) or (at < len(known) and known[at][0] < stop):

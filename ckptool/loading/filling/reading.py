@@ -13,6 +13,7 @@ from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange
 from ckptool.files.computed import may_be_shared
 from ckptool.files.crc import crc32s
+from ckptool.loading.live.memory import cuts, extent, repeats
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.runtime import called, torch_dtype
 from ckptool.tensors.storages import memory_view
@@ -82,7 +83,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
         and not tensor.is_inference()
-        and not any(size > 1 and not step for size, step in _axes(tensor))  # torch refuses
+        and not repeats(tensor.shape, tensor.stride())
     )
 
 
@@ -102,16 +103,11 @@ def apart(tensors: Iterable[torch.Tensor]) -> set[int]:
     return alone
 
 
-def _axes(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """The size and the stride of each dimension."""
-    return zip(tensor.shape, tensor.stride(), strict=True)
-
-
 def _span(tensor: torch.Tensor) -> tuple[str, int, int, int]:
     """Its device, the addresses from and to that it looks at, and which it is."""
-    last = sum((size - 1) * step for size, step in _axes(tensor)) if tensor.numel() else -1
     start = tensor.data_ptr()
-    return str(tensor.device), start, start + (last + 1) * tensor.element_size(), id(tensor)
+    stop = start + extent(tensor.shape, tensor.stride()) * tensor.element_size()
+    return str(tensor.device), start, stop, id(tensor)
 
 
 def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
@@ -219,7 +215,8 @@ def _stage(one: Fill, ref: TensorRef) -> None:
     staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
     stream = _Stream(ref)
     with torch.no_grad():
-        for part in _parts(target, count):
+        for at in cuts(target.shape, count):
+            part = target[at]
             block = staged[: part.numel()]
             stream.read_into(memory_view(block.data_ptr(), block.nbytes))
             part.copy_(block.view(part.shape))
@@ -230,21 +227,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
     with torch.no_grad():
         target.detach().copy_(source.detach().reshape(target.shape))
-
-
-def _parts(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Views of at most `count` elements, in row-major order, that make up the tensor."""
-    if tensor.numel() <= count:
-        if tensor.numel():
-            yield tensor
-        return
-    row = tensor.numel() // tensor.shape[0]
-    if row > count:
-        for inner in tensor:
-            yield from _parts(inner, count)
-        return
-    for start in range(0, tensor.shape[0], count // row):
-        yield tensor[start : start + count // row]
 
 
 class _Stream:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live.memory import cuts
 from ckptool.tensors import materialise, torch_dtype
 from ckptool.tensors.sameness import same_by_checksum, same_content
 
@@ -88,7 +88,9 @@ def _same_values(a: Any, b: Any) -> bool:
         if not (_is_plain(a) and _is_plain(b)):
             return torch.equal(a, b)
         shape = tuple(a.shape) or (1,)
-        pairs = ((a.detach().view(shape)[at], b.detach().view(shape)[at]) for at in _cuts(shape))
+        pairs = (
+            (a.detach().view(shape)[at], b.detach().view(shape)[at]) for at in cuts(shape, _BLOCK)
+        )
         return all(torch.equal(bytes_of(x), bytes_of(y.to(x.device))) for x, y in pairs)
     except (RuntimeError, TypeError):
         return False
@@ -107,11 +109,11 @@ def _blocks(ref: TensorRef | None, value: Callable[[], Any]) -> Iterator[torch.T
 
     if ref is not None and ref.has_content and ref.is_contiguous and _is_sliceable(ref):
         shape = tuple(size or 0 for size in ref.shape)
-        return (materialise(ref[at] if at else ref) for at in _cuts(shape))
+        return (materialise(ref[at] if at else ref) for at in cuts(shape, _BLOCK))
     made = value()
     if not isinstance(made, torch.Tensor) or made.is_meta or not _is_plain(made):
         return None
-    return (made.detach()[at] for at in _cuts(tuple(made.shape)))
+    return (made.detach()[at] for at in cuts(made.shape, _BLOCK))
 
 
 def _is_sliceable(ref: TensorRef) -> bool:
@@ -122,18 +124,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     import torch
 
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
-
-
-def _cuts(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Indexes that together take every element once, each a block."""
-    row = prod(shape[1:])
-    if not shape or shape[0] * row <= _BLOCK:
-        yield ()
-    elif row <= _BLOCK:
-        step = _BLOCK // max(row, 1)
-        for start in range(0, shape[0], step):
-            yield (slice(start, start + step),)
-    else:
-        for at in range(shape[0]):
-            for rest in _cuts(shape[1:]):
-                yield (at, *rest)

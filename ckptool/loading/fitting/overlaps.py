@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.loading.fitting.contents import bytes_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.live.memory import Memory, memory_of
-from ckptool.tensors import torch_dtype
+from ckptool.loading.live.memory import Memory, memory_of, repeats
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +38,12 @@ def _groups(
         if memory is not None and memory.nbytes:
             placed.setdefault(memory.storage, {}).setdefault(memory, name)
     for held in placed.values():
-        plain = {memory: name for memory, name in held.items() if not _repeats(memory)}
-        spans = sorted((*_span(memory), name, memory) for memory, name in plain.items())
+        plain = {
+            memory: name
+            for memory, name in held.items()
+            if not repeats(memory.shape, memory.stride)
+        }
+        spans = sorted((*memory.span, name, memory) for memory, name in plain.items())
         group: dict[str, Memory] = {}
         reach = -1
         for start, stop, name, memory in spans:
@@ -52,23 +55,6 @@ def _groups(
             reach = max(reach, stop)
         if len(group) > 1:
             yield group
-
-
-def _repeats(memory: Memory) -> bool:
-    """Whether some of its elements are one, so that torch copies nothing into it."""
-    return any(
-        size > 1 and not step for size, step in zip(memory.shape, memory.stride, strict=True)
-    )
-
-
-def _span(memory: Memory) -> tuple[int, int]:
-    """The bytes of the storage from and to that it looks at."""
-    if 0 in memory.shape:
-        return memory.offset, memory.offset
-    steps = zip(memory.shape, memory.stride, strict=True)
-    reach = 1 + sum((size - 1) * step for size, step in steps)
-    size = torch_dtype(memory.dtype).itemsize
-    return memory.offset * size, (memory.offset + reach) * size
 
 
 def _agree(
@@ -84,7 +70,7 @@ def _agree(
     values = {name: state.value(pairs[name]).detach().to("cpu") for name in names}
     if any(value.is_meta for value in values.values()):
         return True
-    spans = [_span(group[name]) for name in names]
+    spans = [group[name].span for name in names]
     start = min(first for first, _ in spans) // _WIDEST * _WIDEST
     stop = -(-max(last for _, last in spans) // _WIDEST) * _WIDEST
     room = torch.zeros(stop - start, dtype=torch.uint8)

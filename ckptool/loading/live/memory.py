@@ -1,14 +1,16 @@
-"""Where a torch tensor lies in memory, so that two names of one are known."""
+"""Where the elements of a torch tensor lie in memory, and how they are gone through."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Memory", "dtype_name", "memory_of", "shape_of"]
+__all__ = ["Memory", "cuts", "dtype_name", "extent", "memory_of", "repeats", "shape_of"]
 
 
 class Memory(NamedTuple):
@@ -24,6 +26,14 @@ class Memory(NamedTuple):
     dtype: str
     nbytes: int
     """Of the whole storage."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the storage, from and to, that it looks at."""
+        import torch
+
+        size: int = getattr(torch, self.dtype).itemsize
+        return self.offset * size, (self.offset + extent(self.shape, self.stride)) * size
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
@@ -44,6 +54,35 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return Memory(
         storage._cdata, int(tensor.storage_offset()), shape, stride, dtype_name(tensor), nbytes
     )
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements lie from the first to the last of these, both counted."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether an expanded dimension has one element several times: torch copies nothing into it."""
+    return any(size > 1 and not step for size, step in zip(shape, stride, strict=True))
+
+
+def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[Any, ...]]:
+    """Indexes that together take every element once, in order, each a block of at most `most`."""
+    if 0 in shape:
+        return
+    row = prod(shape[1:])
+    if not shape or shape[0] * row <= most:
+        yield ()
+    elif row <= most:
+        step = most // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step),)
+    else:
+        for at in range(shape[0]):
+            for rest in cuts(shape[1:], most):
+                yield (at, *rest)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:

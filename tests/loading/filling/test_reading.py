@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from ckptool.errors import CorruptFile
@@ -46,17 +44,6 @@ def test_every_element_goes_to_its_place(stored, monkeypatch, shape, block):
 def turned(tensor):
     """The same elements, the last dimension first."""
     return tensor.permute(tuple(reversed(range(tensor.dim()))))
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 40), st.randoms())
-def test_parts_are_all_elements_in_order(shape, count, random):
-    axes = list(range(len(shape)))
-    random.shuffle(axes)
-    whole = torch.arange(torch.Size(shape).numel()).view(shape).permute(axes)
-    parts = list(reading._parts(whole, count))
-    assert all(part.numel() <= count for part in parts)
-    joined = torch.cat([part.reshape(-1) for part in parts])
-    assert torch.equal(joined, whole.reshape(-1))
 
 
 def test_two_threads_read_what_is_large(stored, monkeypatch):
