@@ -232,7 +232,7 @@ def test_a_file_that_ends_before_its_tensors_do(file):
 def failing_in_the_end(monkeypatch, *, kept):
     """The disk fails when most of the model is filled."""
     if not kept:
-        monkeypatch.setattr(installing, "_KEPT", 0)
+        monkeypatch.setattr(installing, "_COPIED", 0)
     read, left = FileSource.read_into, [12 if kept else 3]
 
     def fill(fills):
@@ -272,7 +272,7 @@ def test_a_device_that_fails_in_the_end(file, monkeypatch, kept):
 
     monkeypatch.setattr(installing, "fill", fill)
     if not kept:
-        monkeypatch.setattr(installing, "_KEPT", 0)
+        monkeypatch.setattr(installing, "_COPIED", 0)
     model = Net()
     untouched = Untouched(model)
     with pytest.raises(RuntimeError if kept else ckptool.CheckpointError) as caught:

@@ -119,12 +119,12 @@ def a_read(folder, rank, wrap):
 
 def a_read_of_many(folder, rank, wrap):
     """The same where there is no copy of what is filled."""
-    before = installing._KEPT
+    before = installing._COPIED
     try:
-        installing._KEPT = 0
+        installing._COPIED = 0
         return a_read(folder, rank, wrap)
     finally:
-        installing._KEPT = before
+        installing._COPIED = before
 
 
 def an_optimizer(folder, rank, wrap):

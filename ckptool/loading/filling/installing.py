@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Installation"]
 
-_KEPT = 128 << 20
+_COPIED = 128 << 20
 """Bytes of tensors that are copied before a file is read over them, so that an error on the way is
 undone, though the file could be read a moment ago. A larger model would need its own size again."""
 _CHECKED = 1 << 30
@@ -85,7 +85,7 @@ class Installation:
         """The `id`s of the tensors that others take the place of."""
         self._storages: set[int] | None = None
         self._fills = Fills(self._filled(frozenset(self._assigned)), self._watch)
-        self._keeps_all = self._fills.late_bytes <= _KEPT
+        self._copies_all = self._fills.late_bytes <= _COPIED
 
     def run(
         self,
@@ -112,7 +112,7 @@ class Installation:
         with together.reached():
             with trainable():
                 given = self._given()
-            snapshot = Snapshot(self._model, copied=self._kept())
+            snapshot = Snapshot(self._model, copied=self._copied())
         undo: Undo | None = None
         filled = False
         try:
@@ -120,7 +120,7 @@ class Installation:
                 self._load(given, snapshot)
                 undo = between() if between is not None else None
             with held_back():
-                with together.reached("" if self._keeps_all else _IN_PART):
+                with together.reached("" if self._copies_all else _IN_PART):
                     self._fill()
                 filled = True
         except BaseException:
@@ -222,9 +222,9 @@ class Installation:
         except RuntimeError as error:
             raise self._refused(f"{printable(name)}: {error}") from error
 
-    def _kept(self) -> Callable[[torch.Tensor], bool]:
+    def _copied(self) -> Callable[[torch.Tensor], bool]:
         """Which tensors must be copied to be put back: all that is written to before the end."""
-        if self._keeps_all:
+        if self._copies_all:
             return lambda tensor: id(tensor) not in self.assigned
         given = {id(self._target.entries.get(name)) for name in self._match.pairs} - self.assigned
         alone = {key for key, seen in self._watch.items() if seen is Watch.NONE} - given
@@ -312,7 +312,7 @@ class Installation:
             fill(self._fills.late)
             self._check_unchanged()
         except Exception as error:  # also of a device, or of memory
-            if self._keeps_all:
+            if self._copies_all:
                 raise
             hint = "load a file that is whole before the model is used"
             file = self._state.file or None

@@ -134,7 +134,7 @@ class Visit:
 
     def _leave(self, one: Fill) -> None:
         """Leave a tensor to torch, after all."""
-        self._snapshot.keep(one.tensor)
+        self._snapshot.copy(one.tensor)
         self._fills.leave(one)
 
 

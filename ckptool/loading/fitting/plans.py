@@ -50,24 +50,24 @@ def planned(
         TorchMissing: elements have to be made, and torch is not installed.
         CorruptFile, DeviceError: the elements cannot be read.
     """
-    own = target.loading
+    loading = target.loading
     first = found = matched(
         state.slots,
         target.slots,
         rules=rules_of(rules, prefixes),
         metadata=state.metadata,
-        closed=own.closed if own is not None else (),
+        closed=loading.closed if loading is not None else (),
         file=state.file,
         model=target.label,
     )
     if not as_stored:
-        found = without_unmade(found, state, target, loading=own, assign=assign)
+        found = without_unmade(found, state, target, loading=loading, assign=assign)
     kept = dict(found.report.kept).keys()
-    if own is not None and own.paths:
+    if loading is not None and loading.paths:
         # Imported here: few models load in a way of their own.
         from ckptool.loading.fitting.settling import settled
 
-        found = settled(found, own, state, target)
+        found = settled(found, loading, state, target)
     untied = (
         *_untied(state, target, found.pairs),
         *differing_overlaps(state, target.entries, found.pairs),

@@ -16,7 +16,7 @@ from ckptool.matching.counting import casts_of
 __all__ = ["settled"]
 
 
-def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Match:
+def settled(match: Match, loading: OwnLoading, state: State, target: Target) -> Match:
     """A match without those of its questions that the model's own loading answers.
 
     Names that it fills are `kept`, names that it takes are `left_out`, and a tensor that it makes
@@ -25,9 +25,9 @@ def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Matc
     changes but `untried`. What is loaded is not counted anew.
     """
     report = match.report
-    where = {name: one for name in report.unexpected_keys if (one := _place(match, name, own))}
-    wrong = {one.name: one.own for one in report.mismatched if own.holder(one.name)}
-    missing = [name for name in report.missing_keys if own.holder(name)]
+    where = {name: one for name in report.unexpected_keys if (one := _place(match, name, loading))}
+    wrong = {one.name: one.own for one in report.mismatched if loading.holder(one.name)}
+    missing = [name for name in report.missing_keys if loading.holder(name)]
     asked = bool(where or wrong or missing)
     if target.model is None or not (asked or target.unsure):
         return match
@@ -37,19 +37,19 @@ def settled(match: Match, own: OwnLoading, state: State, target: Target) -> Matc
     trial = tried(target.model, state, names, metadata, exact=is_exact(report))
     if trial is None:
         first = next(iter((*missing, *wrong, *placed)), "")
-        return match._replace(untried=own.holder(first) or "") if asked else match
-    return _answered(match, own, state, target, trial, placed)
+        return match._replace(untried=loading.holder(first) or "") if asked else match
+    return _answered(match, loading, state, target, trial, placed)
 
 
-def _place(match: Match, file: str, own: OwnLoading) -> str | None:
+def _place(match: Match, file: str, loading: OwnLoading) -> str | None:
     """What the model would call a name of the file; None where torch alone would load it."""
     name = match.placed.get(file, match.renamed.get(file, file))
-    return name if own.holder(name) and name not in match.pairs else None
+    return name if loading.holder(name) and name not in match.pairs else None
 
 
 def _answered(
     match: Match,
-    own: OwnLoading,
+    loading: OwnLoading,
     state: State,
     target: Target,
     trial: Trial,
@@ -59,9 +59,9 @@ def _answered(
     fitting = {
         one.name: one.own
         for one in report.mismatched
-        if own.holder(one.name) and not trial.mismatched.union(trial.missing) & {one.name}
+        if loading.holder(one.name) and not trial.mismatched.union(trial.missing) & {one.name}
     }
-    found = [n for n in report.missing_keys if own.holder(n) and n not in trial.missing]
+    found = [n for n in report.missing_keys if loading.holder(n) and n not in trial.missing]
     beyond = {n: f for n, f in placed.items() if n not in trial.unexpected | trial.mismatched}
     pairs = {**match.pairs, **fitting}
     pairs = {name: pairs[name] for name in target.slots if name in pairs}
@@ -69,11 +69,13 @@ def _answered(
         (
             name,
             f"{'filled by' if name in trial.filled else 'not asked for by'} "
-            f"{own.holder(name)}'s own loading",
+            f"{loading.holder(name)}'s own loading",
         )
         for name in found
     ]
-    taken = [(file, f"taken by {own.holder(name)}'s own loading") for name, file in beyond.items()]
+    taken = [
+        (file, f"taken by {loading.holder(name)}'s own loading") for name, file in beyond.items()
+    ]
     over = {*found, *fitting, *(file for _, file in beyond.items())}
     unlisted = [name for name in target.unsure if name in trial.missing]
     report = report.with_changes(

@@ -52,13 +52,13 @@ class Snapshot:
             _Extra(module, where_it_differs) for module in model.modules() if _has(module)
         ]
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the elements of one after all, as they are now."""
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy the elements of one after all, as they are now."""
         if self._by_id is None:
             self._by_id = {id(held.tensor): held for held in self._tensors}
         found = self._by_id.get(id(tensor))
         if found is not None and found.content is None:
-            found.keep()
+            found.copy()
 
     def restore(self) -> None:
         """Put everything back, the same objects as before. What is not copied is left alone.
@@ -134,9 +134,9 @@ class _Held:
         self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.content: torch.Tensor | None = None
         if copied:
-            self.keep()
+            self.copy()
 
-    def keep(self) -> None:
+    def copy(self) -> None:
         """Copy the elements, where it has any."""
         from torch.nn.parameter import is_lazy
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
-from ckptool.loading.live.own_loading import own_loading
 from ckptool.matching import Match
 from ckptool.paths import counted, printable
 
@@ -49,10 +48,10 @@ class Conversions(NamedTuple):
 
 def conversions(target: Target, state: State, match: Match) -> Conversions:
     """Try the model's own loading, where it has one, and see what becomes of each name."""
-    own = own_loading(target.model) if target.model is not None else None
-    if own is None or target.model is None or not own.paths:
+    loading = target.loading
+    if loading is None or target.model is None or not loading.paths:
         return Conversions(match, {})
-    inside = {name: holder for name in match.pairs if (holder := own.holder(name))}
+    inside = {name: holder for name in match.pairs if (holder := loading.holder(name))}
     if not inside and not match.beyond:
         return Conversions(match, {})
     # Imported here: few models load in a way of their own.
@@ -63,11 +62,13 @@ def conversions(target: Target, state: State, match: Match) -> Conversions:
     trial = tried(target.model, state, given, metadata_for(state, target, match))
     if trial is None:
         return Conversions(match, {}, match.untried or next(iter(inside.values()), ""))
-    origins = {name: given[origin] for name, origin in trial.origins.items() if own.holder(name)}
+    origins = {
+        name: given[origin] for name, origin in trial.origins.items() if loading.holder(name)
+    }
     made = {
         name: holder
         for name in {**inside, **dict.fromkeys(trial.filled)}
-        if name not in origins and name in target.slots and (holder := own.holder(name))
+        if name not in origins and name in target.slots and (holder := loading.holder(name))
     }
     rest = {name: file for name, file in match.pairs.items() if name not in origins}
     return Conversions(match._replace(pairs={**origins, **rest}), made)

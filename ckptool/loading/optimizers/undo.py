@@ -20,18 +20,18 @@ def remembered(optimizer: Any) -> Undo:
     steps: list[Undo] = []
     for one in layers(optimizer):
         numbers = does_more(one)
-        steps.append(_dict_kept(vars(one)))
+        steps.append(_undo_dict(vars(one)))
         for group in getattr(one, "param_groups", ()):
             params = group.get("params")
-            steps.append(_dict_kept(group))
+            steps.append(_undo_dict(group))
             if isinstance(params, list):
-                steps.append(_list_kept(params))
+                steps.append(_undo_list(params))
         state = getattr(one, "state", None)
         if isinstance(state, dict):
             steps.extend(_deep(state, numbers))
         groups = getattr(one, "param_groups", None)
         if isinstance(groups, list):
-            steps.append(_list_kept(groups))
+            steps.append(_undo_list(groups))
 
     def undo() -> None:
         for step in reversed(steps):
@@ -78,21 +78,21 @@ def _deep(node: Any, numbers: bool) -> Iterator[Undo]:
     import torch
 
     if isinstance(node, dict):
-        yield _dict_kept(node)
+        yield _undo_dict(node)
         for value in list(node.values()):
             yield from _deep(value, numbers)
     elif isinstance(node, list):
-        yield _list_kept(node)
+        yield _undo_list(node)
         for value in list(node):
             yield from _deep(value, numbers)
     elif isinstance(node, tuple):
         for value in node:
             yield from _deep(value, numbers)
     elif numbers and isinstance(node, torch.Tensor):
-        yield _numbers_kept(node)
+        yield _undo_numbers(node)
 
 
-def _dict_kept(node: dict[Any, Any]) -> Undo:
+def _undo_dict(node: dict[Any, Any]) -> Undo:
     held = dict(node)
 
     def undo() -> None:
@@ -102,7 +102,7 @@ def _dict_kept(node: dict[Any, Any]) -> Undo:
     return undo
 
 
-def _list_kept(node: list[Any]) -> Undo:
+def _undo_list(node: list[Any]) -> Undo:
     held = list(node)
 
     def undo() -> None:
@@ -111,7 +111,7 @@ def _list_kept(node: list[Any]) -> Undo:
     return undo
 
 
-def _numbers_kept(tensor: Any) -> Undo:
+def _undo_numbers(tensor: Any) -> Undo:
     import torch
 
     held = tensor.detach().clone()

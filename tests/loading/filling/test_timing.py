@@ -114,7 +114,7 @@ HOOKS = [
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("kept", [0, 1 << 20])
 def test_everyone_sees_what_torch_shows(source, hooks, kept, monkeypatch):
-    monkeypatch.setattr(installing, "_KEPT", kept)
+    monkeypatch.setattr(installing, "_COPIED", kept)
     model = nested()
     other = copy.deepcopy(model)
     logs = looked_on(model, hooks), looked_on(other, hooks)
@@ -128,14 +128,14 @@ def test_everyone_sees_what_torch_shows(source, hooks, kept, monkeypatch):
 
 def held_beside(model, source, monkeypatch):
     """How many bytes are copied, to be put back or for torch, at the most."""
-    monkeypatch.setattr(installing, "_KEPT", 0)
+    monkeypatch.setattr(installing, "_COPIED", 0)
     held = {}
-    keep, value = undoing._Held.keep, State.value
+    copy, value = undoing._Held.copy, State.value
 
-    def kept(self):
-        keep(self)
+    def copied(self):
+        copy(self)
         if self.content is not None:
-            held["kept", id(self.content)] = self.content
+            held["copied", id(self.content)] = self.content
 
     def made(self, name):
         found = value(self, name)
@@ -144,7 +144,7 @@ def held_beside(model, source, monkeypatch):
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(undoing._Held, "keep", kept)
+        patch.setattr(undoing._Held, "copy", copied)
         patch.setattr(State, "value", made)
         load_into(model, source)
     return sum(tensor.nbytes for tensor in held.values())
@@ -195,7 +195,7 @@ class Remaking(Extra):
 @pytest.mark.parametrize("how", ["new", "moved"])
 @pytest.mark.parametrize("kept", [0, 1 << 20])
 def test_an_extra_state_that_makes_what_is_inside_anew(source, how, kept, monkeypatch):
-    monkeypatch.setattr(installing, "_KEPT", kept)
+    monkeypatch.setattr(installing, "_COPIED", kept)
     model = nested(Remaking)
     model.c0.how = how
     wanted = source if isinstance(source, dict) else torch.load(source)
@@ -216,7 +216,7 @@ def failing(*_):
 
 
 def test_a_file_that_cannot_be_read_on_the_way(source, monkeypatch):
-    monkeypatch.setattr(installing, "_KEPT", 0)
+    monkeypatch.setattr(installing, "_COPIED", 0)
     model = nested()
     model.register_load_state_dict_post_hook(lambda *_: None)
     untouched = Untouched(model)
