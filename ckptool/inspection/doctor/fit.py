@@ -132,7 +132,8 @@ def _names(comparison: Comparison) -> Iterator[Found]:
             Complaint(
                 "missing",
                 "fails",
-                f"{counted(len(missing), 'tensor')} of the reference's {total:,} are not in it",
+                f"{counted(len(missing), 'tensor')} of the reference's {total:,} "
+                f"{_are(len(missing))} not in it",
                 names_of(missing),
                 f"load_state_dict says: Missing key(s) in state_dict: {quoted_names(missing)}; "
                 f"with strict=False they stay as they were initialised. {_HALF_LOADED}",
@@ -144,7 +145,8 @@ def _names(comparison: Comparison) -> Iterator[Found]:
         complaint = Complaint(
             "unexpected",
             "fails",
-            f"{counted(len(unexpected), 'tensor')} in it are not in the reference",
+            f"{counted(len(unexpected), 'tensor')} in it {_are(len(unexpected))} not in the "
+            "reference",
             names_of(unexpected),
             "load_state_dict says: Unexpected key(s) in state_dict: "
             f"{quoted_names(unexpected)}; with strict=False they are left out. {_HALF_LOADED}",
@@ -186,6 +188,10 @@ def _heads(name: str) -> Iterator[str]:
         if at < 0:
             return
         yield name[: at + 1]
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _escaped(text: str) -> str:

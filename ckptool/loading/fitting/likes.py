@@ -21,6 +21,7 @@ __all__ = ["target_like"]
 _REFERENCE = "the reference"
 """What messages call what has no name."""
 _WHOLE = frozenset((int,))
+_SHAPES = "of a dict of shapes all are tuples of sizes: {'weight': (4, 3)}"
 _HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
 
 
@@ -63,6 +64,8 @@ def _of_source(like: Source, key: Any) -> Target:
         error.message = f"{_REFERENCE}: {error.message}"
         if error.remedy is not None:
             error.advise(error.remedy.with_names({"key": "like_key"}))
+        elif isinstance(like, Mapping) and error.hint is None:
+            error.advise(_SHAPES)
         raise
 
 

@@ -27,3 +27,10 @@ def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
     assert list(target_like(net).slots) == list(target_like(net.state_dict()).slots)
     with pytest.raises(UsageError, match="fit a int"):
         target_like(3)
+
+
+@pytest.mark.parametrize("sizes", [None, 3, (2.0,), (-1,), (2, "x")])
+def test_of_what_is_no_shape_it_is_said_what_one_is(sizes):
+    with pytest.raises(NotFound, match="there is weight") as caught:
+        target_like({"weight": sizes})
+    assert caught.value.hint.endswith("{'weight': (4, 3)}")
