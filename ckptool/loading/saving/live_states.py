@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import NameCollision, UsageError, WriteError, warn
+from ckptool.errors import UsageError, WriteError, warn
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.loading.saving.gathering import Job, Label, check_alike
+from ckptool.loading.saving.optimizer_names import Names, named, names_in, own_names, parameters_of
 from ckptool.paths import counted
 from ckptool.wrappers import Rename, strip_names
 
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["LiveStates", "is_optimizer"]
 
 _CONTAINERS = (list, tuple, set, frozenset)
-
-_Names = list[list[str] | None]
-"""For each group of an optimizer the names of its parameters."""
 
 
 class LiveStates:
@@ -201,31 +199,31 @@ class LiveStates:
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
         if owner is not None:
-            names = _names_in(optimizer, groups, owner)
+            names = names_in(optimizer, groups, owner)
         else:
-            names = _own_names(groups)
+            names = own_names(groups)
             if None in names:
                 names = self._some_names(optimizer, groups, names)
-        return {**state, "param_groups": _named(groups, names)}
+        return {**state, "param_groups": named(groups, names)}
 
     def _owner(self, optimizer: Any) -> torch.nn.Module | None:
         """The module whose parameters it trains."""
-        wanted = {id(parameter) for parameter in _parameters(optimizer)}
+        wanted = {id(parameter) for parameter in parameters_of(optimizer)}
         return next(
             (one for one in self._modules if wanted.issubset(map(id, one.parameters()))), None
         )
 
-    def _some_names(self, optimizer: Any, groups: list[dict[str, Any]], own: _Names) -> _Names:
+    def _some_names(self, optimizer: Any, groups: list[dict[str, Any]], own: Names) -> Names:
         """For groups that are of one module those of that, else their `own`; a warning of the rest.
 
         The module is the one that has most of the parameters.
         """
-        wanted = {id(parameter) for parameter in _parameters(optimizer)}
+        wanted = {id(parameter) for parameter in parameters_of(optimizer)}
         strange = [len(wanted - set(map(id, module.parameters()))) for module in self._modules]
         if not strange or not wanted:
             return own
         fewest = min(strange)
-        names = _names_in(optimizer, groups, self._modules[strange.index(fewest)])
+        names = names_in(optimizer, groups, self._modules[strange.index(fewest)])
         taken = {name for group in names for name in group or ()}
         for number, (found, mine) in enumerate(zip(names, own, strict=True)):
             if found is None and mine is not None and taken.isdisjoint(mine):
@@ -346,7 +344,7 @@ def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) ->
     with _unsharded(model):
         by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     bare = bare_names(model)
-    flat = any(isinstance(parameter, FlatParameter) for parameter in _parameters(optimizer))
+    flat = any(isinstance(parameter, FlatParameter) for parameter in parameters_of(optimizer))
     rank = {name: at for at, name in enumerate(order)} if flat else {}
     positions: dict[str, int] = {}
     groups = []
@@ -361,9 +359,6 @@ def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) ->
     }
 
 
-# Names
-
-
 def _stripped(state: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
     """A state dict without wrapper names, as far as the names themselves tell them."""
     import torch
@@ -376,48 +371,3 @@ def _stripped(state: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
     ]
     found = strip_names(names)
     return renamed_state(state, lambda name: found.renamed.get(name, name), found.rename_module)
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _names_in(optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module) -> _Names:
-    """The model's names of the parameters of each group; None where `groups` are other ones."""
-    bare = bare_names(model)
-    known: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known.setdefault(id(parameter), bare(name))
-    live = [group["params"] for group in optimizer.param_groups]
-    if [len(params) for params in live] != [len(group["params"]) for group in groups]:
-        return [None] * len(groups)
-    every = ([known.get(id(parameter)) for parameter in params] for params in live)
-    return [_texts(names) for names in every]
-
-
-def _own_names(groups: list[dict[str, Any]]) -> _Names:
-    """The names that the optimizer was made with, wrappers off."""
-    names = [_texts(group.get("param_names")) for group in groups]
-    names = [
-        own if own and len(own) == len(group["params"]) else None
-        for own, group in zip(names, groups, strict=True)
-    ]
-    try:
-        renamed = strip_names(dict.fromkeys(name for own in names for name in own or ())).renamed
-    except NameCollision:
-        renamed = {}
-    return [own and [renamed.get(name, name) for name in own] for own in names]
-
-
-def _texts(names: Any) -> list[str] | None:
-    """A list of names, if it is one."""
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        return None
-    return list(names)
-
-
-def _named(groups: list[dict[str, Any]], names: _Names) -> list[dict[str, Any]]:
-    return [
-        group if own is None else {**group, "param_names": own}
-        for group, own in zip(groups, names, strict=True)
-    ]
