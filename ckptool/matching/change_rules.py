@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ckptool.wrappers import WRAPPERS
 
-__all__ = ["Change", "below", "differing", "escaped", "moved_head", "regex_of"]
+__all__ = ["Change", "Others", "below", "differing", "escaped", "moved_head", "regex_of"]
 
 Change = tuple[str, str]
 """A name before a step and after it."""
@@ -31,8 +32,34 @@ def differing(before: str, after: str) -> tuple[str, str, str, str]:
     return front, mine, theirs, behind.removeprefix(".")
 
 
+class Others:
+    """Names that a rule is to leave alone; those that it changes may be among them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Sorted, so that of a rule for what names begin with few are tried."""
+        self._names = sorted(names)
+
+    def near(self, regex: str) -> Sequence[str]:
+        """Those that an expression may find, by the text that it begins with."""
+        start = _start(regex)
+        first = bisect_left(self._names, start)
+        if not start:
+            return self._names
+        last = bisect_left(self._names, True, first, key=lambda name: not name.startswith(start))
+        return self._names[first:last]
+
+
+_START = re.compile(r"\^((?:[A-Za-z0-9_]|\\[^A-Za-z0-9])*)(?![*+?{])")
+"""The text that an expression wants at the front, where it has no choice."""
+
+
+def _start(regex: str) -> str:
+    found = None if "|" in regex else _START.match(regex)
+    return found[1].replace("\\", "") if found else ""
+
+
 def regex_of(
-    changes: Sequence[Change], others: Iterable[str] = (), *, proposed: Sequence[str] = ()
+    changes: Sequence[Change], others: Iterable[str] | Others = (), *, proposed: Sequence[str] = ()
 ) -> str:
     """A rule that makes all these changes and leaves the other names alone; empty for none.
 
@@ -40,7 +67,7 @@ def regex_of(
     """
     if not changes:
         return ""
-    others = list(others)
+    others = others if isinstance(others, Others) else list(others)
     tried = (*proposed, *_candidates(*changes[0]))
     return next((rule for rule in tried if _does(rule, changes, others)), "")
 
@@ -87,6 +114,8 @@ def moved_head(full: str, bare: str, new: str) -> str:
 
     Wrappers inside stay where they are; those between the two are gone.
     """
+    if full == bare:
+        return new
     old, made, parts = bare.split("."), new.split("."), full.split(".")
     same = 0
     while same < min(len(old), len(made)) - 1 and old[-1 - same] == made[-1 - same]:
@@ -122,14 +151,17 @@ def _expansion(replacement: str) -> str | Callable[[re.Match[str]], str]:
     return made
 
 
-def _does(rule: str, changes: Iterable[Change], others: Iterable[str]) -> bool:
+def _does(rule: str, changes: Sequence[Change], others: Sequence[str] | Others) -> bool:
     regex, arrow, replacement = rule.partition("=>")
     if not arrow or not regex:
         return False
     try:
         replace, made = re.compile(regex).sub, _expansion(replacement)
-        return all(replace(made, old) == new for old, new in changes) and all(
-            replace(made, name) == name for name in others
-        )
+        if not all(replace(made, old) == new for old, new in changes):
+            return False
+        if isinstance(others, Others):
+            moved = {old for old, _ in changes}
+            others = [name for name in others.near(regex) if name not in moved]
+        return all(replace(made, name) == name for name in others)
     except (re.error, IndexError, OverflowError, RecursionError):
         return False

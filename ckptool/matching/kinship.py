@@ -86,9 +86,11 @@ def kin_of(
 class _Ending:
     """The names that end alike, under one shape, and those of them that have some numbers."""
 
-    __slots__ = ("_names", "_numbered", "last", "longer")
+    __slots__ = ("_names", "_numbered", "last", "longer", "place")
 
-    def __init__(self) -> None:
+    def __init__(self, place: int) -> None:
+        self.place = place
+        """In the order in which they are looked for."""
         self.last: list[str] = []
         """Those that have no longer end in common with what is asked for."""
         self.longer: list[_Ending] = []
@@ -97,14 +99,13 @@ class _Ending:
 
     @property
     def names(self) -> list[str]:
+        """All of them; the list of what is longer where there is nothing else."""
         if self._names is None:
-            self._names = self.last
-            if self.longer:
-                self._names, todo = [], [self]
-                while todo:
-                    at = todo.pop()
-                    self._names += at.last
-                    todo += at.longer
+            self.longer.sort(key=lambda ending: -ending.place)
+            parts = [one for ending in self.longer if (one := ending.names)]
+            if self.last:
+                parts.insert(0, self.last)
+            self._names = parts[0] if len(parts) == 1 else [name for one in parts for name in one]
         return self._names
 
     def numbered(self, numbers: _Numbers) -> list[str]:
@@ -124,27 +125,33 @@ def _index(
     names: Iterable[str], slots: Mapping[str, Slot], others: Mapping[str, Slot], ledger: Ledger
 ) -> _Index:
     """What of `others` ends like some of the names."""
-    index: _Index = {None: {}}
+    asked: dict[Shape | None, dict[str, int]] = {None: {}}
     every = any(slot.shape is None for slot in others.values())
     for name in names:
         known = _rounded(slots[name].shape)
         for shape in {known, None} if every else {known}:
-            ends, shorter = index.setdefault(shape, {}), _Ending()
+            places = asked.setdefault(shape, {})
             for end in _ends(name):
-                if end not in ends:
-                    ends[end] = _Ending()
-                    shorter.longer.append(ends[end])
-                shorter = ends[end]
+                places.setdefault(end, len(places))
+    index: _Index = {shape: {} for shape in asked}
     entries = 0
     for other, slot in others.items():
-        ends = index.get(_rounded(slot.shape), {})
+        shape = _rounded(slot.shape)
+        if not asked.get(shape):
+            continue
+        places, ends = asked[shape], index[shape]
         at = len(other)
         last = None
-        while ends and at >= 0:  # as `_ends`; here most of the time goes
+        while at >= 0:  # as `_ends`; here most of the time goes
             at = other.rfind(".", 0, at)
-            found = ends.get(other[at + 1 :])
+            end = other[at + 1 :]
+            found = ends.get(end)
             if found is None:
-                break
+                if end not in places:
+                    break
+                found = ends[end] = _Ending(places[end])
+                if last is not None:
+                    last.longer.append(found)
             last = found
             entries += 1
         if last is not None:
@@ -176,8 +183,11 @@ def _nearest(
     name: str, shape: Shape | None, index: _Index, fits: Callable[[str, str], bool]
 ) -> Kin | None:
     numbers = _numbers(name)
+    tables = [table for key in (_rounded(shape), None) if (table := index[key])]
     for end in reversed(list(_ends(name))):
-        found = [at for key in (_rounded(shape), None) if (at := index[key].get(end)) and at.names]
+        found = [at for table in tables if (at := table.get(end)) and at.names]
+        if not found:
+            continue
         alike = (other for at in found for other in at.numbered(numbers))
         every = (other for at in found for other in at.names)
         for group in (alike, every):

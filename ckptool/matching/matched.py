@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.matching.again import Again
-from ckptool.matching.change_rules import below, escaped, moved_head, regex_of
+from ckptool.matching.change_rules import Others, below, escaped, moved_head, regex_of
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.counting import casts_of, counted
@@ -160,6 +160,7 @@ class _Matching:
         self.rules: list[InferredRule] = []
         self._found: list[Ambiguity] = []
         self.notes: tuple[str, ...] = ()
+        self._others: Others | None = None
 
     def meet(self) -> None:
         """Pair names that are equal."""
@@ -328,7 +329,7 @@ class _Matching:
     def _for_file(self, one: Ambiguity) -> Iterator[str]:
         """Its rules as they are for the names of the file, whose wrappers are still there."""
         own = {name: self.mine[name] for name in one.names if name in self.mine}
-        front = self.way.have.outer_front()
+        front = self.way.have.outer_front
         for rule in one.rules:
             apply = regex_rule(rule).apply
             changes = [
@@ -336,9 +337,9 @@ class _Matching:
                 for name, full in own.items()
                 if (new := apply(name)) is not None and new in self.wanted
             ]
-            moved = {before for before, _ in changes}
-            others = [name for name in self.way.have.slots if name not in moved]
-            yield regex_of(changes, others, proposed=[below(front, rule)]) or rule
+            if self._others is None:
+                self._others = Others(self.way.have.slots)
+            yield regex_of(changes, self._others, proposed=[below(front, rule)]) or rule
 
     def _full(self, name: str, *, of_model: bool = False) -> str:
         sides = (self.wanted, self.files) if of_model else (self.files, self.wanted)

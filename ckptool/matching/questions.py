@@ -58,10 +58,13 @@ def ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[Ambi
     told = {swap for question in asked for swap in question.hits}
     rest = [item for item in contested if item.account.swap not in told]
     asked += _shared(ledger, rest[:_MOST_CONTESTED])
+    if not asked:
+        return
+    ours, theirs = ({name: at for at, name in enumerate(left)} for left in ledger.left())
     for question in asked:
         yield Ambiguity(
-            tuple(name for name in ledger.have.slots if name in question.own),
-            tuple(name for name in ledger.want.slots if name in question.wanted),
+            tuple(sorted(question.own, key=ours.__getitem__)),
+            tuple(sorted(question.wanted, key=theirs.__getitem__)),
             question.rules or tuple(_deciding(ledger, question)),
         )
 

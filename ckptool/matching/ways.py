@@ -90,8 +90,11 @@ class Side:
             names = [name for name in names if not is_average_counter(name)]
         return common_front(names).split(".", _DEEPEST)[:-1]
 
+    @cached_property
     def outer_front(self) -> str:
         """What was taken off in front of every name, whatever went inside."""
+        if not (self.form or self.front):
+            return ""
         fronts = {
             name.removesuffix(without_front(name, short))
             for short, name in self.names.items()

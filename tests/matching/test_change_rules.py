@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.matching.change_rules import below, moved_head, regex_of
+from ckptool.matching.change_rules import Others, below, moved_head, regex_of
 from ckptool.transforms.name_rules import regex_rule
 
 
@@ -31,6 +31,31 @@ def test_one_rule_for_all_changes(changes, rule):
 def test_a_rule_touches_no_other_name():
     assert regex_of([("a.m.w", "a.w")], ["b.m.w"]) == r"^a\.m\.=>a."
     assert regex_of([("w", "module.w")], ["x"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("regex", "near"),
+    [
+        (r"^a\.", ["a.b", "a.b.c"]),
+        (r"^a\.b\.(\d+)", ["a.b.c"]),
+        (r"^a\.b+", ["a.b", "a.b.c"]),
+        (r"^a\.bx*", ["a.b", "a.b.c"]),
+        (r"^a\.b=[>]", ["a.b", "a.b.c"]),
+        ("^", ["a", "a.b", "a.b.c", "ab", "c"]),
+        (r"^a\.|^c", ["a", "a.b", "a.b.c", "ab", "c"]),
+        (r"a\.", ["a", "a.b", "a.b.c", "ab", "c"]),
+        ("^d", []),
+        (r"^\d", ["a", "a.b", "a.b.c", "ab", "c"]),
+    ],
+)
+def test_what_a_rule_may_touch_is_found_by_its_beginning(regex, near):
+    assert [*Others(["a.b", "c", "ab", "a.b.c", "a"]).near(regex)] == near
+
+
+def test_others_may_have_what_is_changed_among_them():
+    others = Others(["a.m.w", "b.m.w", "a.w"])
+    assert regex_of([("a.m.w", "a.x")], others) == r"^a\.m\.w=>a.x"
+    assert regex_of([("a.m.w", "a.w")], others) == r"^a\.m\.=>a."
 
 
 def test_names_that_look_like_regular_expressions():

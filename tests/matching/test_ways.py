@@ -62,5 +62,5 @@ def test_what_was_in_front_of_every_name():
     side = Side(
         slots("module.a", "module.b._orig_mod.c"), {"module.a": "a", "module.b._orig_mod.c": "b.c"}
     )
-    assert side.outer_front() == "module."
-    assert Side(slots("module.a", "b"), {"module.a": "a"}).outer_front() == ""
+    assert side.outer_front == "module."
+    assert Side(slots("module.a", "b"), {"module.a": "a"}).outer_front == ""
