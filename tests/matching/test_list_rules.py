@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptool.matching import Allowance, Slot, matched
+from ckptool.matching import Allowance, MatchReport, Slot, matched
+from ckptool.matching.again import Again
 from ckptool.matching.list_rules import list_rules
+from ckptool.transforms import regex_rule
 
 
 def blocks(*heads, numbers=range(4), width=4, beside=()):
@@ -57,12 +59,24 @@ def test_of_lists_in_lists_the_outer_one_is_renamed():
 def test_what_is_told_of_a_list_loads_all_of_it(number):
     have = blocks("layer_", numbers=range(number), beside=["embed.w", "old.w"])
     want = blocks("layers.", numbers=range(number), beside=["embed.w"])
-    found = matched(have, want)
-    judgement = Allowance().judged(found.report, found.again)
+    unmet = MatchReport(
+        missing_keys=[name for name in want if name not in have],
+        unexpected_keys=[name for name in have if name not in want],
+        fitting=1,
+        names=len(want),
+        parameters=1,
+        loaded=1,
+    )
+
+    def again(rules):
+        ruled = map(regex_rule, rules)
+        return matched(have, want, rules=ruled).report if rules else unmet
+
+    judgement = Allowance().judged(unmet, Again(again, have, want))
     assert str(judgement.remedy).startswith(
         r"rules=[r'^layer_(\d+)\.=>layers.\1.'], allow_unexpected=['old.w'] (passes over old.w)"
     )
     given = dict(judgement.remedy.arguments)
-    after = found.again(given["rules"])
+    after = again(given["rules"])
     assert after.missing_keys == []
     assert Allowance(unexpected=given["allow_unexpected"]).judged(after).accepted
