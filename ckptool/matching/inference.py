@@ -17,7 +17,7 @@ from ckptool.matching.rule_text import rule_text, segment_text, swap_text
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import Swap
 
-__all__ = ["Inferred", "InferredRule", "inferred"]
+__all__ = ["Inferred", "InferredRule", "applied", "inferred"]
 
 
 class InferredRule(NamedTuple):
@@ -68,6 +68,22 @@ def inferred(
         asked.extend(ambiguities(ledger, contested))
     near = _near(ledger, [swap for swap, _ in done])
     return Inferred(rules, tuple(asked), near, ledger.is_cut_short)
+
+
+def applied(
+    have: Mapping[str, Slot], pairs: Mapping[str, str]
+) -> tuple[Mapping[str, Slot], Mapping[str, str]]:
+    """The names of a file, and what is met, with the new names in place of the old ones.
+
+    The same two where nothing is met by another name, or none that is free.
+    """
+    new = {own: name for name, own in pairs.items() if own != name and name not in have}
+    if not new:
+        return have, pairs
+    return (
+        {new.get(own, own): slot for own, slot in have.items()},
+        {name: new.get(own, own) for name, own in pairs.items()},
+    )
 
 
 def _rules(ledger: Ledger, done: Iterable[tuple[Swap, dict[str, str]]]) -> Iterable[InferredRule]:

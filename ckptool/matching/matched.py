@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Match", "matched"]
 
-_MOST_ROUNDS = 4
-"""How often rules are looked for: each round may leave names that fit together only now."""
+_MOST_ROUNDS = 8
+"""How often rules are looked for: each may leave names that fit together only now."""
 _NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
 _NO_AVERAGE = "the file is of no average"
 _MEAN = "running_mean"
@@ -183,7 +183,7 @@ class _Matching:
         if not self._may_go_on():
             return
         # Imported here: of most files wrappers and a front are all that differs.
-        from ckptool.matching.inference import inferred
+        from ckptool.matching.inference import applied, inferred
 
         mine = _told(self.way.have, self.old_mine)
         wanted = _told(self.way.want, self.old_wanted)
@@ -195,7 +195,11 @@ class _Matching:
                 one for one in found.ambiguous if not any(map(self.closed.below, one.names))
             ]
             self.notes = (_CUT_SHORT,) * found.is_cut_short
-            if not self._accept(found) or not self._may_go_on():
+            if not self._accept(found):
+                renamed, met = applied(mine, self.met)  # names are equal now that were not
+                if renamed is mine or not self._accept(inferred(renamed, wanted, met)):
+                    return
+            if not self._may_go_on():
                 return
 
     def _may_go_on(self) -> bool:

@@ -429,3 +429,25 @@ def test_names_of_a_hostile_file_cost_little():
     wrapped = {"_orig_mod." * 50_000 + "w": (2,), "module." * 50_000 + "x": (2,)}
     match = matched(slots({**dotted, **wrapped}), slots({"b." * 3000 + "w": (2,), "w": (2,)}))
     assert match.pairs.get("w") in (None, "_orig_mod." * 50_000 + "w")
+
+
+def test_what_a_rule_makes_equal_tells_more_of_the_rest():
+    have = {
+        "main.pos.weight": (7, 6),
+        "main.blocks.0.weight": (24, 6),
+        "main.blocks.0.bias": (24,),
+        "main.blocks.0.fc2.weight": (6, 24),
+        "main.blocks.0.fc2.bias": (6,),
+        "main.head.weight": (5, 6),
+        "main.head.bias": (5,),
+    }
+    want = {
+        name.replace("main.", "encoder.").replace("blocks.0.w", "blocks.0.fc1.w"): shape
+        for name, shape in have.items()
+    }
+    want["encoder.blocks.0.fc1.bias"] = want.pop("encoder.blocks.0.bias")
+    match = matched(slots(have), slots(want))
+    assert (len(match.pairs), match.report.fits) == (len(want), True)
+    rules = [regex_rule(one.rule) for one in match.report.renamed]
+    again = matched(slots(have), slots(want), rules=rules)
+    assert again.pairs == match.pairs
