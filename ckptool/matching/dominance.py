@@ -15,7 +15,7 @@ from enum import Enum
 
 from ckptool.matching.accounts import Ledger, Pair
 from ckptool.matching.counters import BATCHES
-from ckptool.matching.families import Families, Family, Numbers
+from ckptool.matching.families import Families, Family, Numbers, numbers_of
 from ckptool.matching.swaps import MOST_PARTS, Names, Swap
 from ckptool.model import Shape
 
@@ -63,7 +63,7 @@ class Gate:
         self._own = _Classes(ledger, ledger.have, self._families)
         self._wanted = _Classes(ledger, ledger.want, self._families)
         self._known: dict[tuple[Family, Family, _Kind, _Kind], Verdict] = {}
-        self._numbered: dict[tuple[Family, Family, _Kind, _Kind, bool], bool] = {}
+        self._numbered: dict[tuple[Family, Family, _Kind, _Kind, bool, bool], bool] = {}
 
     def verdict(self, swap: Swap, pairs: Iterable[Pair]) -> Verdict:
         """Of a rule, by the names of the file and the wanted ones that it brings together.
@@ -74,13 +74,16 @@ class Gate:
             OutOfBudget: there is more to look at than real names have.
         """
         verdicts: set[Verdict] = set()
+        is_one = not swap.is_prefix and any(
+            part and numbers_of(part) for head in swap.parts[1:] for part in head
+        )
         seen: dict[tuple[Family, Family, _Kind, _Kind], _Places] = {}
         for own, wanted in self._telling(pairs):
             mine, my_numbers = self._families.of(own)
             theirs, their_numbers = self._families.of(wanted)
             key = mine, theirs, self._own.kind(own), self._wanted.kind(wanted)
             if key not in seen:
-                if not self._agree(*key, is_prefix=swap.is_prefix):
+                if not self._agree(*key, is_prefix=swap.is_prefix, is_one=is_one):
                     return Verdict.FALLS
                 verdicts.add(self._judged(*key))
                 if Verdict.FALLS in verdicts:
@@ -137,9 +140,14 @@ class Gate:
         self._ledger.spend(len(heads) + len(ends))
         for other in heads | ends:
             front, back = _likeness(family, other)
-            if other == partner or not (front > lead or back > trail):
-                continue
-            is_own = other in same.families and {*same.families[other]} == {*others.families[other]}
+            if other == partner or not (
+                any(family[lead:front]) or any(family[len(family) - back : len(family) - trail])
+            ):
+                continue  # a number says nothing by itself
+            there, here = {*others.families[other]}, {*same.families.get(other, ())}
+            if other == family and there <= here:
+                continue  # those are met by their own names
+            is_own = there == here
             if not is_own or (front >= lead and back >= trail):
                 return Verdict.FALLS
         alike: Iterable[Family] = others.families
@@ -158,19 +166,39 @@ class Gate:
         return Verdict.STANDS
 
     def _agree(
-        self, mine: Family, theirs: Family, own: _Kind, wanted: _Kind, *, is_prefix: bool
+        self,
+        mine: Family,
+        theirs: Family,
+        own: _Kind,
+        wanted: _Kind,
+        *,
+        is_prefix: bool,
+        is_one: bool,
     ) -> bool:
-        """Whether the numbers tell the members of two families apart, and a list has the same."""
-        key = mine, theirs, own, wanted, is_prefix
+        """Whether the numbers tell the members of two families apart, and a list has the same.
+
+        `is_one`: the rule is for one of a list alone, and cannot be seen to leave others out.
+        """
+        key = mine, theirs, own, wanted, is_prefix, is_one
         if key not in self._numbered:
             places = _Places.of(mine, theirs)
-            ours = [places.own(numbers) for numbers in self._own.of(own).families[mine]]
-            others = [places.wanted(n) for n in self._wanted.of(wanted).families[theirs]]
+            ours = [places.own(n) for n in self._changing(mine, own, wanted)]
+            others = [places.wanted(n) for n in self._changing(theirs, own, wanted, of_model=True)]
             self._ledger.spend(len(ours) + len(others))
             alone = len({*ours}) == len(ours) and len({*others}) == len(others)
-            same = is_prefix or not places.is_another_list or {*ours} == {*others}
+            is_list = is_one or places.is_another_list
+            same = is_prefix or not is_list or {*ours} == {*others}
             self._numbered[key] = alone and same
         return self._numbered[key]
+
+    def _changing(
+        self, family: Family, own: _Kind, wanted: _Kind, *, of_model: bool = False
+    ) -> list[Numbers]:
+        """The numbers of a family on one side that it has not on the other under its own name."""
+        both = self._own.of(own).families, self._wanted.of(wanted).families
+        mine, others = both[::-1] if of_model else both
+        stay = {*others.get(family, ())}
+        return [numbers for numbers in mine[family] if numbers not in stay]
 
 
 class _Classes:
@@ -218,6 +246,15 @@ class _Places:
     @classmethod
     def of(cls, mine: Family, theirs: Family) -> _Places:
         lead, trail = _likeness(mine, theirs)
+        inside = min(len(mine), len(theirs)) - lead - trail
+        if (
+            trail
+            and inside > 0
+            and mine[-trail] is None
+            and mine[-trail - 1]
+            and theirs[-trail - 1]
+        ):
+            trail -= 1  # what it counts has two names, and may be another list's
         before, after = len(mine) - trail, len(theirs) - trail
         old, new = mine[lead:before], theirs[lead:after]
         both = min(old.count(None), new.count(None))

@@ -1,16 +1,16 @@
-"""Names of modules taken apart: what stands between their numbers, and the numbers."""
+"""Names taken apart in one way: words and numbers, with a dot between them or without."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["Families", "Family", "Numbers"]
+__all__ = ["Families", "Family", "Numbers", "numbers_of"]
 
-_NUMBER = re.compile(r"\.([0-9]+)(?=\.)")
-"""A component that is a number, with the dot before it, where there are dots around the name."""
+_NUMBER = re.compile("[0-9]+")
+_TOKEN = re.compile("[0-9]+|[^0-9]+")
 
 Family = tuple[str | None, ...]
-"""The components of a module's name; None is a number."""
+"""The words of a module's name; None is a number."""
 Numbers = tuple[str, ...]
 
 
@@ -26,11 +26,30 @@ class Families:
         end = name.rfind(".")
         if end < 0:
             return (), ()
-        module = f".{name[:end]}."
-        numbers = tuple(_NUMBER.findall(module))
-        text = _NUMBER.sub(".0", module) if numbers else module  # no other component is a 0 then
+        module = name[:end]
+        numbers = numbers_of(module)
+        text = _NUMBER.sub("0", module) if numbers else module
         family = self._known.get(text)
         if family is None:
-            parts = text[1:-1].split(".")
-            family = self._known[text] = tuple(None if part == "0" else part for part in parts)
+            family = self._known[text] = tuple(_tokens(text))
         return family, numbers
+
+
+def numbers_of(name: str) -> Numbers:
+    """The numbers in a name: `layers.0.fc1` has `0` and `1`."""
+    return tuple(_NUMBER.findall(name))
+
+
+def _tokens(path: str) -> list[str | None]:
+    """`layer2` and `layer_2` are `layer` and a number, as `layer.2` is."""
+    found: list[str | None] = []
+    for part in path.split("."):
+        if not _NUMBER.search(part):
+            found.append(part)
+            continue
+        for token in _TOKEN.findall(part):
+            if _NUMBER.match(token):
+                found.append(None)
+            elif word := token.strip("_-"):
+                found.append(word)
+    return found

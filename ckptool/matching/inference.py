@@ -8,16 +8,23 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptool.matching.accounts import Ledger, OutOfBudget
+from ckptool.matching.contradictions import contradicted
 from ckptool.matching.dominance import Gate
+from ckptool.matching.families import numbers_of
+from ckptool.matching.list_rules import list_rules
 from ckptool.matching.prefixes import accepted_prefixes
 from ckptool.matching.questions import Contested, ambiguities
 from ckptool.matching.replacements import accepted_replacements
 from ckptool.matching.report import Ambiguity
 from ckptool.matching.rule_text import rule_text, segment_text, swap_text
 from ckptool.matching.slots import Slot
-from ckptool.matching.swaps import Swap
+from ckptool.matching.swaps import Swap, is_number
+from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["Inferred", "InferredRule", "applied", "inferred"]
+
+_Accepted = tuple[Swap, dict[str, str]]
+"""A rule, and what it pairs: wanted names with those of the file."""
 
 
 class InferredRule(NamedTuple):
@@ -62,6 +69,10 @@ def inferred(
                     done.append(item)
     if ledger.is_cut_short:
         ledger.renew()
+    for swap, found in contradicted(ledger, done):
+        ledger.take_back(found)
+        done.remove((swap, found))
+        contested.append(Contested(ledger.account(swap)))
     rules = tuple(_rules(ledger, done))
     asked: list[Ambiguity] = []
     with suppress(OutOfBudget):
@@ -86,8 +97,15 @@ def applied(
     )
 
 
-def _rules(ledger: Ledger, done: Iterable[tuple[Swap, dict[str, str]]]) -> Iterable[InferredRule]:
-    """One for each that was accepted, and one for several that replace the same components."""
+def _rules(ledger: Ledger, done: Iterable[_Accepted]) -> Iterable[InferredRule]:
+    """One for each that was accepted, and one for several that replace the same components.
+
+    Also one for a list of which each layer was found by itself: `layer1.` is `layers.1.`.
+    """
+    done = list(done)
+    for rule in _of_lists(ledger, done):
+        done = [(swap, found) for swap, found in done if not rule.pairs.items() >= found.items()]
+        yield rule
     segments: dict[object, list[tuple[Swap, dict[str, str]]]] = {}
     for swap, found in done:
         segments.setdefault(swap.parts[1:], []).append((swap, found))
@@ -103,6 +121,30 @@ def _rules(ledger: Ledger, done: Iterable[tuple[Swap, dict[str, str]]]) -> Itera
             kind = "prefix" if swap.is_prefix else "inferred"
             names = {own: wanted for wanted, own in found.items()}
             yield InferredRule(kind, swap_text(swap), rule_text(swap, names, ledger.have), found)
+
+
+def _of_lists(ledger: Ledger, done: Iterable[_Accepted]) -> Iterable[InferredRule]:
+    """Rules that do what several do, each for a layer whose number stands in a word."""
+    pairs = {
+        wanted: own for swap, found in done if _has_number(swap) for wanted, own in found.items()
+    }
+    if not pairs:
+        return
+    have, want = ledger.have.slots, ledger.want.slots
+    names = {own: wanted for wanted, own in pairs.items()}
+    for text in list_rules({h: have[h] for h in names}, {w: want[w] for w in pairs}):
+        apply = regex_rule(text).apply
+        made = {own: new for own in have if (new := apply(own)) is not None}
+        if made.items() <= names.items():
+            told = text.removeprefix("^").replace(r"(\d+)\.", "*.").replace(r"\1", "*")
+            shown = told.replace("\\", "").replace("=>", " -> ")
+            yield InferredRule("inferred", shown, text, {new: own for own, new in made.items()})
+
+
+def _has_number(swap: Swap) -> bool:
+    """Whether a number stands in a word that it replaces, or by which it does."""
+    words = (part for head in swap.parts[1:] for part in head if part and not is_number(part))
+    return not swap.is_prefix and any(map(numbers_of, words))
 
 
 def _near(ledger: Ledger, swaps: Iterable[Swap]) -> dict[str, str]:

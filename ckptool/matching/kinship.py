@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckptool.matching.accounts import Ledger
+from ckptool.matching.families import Numbers, numbers_of
 from ckptool.matching.slots import Slot
 from ckptool.matching.swaps import MOST_PARTS
 from ckptool.model import Shape
@@ -21,8 +22,6 @@ _MOST_KIN = 8
 
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 """A component that is a number, with the dot before it, where there are dots around the name."""
-
-_Numbers = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class _Ending:
         """Those that have no longer end in common with what is asked for."""
         self.longer: list[_Ending] = []
         self._names: list[str] | None = None
-        self._numbered: dict[_Numbers, list[str]] | None = None
+        self._numbered: dict[Callable[[str], Numbers], dict[Numbers, list[str]]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -108,14 +107,15 @@ class _Ending:
             self._names = parts[0] if len(parts) == 1 else [name for one in parts for name in one]
         return self._names
 
-    def numbered(self, numbers: _Numbers) -> list[str]:
-        if self._numbered is None and len(self.names) <= _MOST_KIN:
-            return [name for name in self.names if _numbers(name) == numbers]
-        if self._numbered is None:
-            self._numbered = {}
+    def numbered(self, numbers: Numbers, count: Callable[[str], Numbers]) -> list[str]:
+        """Those with some numbers, as `count` finds them in a name."""
+        if len(self.names) <= _MOST_KIN:
+            return [name for name in self.names if count(name) == numbers]
+        if count not in self._numbered:
+            self._numbered[count] = {}
             for name in self.names:
-                self._numbered.setdefault(_numbers(name), []).append(name)
-        return self._numbered.get(numbers, [])
+                self._numbered[count].setdefault(count(name), []).append(name)
+        return self._numbered[count].get(numbers, [])
 
 
 _Index = dict[Shape | None, dict[str, _Ending]]
@@ -170,7 +170,8 @@ def _ends(name: str) -> Iterator[str]:
             return
 
 
-def _numbers(name: str) -> _Numbers:
+def _components(name: str) -> Numbers:
+    """The numbers that stand between dots: `fc1` is a word, where all numbers say too much."""
     return tuple(filter(str.isdecimal, name.split(".")))
 
 
@@ -182,19 +183,23 @@ def _rounded(shape: Shape | None) -> Shape | None:
 def _nearest(
     name: str, shape: Shape | None, index: _Index, fits: Callable[[str, str], bool]
 ) -> Kin | None:
-    numbers = _numbers(name)
+    all_numbers, numbers = numbers_of(name), _components(name)
     tables = [table for key in (_rounded(shape), None) if (table := index[key])]
     for end in reversed(list(_ends(name))):
         found = [at for table in tables if (at := table.get(end)) and at.names]
         if not found:
             continue
-        alike = (other for at in found for other in at.numbered(numbers))
+        alike = (other for at in found for other in at.numbered(all_numbers, numbers_of))
         every = (other for at in found for other in at.names)
-        for group in (alike, every):
+        below = (other for at in found for other in at.numbered(numbers, _components))
+        is_crowded = False
+        for group in (alike, every, below):
             seen = list(islice(group, 4 * _MOST_KIN))
             kin = tuple(other for other in seen if other != name and fits(name, other))
             if len(kin) > _MOST_KIN or len(seen) == 4 * _MOST_KIN:
-                return Kin((), crowded=True)
-            if kin:
+                is_crowded = True
+            elif kin:
                 return Kin(kin)
+        if is_crowded:
+            return Kin((), crowded=True)
     return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ckptool.matching.words import are_alike
 from ckptool.paths import printable
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ __all__ = ["ANY_NUMBER", "moved_lists", "renumbered", "respelled_lists"]
 ANY_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """Finds the components of a name that are numbers."""
 
+_DIGITS = re.compile("[0-9]+")
+_DEEPEST = 8
+"""Numbers of a name that are looked at."""
 _MOST_NUMBERS = 8
 """Of a list that has gaps; more nobody reads."""
 _MOST_LISTS = 8
@@ -58,7 +62,10 @@ def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
 
 
 def moved_lists(
-    have: Iterable[str], want: Iterable[str], unused: Iterable[str], missing: Iterable[str]
+    have: Iterable[str],
+    want: Iterable[str],
+    unused: Mapping[str, Slot],
+    missing: Mapping[str, Slot],
 ) -> tuple[str, ...]:
     """Of which lists either side has numbers that the other has not, with both, in words.
 
@@ -68,20 +75,51 @@ def moved_lists(
         {place for name in side for place in _places(name)} for side in (unused, missing)
     )
     both = {start for start, _ in ours} & {start for start, _ in theirs}
-    if not both:
-        return ()
     lists = sorted(both, key=lambda start: (start.count("."), start))
     members = _members(have, both), _members(want, both)
-    told: list[str] = []
+    told: list[tuple[str, str, set[str], set[str]]] = []
     for start in lists:
         mine, wanted = (side[start] for side in members)
-        if mine - wanted and wanted - mine and not any(start.startswith(one) for one in told):
-            told.append(start)
+        if mine - wanted and wanted - mine and not any(start.startswith(one[0]) for one in told):
+            told.append((start, start, mine, wanted))
+    for one in _moved_to_others(unused, missing):
+        if not any(one[0].startswith(own) or one[1].startswith(new) for own, new, *_ in told):
+            told.append(one)
     return tuple(
-        f"{printable(start)}{_shown(members[0][start])} of the file may be "
-        f"{printable(start)}{_shown(members[1][start])} of the model, by other numbers"
-        for start in told[:_MOST_LISTS]
+        f"{printable(own)}{_shown(mine)} of the file may be "
+        f"{printable(new)}{_shown(wanted)} of the model, by other numbers"
+        for own, new, mine, wanted in told[:_MOST_LISTS]
     )
+
+
+def _moved_to_others(
+    unused: Mapping[str, Slot], missing: Mapping[str, Slot]
+) -> Iterator[tuple[str, str, set[str], set[str]]]:
+    """Lists of the file whose layers are like those of one of another name, by other numbers."""
+    ours, theirs = (_lists_by_layers(side) for side in (unused, missing))
+    for layers, lists in ours.items():
+        others = theirs.get(layers, {})
+        for own, mine in islice(lists.items(), _MOST_LISTS):
+            if mine in others.values():
+                continue
+            moved = {new: n for new, n in others.items() if n - mine and mine - n and new != own}
+            if moved:
+                new = max(moved, key=lambda new: are_alike(own, new))
+                yield own, new, mine, moved[new]
+
+
+def _lists_by_layers(side: Mapping[str, Slot]) -> dict[object, dict[str, set[str]]]:
+    """The numbers of each list, outer ones first, by the shapes that its layers have."""
+    lists: dict[str, dict[str, Counter[object]]] = {}
+    for name, slot in side.items():
+        for start, number in _places(name) if slot.shape is not None else ():
+            lists.setdefault(start, {}).setdefault(number, Counter())[slot.shape] += 1
+    found: dict[object, dict[str, set[str]]] = {}
+    for start in sorted(lists, key=lambda start: (start.count("."), start)):
+        if len(lists[start]) > 1:
+            layers = frozenset(frozenset(held.items()) for held in lists[start].values())
+            found.setdefault(layers, {})[start] = {*lists[start]}
+    return found
 
 
 def respelled_lists(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> tuple[str, ...]:
@@ -133,5 +171,6 @@ def _members(names: Iterable[str], lists: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _places(name: str) -> list[tuple[str, str]]:
-    """Where a name has numbers: what stands before each, and the number."""
-    return [(name[: found.start()], found[0]) for found in ANY_NUMBER.finditer(name)]
+    """Where a name has numbers, also in words: what stands before each, and the number."""
+    found = islice(_DIGITS.finditer(name), _DEEPEST)
+    return [(name[: one.start()], one[0]) for one in found]

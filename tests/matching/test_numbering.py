@@ -35,9 +35,55 @@ def test_numbers_with_gaps_are_listed():
     assert found.moved == ("{0,2,4,6} of the file may be {0..3} of the model, by other numbers",)
 
 
+BLOCK = {"attn.qkv.w": (12, 4), "fc1.w": (8, 4), "fc2.w": (4, 8)}
+
+
+def numbered(*forms, rng=range(4), below=BLOCK):
+    return {
+        f"{form.format(n)}.{name}": Slot(shape, "float32")
+        for form in forms
+        for n in rng
+        for name, shape in below.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "rng", "wanted", "told"),
+    [
+        ("layer{}", range(1, 5), "layer{}", "layer{1..4} of the file may be layer{0..3}"),
+        ("layer{}", range(1, 5), "layers.{}", "layer{1..4} of the file may be layers.{0..3}"),
+        ("layers.{}", range(1, 5), "h.{}", "layers.{1..4} of the file may be h.{0..3}"),
+        ("layer{}", range(0, 8, 2), "layer{}", "layer{0,2,4,6} of the file may be layer{0..3}"),
+        ("block_{}", range(1, 5), "layers.{}.0", "block_{1..4} of the file may be layers.{0..3}"),
+        ("layers{}", range(1, 5), "x.layers_{}", "layers{1..4} of the file may be x.layers_{0..3}"),
+    ],
+)
+def test_lists_of_other_names_or_numbers_in_words_are_told_and_no_rule(own, rng, wanted, told):
+    rest = {"embed.w": Slot((9, 4), "float32")}
+    found = matched(rest | numbered(own, rng=rng), rest | numbered(wanted))
+    assert found.report.moved == (f"{told} of the model, by other numbers",)
+    assert {n for n, h in found.pairs.items() if n != h} == set()
+    hint = Allowance().judged(found.report, found.again).remedy
+    assert hint.arguments == ()
+    assert "rules=" not in str(hint)
+
+
+def test_leaves_with_numbers_are_a_list():
+    found = report([f"w{n}" for n in range(1, 5)], [f"w{n}" for n in range(4)])
+    assert found.moved == ("w{1..4} of the file may be w{0..3} of the model, by other numbers",)
+
+
+def test_of_two_lists_the_one_that_is_called_alike_is_told():
+    have = numbered("enc.layers.{}", rng=range(1, 5)) | numbered("dec.layers.{}")
+    found = matched(have, numbered("encoder.layers.{}", "decoder.layers.{}")).report
+    assert found.moved == (
+        "enc.layers.{1..4} of the file may be encoder.layers.{0..3} of the model, by other numbers",
+    )
+
+
 def test_more_layers_on_one_side_are_not_counted_otherwise():
     own, wanted = ([f"layers.{n}.w" for n in range(count)] for count in (8, 4))
-    assert moved_lists(own, wanted, own[4:], []) == ()
+    assert moved_lists(own, wanted, dict.fromkeys(own[4:], Slot((4, 4))), {}) == ()
     assert report(own, [*wanted, "head.w"]).moved == ()
 
 

@@ -1,0 +1,40 @@
+"""What the words in two names have in common."""
+
+import pytest
+
+from ckptool.matching.words import are_alike, are_opposite, words_of
+
+
+def test_words_are_what_is_between_numbers_and_marks():
+    assert words_of("layer2.self_attn.QKVProj3") == ["layer", "self", "attn", "qkvproj"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("enc", "encoder"),
+        ("attn", "self_attention"),
+        ("q", "q_proj"),
+        ("norm1", "norm_2"),
+        ("", "a"),
+    ],
+)
+def test_short_for_one_another_is_alike(one, other):
+    assert are_alike(one, other)
+    assert are_alike(other, one)
+    assert not are_opposite(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("cross_attn", "self_attn"), ("encoder_q", "encoder_k"), ("encoder", "decoder")],
+)
+def test_words_that_are_made_to_be_told_apart_are_opposite(one, other):
+    assert are_opposite(one, other)
+    assert are_opposite(other, one)
+
+
+@pytest.mark.parametrize(("one", "other"), [("backbone", "encoder"), ("fc", "head")])
+def test_other_words_are_neither(one, other):
+    assert not are_alike(one, other)
+    assert not are_opposite(one, other)
