@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptool.matching.accounts import Account, Ledger, Pair
+from ckptool.matching.crossings import Crossings
 from ckptool.matching.dominance import moves_numbers
 from ckptool.matching.numbering import renumbered
 from ckptool.matching.report import Ambiguity
 from ckptool.matching.rule_text import rule_text, segment_text
-from ckptool.matching.swaps import Swap
+from ckptool.matching.swaps import Swap, is_number
+from ckptool.matching.words import are_alike
 
 __all__ = ["Contested", "ambiguities"]
 
@@ -51,10 +53,11 @@ class _Question:
 def ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[Ambiguity]:
     """The questions, each with rules any one of which decides it; of names that nothing meets.
 
-    There are none where they would give numbers to other layers, or guess by a leaf's name alone
-    which of several modules is meant.
+    There are none where they would give numbers to other layers, or one part the name of another,
+    or guess by a leaf's name alone which of several modules is meant.
     """
-    asked = list(_segments(ledger, contested))
+    crossings = Crossings(ledger)
+    asked = list(_segments(ledger, contested, crossings))
     told = {swap for question in asked for swap in question.hits}
     rest = [item for item in contested if item.account.swap not in told]
     asked += _shared(ledger, rest[:_MOST_CONTESTED])
@@ -65,11 +68,13 @@ def ambiguities(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[Ambi
         yield Ambiguity(
             tuple(sorted(question.own, key=ours.__getitem__)),
             tuple(sorted(question.wanted, key=theirs.__getitem__)),
-            question.rules or tuple(_deciding(ledger, question)),
+            question.rules or tuple(_deciding(ledger, question, crossings)),
         )
 
 
-def _segments(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[_Question]:
+def _segments(
+    ledger: Ledger, contested: Iterable[Contested], crossings: Crossings
+) -> Iterator[_Question]:
     """One for rules without rivals that replace the same components in several places."""
     segments: dict[object, list[Swap]] = {}
     for item in contested:
@@ -81,7 +86,7 @@ def _segments(ledger: Ledger, contested: Iterable[Contested]) -> Iterator[_Quest
             question.add(swap, ledger.hits(ledger.account(swap)))
         names = {h: w for hits in question.hits.values() for h, w in hits}
         hits = [pair for found in question.hits.values() for pair in found]
-        if not _is_safe(ledger, swaps[0], hits):
+        if crossings.is_one(swaps[0]) or not _is_safe(ledger, swaps[0], hits):
             continue
         if len(swaps) > 1 and (text := segment_text(swaps[0], names, ledger.have)):
             question.rules = (text,)
@@ -108,23 +113,39 @@ def _shared(ledger: Ledger, contested: Sequence[Contested]) -> list[_Question]:
     return questions
 
 
-def _deciding(ledger: Ledger, question: _Question) -> Iterator[str]:
-    by_size = sorted(question.hits, key=lambda swap: -len(question.hits[swap]))
+def _deciding(ledger: Ledger, question: _Question, crossings: Crossings) -> Iterator[str]:
+    """Rules between names that are alike first, then those of most names."""
+    by_size = sorted(
+        question.hits, key=lambda swap: (not _is_alike(swap), -len(question.hits[swap]))
+    )
     for swap in by_size[:_MOST_RULES]:
         hits = question.hits[swap]
-        if _is_safe(ledger, swap, hits) and (text := rule_text(swap, dict(hits), ledger.have)):
+        if crossings.is_one(swap) or not _is_safe(ledger, swap, hits):
+            continue
+        if text := rule_text(swap, dict(hits), ledger.have):
             yield text
+
+
+def _is_alike(swap: Swap) -> bool:
+    old, new = (".".join(part or "" for part in head) for head in swap.parts[1:])
+    return are_alike(old, new)
 
 
 def _is_safe(ledger: Ledger, swap: Swap, hits: Sequence[Pair]) -> bool:
     """Whether a rule that the user is told of can be wrong only in what names do not tell."""
-    if moves_numbers(hits) or renumbered(ledger, ledger.account(swap)):
+    if moves_numbers(hits) or renumbered(ledger, ledger.account(swap)) or _is_of_a_layer(swap):
         return False
     if all(_ends_alike(*pair) for pair in hits):
         return True
     if swap.is_prefix and not all("." in own and "." in wanted for own, wanted in hits):
         return True
     return not any(map(_are_several, ledger.left()))
+
+
+def _is_of_a_layer(swap: Swap) -> bool:
+    """Whether it takes one of a list out of it: `blocks.0.` taken off."""
+    head = swap.old or swap.new
+    return swap.is_prefix and not all(map(is_number, head)) and any(map(is_number, head))
 
 
 def _ends_alike(own: str, wanted: str) -> bool:
