@@ -135,10 +135,19 @@ def _of_lists(ledger: Ledger, done: Iterable[_Accepted]) -> Iterable[InferredRul
     for text in list_rules({h: have[h] for h in names}, {w: want[w] for w in pairs}):
         apply = regex_rule(text).apply
         made = {own: new for own in have if (new := apply(own)) is not None}
-        if made.items() <= names.items():
+        if all(_may_be(ledger, *pair) for pair in made.items()):  # of many, some were looked at
+            found = {new: own for own, new in made.items()}
+            ledger.meet({new: own for new, own in found.items() if new not in ledger.pairs})
             told = text.removeprefix("^").replace(r"(\d+)\.", "*.").replace(r"\1", "*")
             shown = told.replace("\\", "").replace("=>", " -> ")
-            yield InferredRule("inferred", shown, text, {new: own for own, new in made.items()})
+            yield InferredRule("inferred", shown, text, found)
+
+
+def _may_be(ledger: Ledger, own: str, wanted: str) -> bool:
+    """Whether one is known to be the other, or both are left and fit."""
+    if own in ledger.met or wanted in ledger.pairs:
+        return ledger.met.get(own) == wanted
+    return wanted in ledger.want.slots and ledger.fits(own, wanted)
 
 
 def _has_number(swap: Swap) -> bool:

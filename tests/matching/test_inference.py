@@ -537,3 +537,15 @@ def test_where_the_budget_ends_what_is_known_is_told(monkeypatch, budget):
     assert result.is_cut_short or budget >= 10_000
     for rule in result.rules:
         assert rule.pairs.items() <= every[rule.text].items()
+
+
+@pytest.mark.parametrize("count", [2, 700])
+def test_a_list_whose_numbers_stand_in_words_is_one_rule_however_long_it_is(count):
+    below = {"qkv.w": (24, 8), "proj.w": (8, 8), "up.w": (32, 8), "down.w": (8, 32)}
+    have, want = (
+        slots({f"{front}{n}.{name}": shape for n in range(count) for name, shape in below.items()})
+        for front in ("layer", "layers.")
+    )
+    (rule,) = found(have, want).rules
+    assert (rule.text, rule.rule) == ("layer*. -> layers.*.", r"^layer(\d+)\.=>layers.\1.")
+    assert rule.pairs == dict(zip(want, have, strict=True))
