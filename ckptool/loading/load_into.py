@@ -135,7 +135,14 @@ def load_into(
             state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
             match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
             installation = Installation(
-                model, target, state, match, allowance, assign=assign, mapped=mapped
+                model,
+                target,
+                state,
+                match,
+                allowance,
+                assign=assign,
+                mapped=mapped,
+                optimizers=_layers(optimizer),
             )
             report, between = match.report, None
             if optimizer is not None:
@@ -192,6 +199,15 @@ def _check_optimizer(optimizer: Any, installation: Installation) -> None:
             "the optimizer is over parameters that others take the place of",
             hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
         )
+
+
+def _layers(optimizer: Any) -> Iterable[Any]:
+    """An optimizer, and those that it wraps."""
+    if optimizer is None:
+        return ()
+    from ckptool.loading.optimizers.undo import layers  # seldom needed
+
+    return layers(optimizer)
 
 
 def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:

@@ -45,6 +45,14 @@ class Net(nn.Module):
         self.tied = self.head
 
 
+class Plain(Net):
+    """Without code of its own: what is filled waits for the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = nn.Linear(2, 2)
+
+
 class Custom(Exception):
     pass
 
@@ -53,6 +61,12 @@ class Custom(Exception):
 def file(tmp_path):
     torch.save(Net().state_dict(), tmp_path / "f.pth")
     return tmp_path / "f.pth"
+
+
+@pytest.fixture
+def plain(tmp_path):
+    torch.save(Plain().state_dict(), tmp_path / "p.pth")
+    return tmp_path / "p.pth"
 
 
 def raising(error):
@@ -249,23 +263,23 @@ def failing_in_the_end(monkeypatch, *, kept):
     monkeypatch.setattr(installing, "fill", fill)
 
 
-def test_a_disk_that_fails_when_the_model_is_half_filled(file, monkeypatch):
-    model = Net()
+def test_a_disk_that_fails_when_the_model_is_half_filled(plain, monkeypatch):
+    model = Plain()
     untouched = Untouched(model)
     failing_in_the_end(monkeypatch, kept=True)
     with pytest.raises(UnreadableFile, match="the disk is gone"):
-        load_into(model, file)
+        load_into(model, plain)
     untouched.check()
 
 
-def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(file, monkeypatch):
+def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(plain, monkeypatch):
     failing_in_the_end(monkeypatch, kept=False)
     with pytest.raises(UnreadableFile, match="the model is filled in part: the disk is gone"):
-        load_into(Net(), file)
+        load_into(Plain(), plain)
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_device_that_fails_in_the_end(file, monkeypatch, kept):
+def test_a_device_that_fails_in_the_end(plain, monkeypatch, kept):
     def fill(fills):
         reading.fill([*fills][:1])
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -273,10 +287,10 @@ def test_a_device_that_fails_in_the_end(file, monkeypatch, kept):
     monkeypatch.setattr(installing, "fill", fill)
     if not kept:
         monkeypatch.setattr(installing, "_COPIED", 0)
-    model = Net()
+    model = Plain()
     untouched = Untouched(model)
     with pytest.raises(RuntimeError if kept else ckptool.CheckpointError) as caught:
-        load_into(model, file)
+        load_into(model, plain)
     if kept:
         untouched.check()
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ckptool.loading.live.spreading import spread_like, without_hidden
 from ckptool.loading.live.torch_loading import is_exact, torch_load
 from ckptool.loading.live.undoing import Snapshot, held_back
 from ckptool.loading.live.unread import UnreadDict
-from ckptool.loading.live.watching import Watch, watched
+from ckptool.loading.live.watching import Watch, runs_code, watched
 from ckptool.matching import Allowance, Match
 from ckptool.paths import listed, printable
 
@@ -53,12 +53,14 @@ class Installation:
         *,
         assign: bool | None = None,
         mapped: bool = False,
+        optimizers: Iterable[Any] = (),
     ) -> None:
         """Decide how each tensor gets its elements; the match has been accepted.
 
         On the meta device, and with `assign`, it is another tensor that takes its place. A plain
         tensor is filled straight from the file where nobody wants it in the state dict. The rest is
         up to torch: it gets tensors that are made of the file. `mapped`: the state maps the file.
+        `optimizers` are loaded before the end, and may have code that looks at the model.
 
         Raises:
             UsageError: tensors on the meta device are not to be assigned.
@@ -67,7 +69,6 @@ class Installation:
         self._allowance = allowance
         self.report = match.report
         """What is loaded; when it is done, with what the model's hooks made of it."""
-        self._watch = watched(model)
         self._assign, self._mapped = assign, mapped
         entries, pairs = target.entries, match.pairs
         kept = (name for name, _ in match.report.kept)  # hooks may fill those
@@ -83,6 +84,8 @@ class Installation:
             )
         self.assigned = frozenset(id(entries[name]) for name in self._assigned)
         """The `id`s of the tensors that others take the place of."""
+        self._runs_code = runs_code(model, assigns=bool(self._assigned), optimizers=optimizers)
+        self._watch = watched(model, by_all=self._runs_code)
         self._storages: set[int] | None = None
         self._fills = Fills(self._filled(frozenset(self._assigned)), self._watch)
         self._copies_all = self._fills.late_bytes <= _COPIED
@@ -117,7 +120,7 @@ class Installation:
         filled = False
         try:
             with together.reached():
-                self._load(given, snapshot)
+                self._load(given)
                 undo = between() if between is not None else None
             with held_back():
                 with together.reached("" if self._copies_all else _IN_PART):
@@ -152,7 +155,8 @@ class Installation:
             source = self._state.value(own) if ref is None else ref
             if can_fill(tensor, source) and not self._is_own(source):
                 found.setdefault(id(tensor), Fill(own, tensor, source))
-        alone = apart(one.tensor for one in found.values())
+        held = (entries[name] for name in self._match.pairs if name in entries)
+        alone = apart(one for one in held if memory_of(one) is not None and not one.is_meta)
         return [one for key, one in found.items() if key in alone]
 
     def _is_own(self, source: Any) -> bool:
@@ -223,7 +227,12 @@ class Installation:
             raise self._refused(f"{printable(name)}: {error}") from error
 
     def _copied(self) -> Callable[[torch.Tensor], bool]:
-        """Which tensors must be copied to be put back: all that is written to before the end."""
+        """Which tensors must be copied to be put back: all that is written to before the end.
+
+        Code may write to any, those too that others take the place of.
+        """
+        if self._runs_code:
+            return lambda tensor: True
         if self._copies_all:
             return lambda tensor: id(tensor) not in self.assigned
         given = {id(self._target.entries.get(name)) for name in self._match.pairs} - self.assigned
@@ -231,7 +240,7 @@ class Installation:
         alone.update(id(one.tensor) for one in self._fills.late)
         return lambda tensor: id(tensor) not in alone
 
-    def _load(self, given: OrderedDict[str, Any], snapshot: Snapshot) -> None:
+    def _load(self, given: OrderedDict[str, Any]) -> None:
         """Have torch load what it is given, with all that hooks do."""
         found = metadata_for(self._state, self._target, self._match)
         metadata = {path: dict(held) for path, held in (found or {}).items()}
@@ -241,7 +250,7 @@ class Installation:
             if not self.assigned.isdisjoint(id(tensor) for _, tensor in held):
                 metadata.setdefault(path, {})["assign_to_params_buffers"] = True
                 real.extend((module, *one) for one in held)
-        visitor = self._fills.visitor(snapshot, self._state.value)
+        visitor = self._fills if self._fills.are_seen else None
         try:
             missing, unexpected = torch_load(
                 self._model, given, metadata or None, visitor, exact=is_exact(self._match.report)
@@ -251,7 +260,6 @@ class Installation:
             if not told.startswith("Error(s) in loading state_dict"):
                 raise
             raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
-        self._fills.end()
         if not self._assign:
             self._copy_into_real(real)
         self._check_answer(missing, unexpected)

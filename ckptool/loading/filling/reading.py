@@ -210,7 +210,7 @@ def _stage(one: Fill, ref: TensorRef) -> None:
     """Cast, move or rearrange the elements on their way, block by block."""
     import torch
 
-    target = one.tensor.detach()
+    target = one.tensor.data  # counts no versions: torch's own copy, onto itself, is counted
     count = _BLOCK if target.device.type == "cpu" else _SENT
     staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
     stream = _Stream(ref)
@@ -226,7 +226,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     import torch
 
     with torch.no_grad():
-        target.detach().copy_(source.detach().reshape(target.shape))
+        target.data.copy_(source.detach().reshape(target.shape))
 
 
 class _Stream:

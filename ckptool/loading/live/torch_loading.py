@@ -29,9 +29,6 @@ class Visitor(Protocol):
     def before(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Its own tensors are loaded next, of `state`, in which their names begin with `prefix`."""
 
-    def after(self, module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """They are, and its extra state is set; what is inside is loaded next, of `state` too."""
-
 
 def torch_load(
     model: torch.nn.Module,
@@ -125,16 +122,14 @@ class _Walk:
             self._unexpected,
             self._errors,
         )
-        if self._visitor is not None:
-            self._visitor.after(module, state, prefix)
-        inside: dict[str, dict[str, Any]] = {}
+        inside, changes = _inside(state, prefix), 0
         if isinstance(state, UnreadDict):
             self._parts.append(weakref.ref(state))
-        for name, value in raw(state):
-            if name.startswith(prefix):
-                inside.setdefault(name[len(prefix) :].partition(".")[0], {})[name] = value
+            changes = state.changes
         for name, child in module._modules.items():
             if child is not None:
+                if isinstance(state, UnreadDict) and state.changes != changes:
+                    inside, changes = _inside(state, prefix), state.changes  # by who has kept it
                 part = inside.get(name, {})
                 if isinstance(state, UnreadDict):
                     part = UnreadDict(part)
@@ -152,3 +147,12 @@ class _Walk:
             part = one()
             if part is not None:
                 part.read()
+
+
+def _inside(state: dict[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """What is for each child of a module."""
+    inside: dict[str, dict[str, Any]] = {}
+    for name, value in raw(state):
+        if name.startswith(prefix):
+            inside.setdefault(name[len(prefix) :].partition(".")[0], {})[name] = value
+    return inside

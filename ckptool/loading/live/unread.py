@@ -49,6 +49,24 @@ class _Values(ValuesView[Any]):
 class UnreadDict(OrderedDict[str, Any]):
     """A dict like any other, for code that asks it; `raw` has its items without reading them."""
 
+    changes = 0
+    """How often anything in it was changed."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Put a value in, which is a change."""
+        self.changes += 1
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        """Take one out, which is a change."""
+        self.changes += 1
+        super().__delitem__(name)
+
+    def clear(self) -> None:
+        """Take all out, which is a change."""
+        self.changes += 1
+        super().clear()
+
     def read(self) -> None:
         """Read all that is left: it is kept longer than its file is open."""
         for name in self:
@@ -78,6 +96,7 @@ class UnreadDict(OrderedDict[str, Any]):
 
     def popitem(self, last: bool = True) -> tuple[str, Any]:
         """The last item, or the first, that is no longer in it."""
+        self.changes += 1
         name, value = super().popitem(last)
         return name, value.value() if type(value) is Unread else value
 

@@ -164,17 +164,18 @@ def test_what_is_held_beside_a_model(tmp_path, monkeypatch):
         return held_beside(model, tmp_path / "f.pth", monkeypatch)
 
     assert beside(Block(Block(leaf()), leaf())) == 0
-    assert beside(Extra(Block(leaf()), leaf())) == OWN + 8  # what no file has is kept, to be sure
-    assert beside(Extra(Extra(leaf()), leaf())) == 2 * OWN
-    after = Block(Block(leaf()), leaf())
-    after.register_load_state_dict_post_hook(lambda *_: None)
-    assert beside(after) == bytes_of(after)
-    inside = Block(Block(leaf()), leaf())
-    inside.c0.register_load_state_dict_post_hook(lambda *_: None)
-    assert beside(inside) == bytes_of(inside.c0)
+    for kind, path in ((Extra, None), (Block, ""), (Block, "c0")):  # whatever is looked at
+        after = kind(Block(leaf()), leaf())
+        if path is not None:
+            after.get_submodule(path).register_load_state_dict_post_hook(lambda *_: None)
+        assert beside(after) == bytes_of(after)
     before = Block(Block(leaf()), leaf())
     before._register_load_state_dict_pre_hook(lambda state, *_: state["c1.bias"].shape)
     assert beside(before) == bytes_of(before) + 4 * SIZE + OWN - 8  # what is asked for, and its own
+    normed = Block(nn.utils.parametrizations.weight_norm(leaf()), leaf())
+    assert beside(normed) == 0  # code of torch's own, which changes names
+    spectral = Block(nn.utils.spectral_norm(leaf()), leaf())
+    assert beside(spectral) == 2 * bytes_of(spectral.c0)
     averaged = torch.optim.swa_utils.AveragedModel(Block(Block(leaf()), leaf()))
     assert beside(averaged) == 0
 

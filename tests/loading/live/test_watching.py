@@ -5,15 +5,15 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ckptool.loading.live.watching import Watch, overrides_loading, watched
+from ckptool.loading.live.watching import Watch, overrides_loading, runs_code, watched
 
 
 def net():
     return nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), nn.Linear(1, 1))
 
 
-def watches(model):
-    found = watched(model)
+def watches(model, by_all=False):
+    found = watched(model, by_all=by_all)
     every = [*model.named_parameters(), *model.named_buffers()]
     return {name: found[id(tensor)] for name, tensor in every}
 
@@ -33,15 +33,15 @@ def test_a_plain_model_is_not_watched():
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_watches_its_module_and_what_is_inside(when):
+def test_a_hook_may_look_at_anything(when):
     model = net()
+    assert not runs_code(model)
     getattr(model[0], f"register_load_state_dict_{when}_hook")(lambda *_: None)
-    assert names(model) == {"1.weight", "1.bias"}
-    getattr(model, f"register_load_state_dict_{when}_hook")(lambda *_: None)
-    assert names(model) == set()
+    assert runs_code(model)
+    assert watches(model, by_all=True)["1.weight"] is Watch.AFTER
 
 
-def test_a_loading_of_its_own_and_an_extra_state_watch():
+def test_a_loading_of_its_own_and_an_extra_state_are_code():
     class Own(nn.Linear):
         def _load_from_state_dict(self, *rest):
             super()._load_from_state_dict(*rest)
@@ -50,13 +50,58 @@ def test_a_loading_of_its_own_and_an_extra_state_watch():
         def set_extra_state(self, state):
             pass
 
+    class Setting(nn.Linear):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+
+    assert runs_code(nn.Sequential(Own(1, 1)))
+    assert runs_code(nn.Sequential(Extra(1, 1)))
+    assert watches(nn.Sequential(Own(1, 1)))["0.bias"] is Watch.BEFORE
+    assert not runs_code(Setting(1, 1))
+    assert runs_code(Setting(1, 1), assigns=True)
     plain = nn.Linear(1, 1)
-    model = nn.Sequential(Own(1, 1), Extra(1, 1), nn.LazyLinear(1), plain)
-    assert names(model) == {"3.weight", "3.bias"}
-    assert watches(model)["0.bias"] is watches(model)["2.weight"] is Watch.BEFORE
-    assert watches(model)["1.bias"] is Watch.AFTER
     plain._load_from_state_dict = plain._load_from_state_dict
-    assert names(model) == set()
+    assert runs_code(plain)
+    assert watches(plain)["bias"] is Watch.BEFORE
+
+
+def test_a_class_of_tensors_may_be_code():
+    class Plain(nn.Parameter):
+        pass
+
+    class Asked(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    for kind, runs in ((Plain, False), (Asked, True)):
+        model = nn.Linear(1, 1)
+        model.weight = kind(torch.ones(1, 1))
+        assert runs_code(model) is runs
+
+
+def test_code_of_torchs_own_looks_at_its_module_alone():
+    lazy = nn.Sequential(nn.LazyLinear(1), nn.Linear(1, 1))
+    assert not runs_code(lazy)
+    assert watches(lazy)["0.weight"] is Watch.BEFORE
+    assert watches(lazy)["1.weight"] is Watch.NONE
+    normed = nn.Sequential(nn.utils.spectral_norm(nn.Linear(1, 1)), nn.Linear(1, 1))
+    assert not runs_code(normed)
+    assert names(normed) == {"1.weight", "1.bias"}
+    named = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(1, 1)))
+    assert not runs_code(named)
+    assert len(names(named)) == 3
+    other = nn.Linear(1, 1)
+    named.register_load_state_dict_post_hook(other.register_forward_hook)  # torch's, of another
+    assert runs_code(named)
+
+
+def test_an_optimizer_with_hooks_may_look_at_the_model():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    assert not runs_code(model, optimizers=[optimizer])
+    optimizer.register_load_state_dict_post_hook(lambda *_: None)
+    assert runs_code(model, optimizers=[optimizer])
 
 
 def test_a_module_in_two_places_is_watched_where_one_of_them_is():
@@ -65,32 +110,6 @@ def test_a_module_in_two_places_is_watched_where_one_of_them_is():
     watching.register_load_state_dict_pre_hook(lambda *_: None)
     model.append(watching)
     assert names(model) == {name for name in names(net()) if name.startswith("0.")}
-
-
-class Extra(nn.Sequential):
-    def set_extra_state(self, state):
-        pass
-
-
-def test_a_hook_after_loading_sees_less_than_one_before():
-    model = net()
-    model.register_load_state_dict_post_hook(lambda *_: None)
-    model[0].register_load_state_dict_pre_hook(lambda *_: None)
-    found = watches(model)
-    assert {name for name in found if found[name] is Watch.BEFORE} == {
-        name for name in found if name.startswith("0.")
-    }
-    assert found["1.weight"] is found["1.bias"] is Watch.AFTER
-
-
-def test_an_extra_state_has_to_do_with_its_own_module_alone():
-    model = Extra(net(), Extra(nn.Linear(1, 1)))
-    model.register_buffer("own", torch.ones(1))
-    found = watches(model)
-    assert found.pop("own") is Watch.AFTER
-    assert set(found.values()) == {Watch.ABOVE}
-    model[1].register_load_state_dict_post_hook(lambda *_: None)
-    assert watches(model)["1.0.weight"] is Watch.AFTER
 
 
 def test_the_hooks_of_activation_checkpointing_change_names_alone():
