@@ -9,6 +9,7 @@ from functools import partial
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.matching.again import Again
+from ckptool.matching.folding import folded
 from ckptool.matching.globs import globs_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import printable
@@ -23,7 +24,11 @@ __all__ = [
     "allowing",
     "allowing_all",
     "by_torch",
+    "by_who_wrote_it",
     "deciding",
+    "doubted",
+    "either",
+    "elsewhere",
     "is_named_otherwise",
     "is_of_another",
     "may_be_asked",
@@ -152,6 +157,7 @@ def tried(
         mismatched=(*mismatched, *(one for one in after.mismatched if one.name not in apart)),
         ambiguous=after.ambiguous,
         respelled=after.respelled,
+        reformed=after.reformed,
         fitting=report.fitting + after.fitting - before.fitting,
     )
 
@@ -204,6 +210,42 @@ def is_named_otherwise(report: MatchReport, again: Again | None, share: float = 
     ours, theirs = (Counter(slot.shape for slot in side.values()) for side in again.unmet(report))
     met = sum(count for shape, count in (ours & theirs).items() if shape not in _NAMED)
     return met > share * len(report.missing_keys)
+
+
+def elsewhere(report: MatchReport, again: Again | None) -> list[str]:
+    """Names that the model lacks and the file may have under others.
+
+    Those of modules of which the file has as many of every shape left over.
+    """
+    if again is None:
+        return []
+    ours, theirs = again.unmet(report)
+    left, wanted = (Counter(slot.shape for slot in side.values()) for side in (ours, theirs))
+    sure = {
+        name.rpartition(".")[0]
+        for name, slot in theirs.items()
+        if slot.shape not in _NAMED and left[slot.shape] < wanted[slot.shape]
+    }
+    telling = {name.rpartition(".")[0] for name in theirs if theirs[name].shape not in _NAMED}
+    return [name for name in theirs if name.rpartition(".")[0] in telling - sure]
+
+
+def either(question: Remedy, allowed: Remedy) -> Remedy:
+    """The way to decide a question, and what to allow where it is decided otherwise."""
+    other = Remedy(allowed.arguments, " where it is not")
+    return Remedy(instead=(question, other) if allowed.arguments else (question,))
+
+
+def doubted(names: Sequence[str], allowed: Remedy) -> Remedy:
+    """What helps where such names may be in the file under others: allowing them comes last."""
+    lead = f"{folded(names)} may be in the file under another name: "
+    return either(Remedy((ANY_RULE,)), allowed)._replace(lead=lead)
+
+
+def by_who_wrote_it(maker: str, other: Remedy) -> Remedy:
+    """What loads the file as those do who wrote it, before what else there is to be tried."""
+    others = (other._replace(instead=()), *other.instead) if not other.lead else ()
+    return Remedy(note=maker, instead=tuple(one for one in others if one.arguments))
 
 
 def naming(report: MatchReport, again: Again | None) -> Remedy:

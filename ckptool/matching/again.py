@@ -18,6 +18,8 @@ class Again(NamedTuple):
     have: Mapping[str, Slot]
     """All that the file has."""
     want: Mapping[str, Slot]
+    maker: str = ""
+    """What loads the file as those do who wrote it, in words; empty: nothing that is known."""
 
     def __call__(self, rules: Sequence[str]) -> MatchReport:
         """The report with these rules."""

@@ -12,7 +12,11 @@ from ckptool.matching.advice import (
     allowing,
     allowing_all,
     by_torch,
+    by_who_wrote_it,
     deciding,
+    doubted,
+    either,
+    elsewhere,
     is_named_otherwise,
     is_of_another,
     may_be_asked,
@@ -25,6 +29,7 @@ from ckptool.matching.again import Again
 from ckptool.matching.change_rules import escaped
 from ckptool.matching.folding import folded, folded_within, labels
 from ckptool.matching.list_rules import list_rules
+from ckptool.matching.nested_rules import nested_rules
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Argument, Remedy, together
@@ -94,12 +99,14 @@ def judged(
     problems = tuple(found)
     if problems and untried:
         return Judgement(problems, by_torch(untried))
-    if report.moved and _moved(report, problems):
-        return Judgement(problems, renumbering(_of(problems, "missing", "unexpected")))
-    if problems and asked:
+    if (problems and asked and not (report.moved or _is_reformed(report, problems))) or of_lists:
         beside = _of(problems, "untied", "lossy-cast", "optimizer")
-        return Judgement(problems, together((question, beside)))
-    return Judgement(problems, _helping(report, problems, again))
+        remedy = together((question, beside))
+    else:
+        remedy = _helping(allowance, report, problems, again)
+    if missing and unexpected and again is not None and again.maker:
+        remedy = by_who_wrote_it(again.maker, remedy)
+    return Judgement(problems, remedy)
 
 
 def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
@@ -121,9 +128,14 @@ def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
 
 def _for_lists(allowance: Allowance, report: MatchReport, again: Again | None) -> Remedy:
     """The rules for whole lists, and what has to be allowed then; nothing where they do no good."""
-    rules = list_rules(*again.unmet(report)) if again is not None else ()
-    rest = _rest(allowance, report, rules, again) if rules else None
-    return _NONE if rest is None else Remedy((("rules", rules), *rest.arguments), rest.note)
+    if again is None:
+        return _NONE
+    left = again.unmet(report)
+    for rules in dict.fromkeys(list_rules(*left, fold=fold) for fold in (True, False)):
+        rest = _rest(allowance, report, rules, again) if rules else None
+        if rest is not None:
+            return Remedy((("rules", rules), *rest.arguments), rest.note)
+    return _NONE
 
 
 def _rest(
@@ -138,7 +150,8 @@ def _rest(
         return None
     missing, unexpected, mismatched, unclear = allowance.refused(report)
     own, wanted = (again.have, again.want) if again is not None else ((), ())
-    if may_be_asked(report, unclear) or (report.respelled and missing):
+    other = report.respelled or (report.reformed and unexpected)
+    if may_be_asked(report, unclear) or (other and missing):
         return _MORE
     remedies: list[Remedy] = []
     told: list[str] = []
@@ -146,7 +159,7 @@ def _rest(
         told.append(f"passes over {folded_within(unexpected)}")
         remedies.append(allowing("allow_unexpected", unexpected, own))
     if missing:
-        if unexpected and is_named_otherwise(report, again, _MOST):
+        if unexpected and elsewhere(report, again):
             return _MORE
         told.append(f"leaves {folded_within(missing)} as the model has it")
         remedies.insert(0, allowing("allow_missing", missing, wanted))
@@ -268,7 +281,7 @@ def _are(many: Sized) -> str:
 def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
     """The lists that may be counted otherwise, where that is why names are left."""
     asked = {problem.kind for problem in problems}
-    told = report.moved or report.respelled
+    told = report.moved or [text for text, _ in report.reformed] or report.respelled
     return listed(told, 2) if told and asked & {"missing", "unexpected"} else ""
 
 
@@ -298,10 +311,16 @@ def _of(problems: Iterable[Problem], *kinds: str) -> Remedy:
     return allowing_all([one.remedy for one in problems if one.kind in kinds])
 
 
-def _helping(report: MatchReport, problems: Sequence[Problem], again: Again | None) -> Remedy:
+def _helping(
+    allowance: Allowance, report: MatchReport, problems: Sequence[Problem], again: Again | None
+) -> Remedy:
     """What helps where no rule is likely: all that would have to be allowed, if it can be told."""
     kinds = {problem.kind: problem for problem in reversed(problems)}
     question, share = kinds.get("ambiguous"), kinds.get("coverage")
+    if report.moved and _moved(report, problems):
+        return renumbering(_of(problems, "missing", "unexpected"))
+    if _is_reformed(report, problems):
+        return Remedy(note="; ".join(dict.fromkeys(helps for _, helps in report.reformed)))
     if share is not None and share.remedy:
         return share.remedy
     if is_of_another(report) and "unexpected" in kinds:
@@ -312,13 +331,40 @@ def _helping(report: MatchReport, problems: Sequence[Problem], again: Again | No
     if report.respelled and "missing" in kinds:  # allowed, they would stay as they are at random
         return question.remedy if question is not None and question.remedy else BELOW
     allowed = allowing_all(remedies)
-    if question is not None and question.remedy:
-        return allowed._replace(instead=(deciding(question.remedy),))
     if not {"missing", "unexpected"} <= kinds.keys():
         return allowed
+    doubts = elsewhere(report, again)
+    if question is not None and question.remedy:
+        asked = deciding(question.remedy)
+        if not doubts:
+            return allowed._replace(instead=(asked,))
+        return either(asked, allowed)
+    if doubts:
+        return _elsewhere(allowance, report, again, allowed, doubts)
+    return allowed._replace(instead=(_RENAMING,)) if allowed.arguments else allowed
+
+
+def _elsewhere(
+    allowance: Allowance,
+    report: MatchReport,
+    again: Again | None,
+    allowed: Remedy,
+    doubts: Sequence[str],
+) -> Remedy:
+    """What helps where the file may have, under another name, what the model lacks."""
+    rules = nested_rules(*again.unmet(report)) if again is not None else ()
+    rest = _rest(allowance, report, rules, again) if rules else None
+    if rest is not None:
+        return Remedy((("rules", rules), *rest.arguments), rest.note)
     if is_named_otherwise(report, again, _MOST) and len(_modules(report.missing_keys)) > 1:
         return naming(report, again)
-    return allowed._replace(instead=(_RENAMING,)) if allowed.arguments else allowed
+    return doubted(doubts, allowed)
+
+
+def _is_reformed(report: MatchReport, problems: Iterable[Problem]) -> bool:
+    """Whether what is left has another form, and no allowance would load it."""
+    kinds = {problem.kind for problem in problems}
+    return bool(report.reformed) and {"missing", "unexpected"} <= kinds
 
 
 def _modules(names: Iterable[str]) -> set[str]:

@@ -11,10 +11,12 @@ from ckptool.matching.change_rules import Others, below, escaped, moved_head, re
 from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.counting import casts_of, counted
+from ckptool.matching.forms import reformed
 from ckptool.matching.numbering import moved_lists, respelled_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
+from ckptool.matching.shifts import moved_parts
 from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, spelled
 from ckptool.matching.stations import Stations
@@ -112,6 +114,7 @@ def matched(
         ambiguous=matching.ambiguities(),
         moved=matching.moved(),
         respelled=matching.respelled(),
+        reformed=matching.reformed(),
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
         notes=(*idle, *matching.notes),
@@ -295,12 +298,22 @@ class _Matching:
     def moved(self) -> tuple[str, ...]:
         """Lists whose numbers may mean other layers, in words."""
         own, wanted = self._left()
-        return moved_lists(self.files, self.wanted, own, wanted) if own and wanted else ()
+        if not (own and wanted):
+            return ()
+        return moved_lists(self.files, self.wanted, own, wanted) or moved_parts(
+            self.files, self.wanted, own, wanted
+        )
 
     def respelled(self) -> tuple[str, ...]:
         """Lists that are called otherwise below their numbers, in words."""
         own, wanted = self._left()
         return respelled_lists(own, wanted) if own and wanted else ()
+
+    def reformed(self) -> tuple[tuple[str, str], ...]:
+        """What the file has in another form, and what helps, in words."""
+        own, wanted = self._left()
+        whole = not self._found
+        return reformed(own, wanted, self.wanted, as_a_whole=whole) if own and wanted else ()
 
     def _left(self) -> tuple[dict[str, Slot], dict[str, Slot]]:
         """What of either side nothing meets, by its bare names."""

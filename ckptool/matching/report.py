@@ -131,6 +131,9 @@ class MatchReport:
     respelled: tuple[str, ...] = ()
     """Lists of layers of which the file has all that the model lacks, by shapes and numbers, in
     words: the names below the numbers are others."""
+    reformed: tuple[tuple[str, str], ...] = ()
+    """What the file has of the model in another form, and what helps, in words: a parametrization
+    on one side alone, one tensor for several."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Names of the file that no model takes, each with the reason: an average's counter."""
     kept: tuple[tuple[str, str], ...] = ()
@@ -191,6 +194,7 @@ class MatchReport:
             "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
             "moved": list(self.moved),
             "respelled": list(self.respelled),
+            "reformed": [{"text": text, "helps": helps} for text, helps in self.reformed],
             "left_out": [{"name": name, "reason": reason} for name, reason in self.left_out],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
             "optimizer": self.optimizer and self.optimizer.to_dict(),

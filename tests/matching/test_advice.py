@@ -9,6 +9,9 @@ from ckptool.matching.advice import (
     SCATTERED,
     allowing,
     allowing_all,
+    by_who_wrote_it,
+    doubted,
+    elsewhere,
     is_named_otherwise,
     is_of_another,
     may_be_asked,
@@ -177,3 +180,32 @@ def test_where_shapes_meet_under_other_names_it_is_of_no_other_model():
     assert not is_named_otherwise(report, None)
     assert str(naming(report, asked(have, want))).startswith("what is left on both sides has the")
     assert naming(report, None) is OTHER
+
+
+def test_a_module_is_doubted_of_which_the_file_has_all_shapes_left_over():
+    have = {"x.w": Slot((4, 4)), "x.b": Slot((4,)), "n": Slot(())}
+    want = {"a.w": Slot((4, 4)), "a.b": Slot((4,)), "c.w": Slot((5, 4)), "c.b": Slot((1,))}
+    report = MatchReport(missing_keys=list(want), unexpected_keys=list(have))
+    assert elsewhere(report, asked(have, want)) == ["a.w", "a.b"]
+    assert elsewhere(report, asked(have, want | {"d.w": Slot((4, 4))})) == ["a.w", "a.b"]
+    assert elsewhere(report, None) == []
+    twice = want | {"d.w": Slot((4, 4))}
+    report = MatchReport(missing_keys=list(twice), unexpected_keys=list(have))
+    assert elsewhere(report, asked(have, twice)) == []
+
+
+def test_what_is_doubted_is_allowed_where_it_is_not_the_same():
+    allowed = Remedy((("allow_missing", ("a.w",)),))
+    assert str(doubted(["a.w", "a.b"], allowed)) == (
+        "a.w, a.b may be in the file under another name: rules=['REGEX=>REPL']; "
+        "or allow_missing=['a.w'] where it is not"
+    )
+    assert str(doubted(["a.w"], SCATTERED)).endswith("name: rules=['REGEX=>REPL']")
+
+
+def test_what_wrote_the_file_comes_first():
+    allowed = Remedy((("allow_missing", ("a.w",)),))
+    assert str(by_who_wrote_it("Net.from_pretrained('x')", allowed)) == (
+        "Net.from_pretrained('x'); or allow_missing=['a.w']"
+    )
+    assert str(by_who_wrote_it("Net.from_pretrained('x')", OTHER)) == "Net.from_pretrained('x')"

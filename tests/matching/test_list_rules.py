@@ -80,3 +80,27 @@ def test_what_is_told_of_a_list_loads_all_of_it(number):
     after = again(given["rules"])
     assert after.missing_keys == []
     assert Allowance(unexpected=given["allow_unexpected"]).judged(after).accepted
+
+
+def densenet(between, count=3):
+    return {
+        f"block.layer{n}.{kind}{between}{m}.{leaf}": Slot((8 * n, m))
+        for n in range(1, count + 1)
+        for kind in ("norm", "conv")
+        for m in (1, 2)
+        for leaf in ("weight", "bias")
+    }
+
+
+def test_lists_in_repeated_layers_are_one_rule_and_a_counter_makes_no_difference():
+    counters = {f"block.layer{n}.norm.1.num_batches_tracked": Slot(()) for n in (1, 2, 3)}
+    have, want = densenet(".") | counters, densenet("")
+    assert list_rules(have, want, fold=True) == (
+        r"^block\.layer(\d+)\.conv\.(\d+)\.=>block.layer\1.conv\2.",
+        r"^block\.layer(\d+)\.norm\.(\d+)\.=>block.layer\1.norm\2.",
+    )
+    assert len(list_rules(have, want)) == 6
+    assert list_rules(densenet(".", 1), densenet("", 1), fold=True) == (
+        r"^block\.layer1\.conv\.(\d+)\.=>block.layer1.conv\1.",
+        r"^block\.layer1\.norm\.(\d+)\.=>block.layer1.norm\1.",
+    )
