@@ -15,7 +15,7 @@ from ckptool.wrappers import WRAPPERS
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Target", "label_of", "state_dict_of", "target_of"]
+__all__ = ["Target", "innermost", "label_of", "state_dict_of", "target_of"]
 
 
 class Target(NamedTuple):
@@ -57,10 +57,15 @@ def target_of(model: torch.nn.Module) -> Target:
 
 def label_of(model: torch.nn.Module) -> str:
     """The name of its class; of a wrapper, of the class inside."""
+    return type(innermost(model)).__name__
+
+
+def innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside all wrappers."""
     while True:
         inside = [(name, child) for name, child in model._modules.items() if child is not None]
         if len(inside) != 1 or inside[0][0] not in WRAPPERS or model._parameters:
-            return type(model).__name__
+            return model
         model = inside[0][1]
 
 

@@ -90,7 +90,13 @@ def planned(
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
         **counts,
     )
-    return found._replace(report=report)
+    found = found._replace(report=report)
+    if target.model is None:
+        return found
+    # Imported here: another file is nobody's class.
+    from ckptool.loading.fitting.makers import with_maker
+
+    return with_maker(found, state, target.model)
 
 
 def _counts(found: Match, target: Target, kept: AbstractSet[str]) -> Mapping[str, Any]:
