@@ -113,17 +113,31 @@ class Ranks:
     def _gathered(self, own: _Result, group: Any, undone: str) -> list[_Result]:
         import torch.distributed as dist
 
-        given = [own] * dist.get_world_size(group)
+        given: list[Any] = [None] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(given, own, group=group)
+            dist.all_gather_object(given, (self._call, own), group=group)
         except RuntimeError as error:  # whatever the backend says of a connection
             self._is_lost = True
             said = str(error).strip().partition("\n")[0]
             raise self._error(
                 f"{undone}, as another rank did not answer rank {_rank()}: {said}",
-                hint=f"every rank of the run calls {self._call}, not one of them alone",
+                hint=self._hint,
             ) from error
-        return given
+        calls = {place: heard[0] for place, heard in enumerate(given) if _is_told(heard)}
+        for place in range(len(given)):
+            if calls.get(place) != self._call:
+                rank = place if group is None else dist.get_global_rank(group, place)
+                where = calls.get(place, "something else")
+                self._is_lost = True
+                raise self._error(
+                    f"{undone}, as rank {rank} is in {where}, and rank {_rank()} in {self._call}",
+                    hint=self._hint,
+                )
+        return [told for _, told in given]
+
+    @property
+    def _hint(self) -> str:
+        return f"every rank of the run calls {self._call}, not one of them alone"
 
     def _elsewhere(self, rank: int, failure: CheckpointError | str, undone: str) -> CheckpointError:
         """The error of another process as this one raises it."""
@@ -132,6 +146,11 @@ class Ranks:
             return self._error(told)
         failure.message, failure.args = told, (told,)
         return failure
+
+
+def _is_told(heard: Any) -> bool:
+    """Whether it is what is told here: a process may be in a collective of its own."""
+    return isinstance(heard, tuple) and len(heard) == 2 and isinstance(heard[0], str)
 
 
 def default_group() -> list[Any]:

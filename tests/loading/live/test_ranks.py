@@ -16,7 +16,7 @@ def answers(monkeypatch):
         answer = given.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        box[:] = [own, answer]
+        box[:] = [own, answer if isinstance(answer, tuple) else ("it", answer)]
 
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
@@ -84,3 +84,13 @@ def test_what_fails_elsewhere_after_it_is_raised(answers):
     answers += [{1: "KeyboardInterrupt"}]
     with pytest.raises(WriteError, match="rank 1: KeyboardInterrupt"):
         pair().first(lambda: "receipt")
+
+
+def test_a_process_that_calls_something_else_is_told_of(answers):
+    answers += [("that", {}), ("that", {}, 3)]
+    with pytest.raises(WriteError) as caught, pair().reached():
+        pass
+    assert str(caught.value) == "nothing is done, as rank 1 is in that, and rank 0 in it"
+    assert caught.value.hint == "every rank of the run calls it, not one of them alone"
+    with pytest.raises(WriteError, match="as rank 1 is in something else, and rank 0 in it"):
+        pair().all(3)
