@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptool.loading.optimizers.readings import Model, Way, ends_in, nearest, ways_of
@@ -56,6 +56,8 @@ class Sides(NamedTuple):
     match: Match
     in_full: bool = False
     """Whether the file's names are sure to be those of the whole model: `ckptool.save` wrote it."""
+    live: Model | None = None
+    """The model here by what it calls its parameters, where its state dict calls them otherwise."""
 
 
 def read_names(names: Names, kept: Sequence[Kept], sides: Sides) -> Reading:
@@ -78,10 +80,14 @@ def read_names(names: Names, kept: Sequence[Kept], sides: Sides) -> Reading:
         for name in ends_in(doubtful, of_file):
             del strangers[name]
     inside = [(name, one) for name, one in zip(names, kept, strict=True) if name not in strangers]
-    for model in (of_file, here):
-        ways = ways_of(inside, model)
+    live = _live_ways(inside, sides)
+    for model in (of_file, here, None):
+        ways = live if model is None else ways_of(inside, model)
         if sides.in_full and any(way.is_full for way in ways):
             ways = [way for way in ways if way.is_full]
+        elif ways:
+            known = [_inside(way.owners) for way in ways]
+            ways = [*ways, *(way for way in live if _inside(way.owners) not in known)]
         if ways:
             every = [_completed(way, names, strangers) for way in ways]
             return _decided(names, every, tuple(own.get(name) for name in names))
@@ -89,6 +95,20 @@ def read_names(names: Names, kept: Sequence[Kept], sides: Sides) -> Reading:
     if found is None:
         found = _inside(max((nearest(names, model) for model in (of_file, here)), key=_count))
     return Reading(found, names)
+
+
+def _live_ways(names: Sequence[tuple[str, Kept]], sides: Sides) -> list[Way]:
+    """The ways to read the names as those of the live model's parameters, all in full."""
+    if sides.live is None:
+        return []
+    ways = (way for way in ways_of(names, sides.live) if way.is_full)
+    return [way._replace(labels=tuple(_labels(way, sides.places))) for way in ways]
+
+
+def _labels(way: Way, places: Sequence[Place]) -> Iterator[str]:
+    """What the state dict calls the parameters."""
+    for label, owner in zip(way.labels, way.owners, strict=True):
+        yield places[owner].name if isinstance(owner, int) else label
 
 
 def _models(sides: Sides) -> tuple[Model, Model]:

@@ -11,7 +11,7 @@ from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.memory import shape_of
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.live.spreading import is_spread, sharded, without_hidden
 from ckptool.loading.optimizers.conversions import Conversions, conversions
 from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
 from ckptool.loading.optimizers.kind import cousin, other_kind
@@ -25,7 +25,7 @@ from ckptool.loading.optimizers.pairing import (
     by_shapes,
     by_some_names,
 )
-from ckptool.loading.optimizers.readings import bare_names
+from ckptool.loading.optimizers.readings import Model, bare_names
 from ckptool.loading.optimizers.saved import Kept, Names, Saved
 from ckptool.loading.optimizers.shapes import owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, unmade
@@ -120,7 +120,8 @@ def planned_optimizer(
     known = conversions(target, state, match)
     in_full = saved.tree is state.tree and is_the_models(state.section)
     in_full = in_full and saved.section.path == ("optimizer",)
-    sides = Sides(state.slots, target.slots, wanted.places, known.match, in_full)
+    live = _live(target, parameters)
+    sides = Sides(state.slots, target.slots, wanted.places, known.match, in_full, live)
     pairing = _paired(saved, wanted, sides, order)
     notes = [*_notes(saved, optimizer, pairing), *filter(None, [known.note])]
     report = replace(report, by=pairing.by, notes=tuple(notes))
@@ -164,6 +165,24 @@ def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Itera
             name = named.get(id(parameter))
             shown = name or own or f"parameter {at} of group {number}"
             yield Place(number, shown, name is not None, own, shape_of(parameter))
+
+
+def _live(target: Target, parameters: Sequence[torch.Tensor]) -> Model | None:
+    """What the model calls its parameters, where its own code has other names in a state dict.
+
+    `Optimizer` keeps those of `named_parameters()`, whatever the hooks of a state dict make of it.
+    """
+    if target.model is None or sharded(target.model):
+        return None
+    numbers = {id(parameter): at for at, parameter in enumerate(parameters)}
+    every = {
+        without_hidden(name): parameter
+        for name, parameter in target.model.named_parameters(remove_duplicate=False)
+    }
+    if all(target.entries.get(name) is parameter for name, parameter in every.items()):
+        return None
+    owners = {name: numbers.get(id(parameter), name) for name, parameter in every.items()}
+    return Model(owners, {name: Slot(shape_of(parameter)) for name, parameter in every.items()})
 
 
 def _paired(saved: Saved, wanted: Wanted, sides: Sides, order: str | None) -> Pairing:

@@ -53,7 +53,7 @@ def owners_by_shape(sides: Sides) -> Owners:
     An optimizer may be over a part of its model, so that a shape that is one parameter's alone
     there can be that of several all the same.
     """
-    have, want, places, match, _ = sides
+    have, want, places, match, *_ = sides
     found = leads_of(places, match, have)
     no_parameters = {
         own for name, own in match.pairs.items() if name in want and want[name].kind == "buffer"

@@ -12,7 +12,14 @@ from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.saving.bare_names import bare_names, counters, renamed_state
 from ckptool.loading.saving.gathering import Job, Label, check_alike
-from ckptool.loading.saving.optimizer_names import Names, named, names_in, own_names, parameters_of
+from ckptool.loading.saving.optimizer_names import (
+    Names,
+    entry_names,
+    named,
+    names_in,
+    own_names,
+    parameters_of,
+)
 from ckptool.paths import counted
 from ckptool.wrappers import Rename, strip_names
 
@@ -44,6 +51,8 @@ class LiveStates:
         self._writes = ranks.own == 0
         self._modules: list[torch.nn.Module] = []
         self._orders: dict[int, list[str]] = {}
+        self._called: dict[int, dict[int, str]] = {}
+        """By the `id` of a module what its state dict calls parameters that it calls otherwise."""
         self._optimizers: list[Any] = []
         self._spread: list[Any] = []
         self._jobs: list[Job] = []
@@ -199,7 +208,7 @@ class LiveStates:
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
         if owner is not None:
-            names = names_in(optimizer, groups, owner)
+            names = self._names_in(optimizer, groups, owner)
         else:
             names = own_names(groups)
             if None in names:
@@ -223,7 +232,7 @@ class LiveStates:
         if not strange or not wanted:
             return own
         fewest = min(strange)
-        names = names_in(optimizer, groups, self._modules[strange.index(fewest)])
+        names = self._names_in(optimizer, groups, self._modules[strange.index(fewest)])
         taken = {name for group in names for name in group or ()}
         for number, (found, mine) in enumerate(zip(names, own, strict=True)):
             if found is None and mine is not None and taken.isdisjoint(mine):
@@ -242,6 +251,11 @@ class LiveStates:
             )
         return names
 
+    def _names_in(
+        self, optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module
+    ) -> Names:
+        return names_in(optimizer, groups, model, self._called.get(id(model), {}))
+
     def _of_module(
         self, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
     ) -> OrderedDict[Any, Any]:
@@ -252,6 +266,8 @@ class LiveStates:
         for name, value in state.items():
             if is_spread(value) and name in parameters:
                 self._tied[id(value)] = id(parameters[name])
+        if not sharded(model):
+            self._called[id(model)] = entry_names(model, state, bare)
         if counted_by:
             self.counter = state.get(counted_by[0])
         renamed = renamed_state(state, bare, without=counted_by)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import NameCollision
+from ckptool.loading.live.memory import memory_of
 from ckptool.loading.saving.bare_names import bare_names
-from ckptool.wrappers import strip_names
+from ckptool.wrappers import Rename, strip_names
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Names", "named", "names_in", "own_names", "parameters_of"]
+__all__ = ["Names", "entry_names", "named", "names_in", "own_names", "parameters_of"]
 
 Names = list[list[str] | None]
 """For each group of an optimizer the names of its parameters."""
@@ -22,12 +25,39 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def names_in(optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module) -> Names:
-    """The model's names of the parameters of each group; None where `groups` are other ones."""
+def entry_names(model: torch.nn.Module, state: Mapping[Any, Any], bare: Rename) -> dict[int, str]:
+    """By the `id` of a parameter its name in the model's state dict, where that has another.
+
+    A hook of a state dict may rename what it has; a name that an optimizer keeps is one of these.
+    """
+    import torch
+
+    places = {
+        name: memory_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)
+    }
+    names = {place: name for name, place in places.items() if place is not None}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        place = memory_of(parameter)
+        if place is not None and place != places.get(name) and place in names:
+            found[id(parameter)] = bare(names[place])
+    return found
+
+
+def names_in(
+    optimizer: Any,
+    groups: list[dict[str, Any]],
+    model: torch.nn.Module,
+    called: Mapping[int, str] = MappingProxyType({}),
+) -> Names:
+    """The model's names of the parameters of each group; None where `groups` are other ones.
+
+    `called`: by the `id` of a parameter what the state dict has it as, where that differs.
+    """
     bare = bare_names(model)
     known: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known.setdefault(id(parameter), bare(name))
+        known.setdefault(id(parameter), called.get(id(parameter)) or bare(name))
     live = [group["params"] for group in optimizer.param_groups]
     if [len(params) for params in live] != [len(group["params"]) for group in groups]:
         return [None] * len(groups)
