@@ -8,17 +8,21 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.fitting.models import state_dict_of
+from ckptool.errors import CheckpointError
+from ckptool.loading.fitting.models import label_of, state_dict_of
 from ckptool.loading.fitting.states import State
+from ckptool.loading.live.memory import memory_of
+from ckptool.loading.live.reach import reaches
 from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.live.torch_loading import torch_load
 from ckptool.loading.live.twins import twin_of
 from ckptool.loading.live.undoing import Snapshot, tensors_of
+from ckptool.paths import listed, printable
 from ckptool.tensors import torch_dtype
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trial", "tried"]
 
+_COPIED = 128 << 20
+"""Bytes of a model that are copied, in case that its own code writes to them."""
 _MISMATCH = re.compile(r"size mismatch for (.+?): copying a param with shape", re.DOTALL)
 
 
@@ -55,22 +61,75 @@ def tried(
     `exact`: those are all that it has been found to want, see `torch_load`.
 
     Nothing is read but extra states, and nothing is done to the model. None where it cannot be
-    tried: it cannot be copied, or its code wants numbers, or refuses what it gets.
-    """
-    import torch
+    tried: it cannot be copied, or its code wants numbers, or refuses what it gets, or leads to the
+    model itself. What knows that by a global is met when it has written to it: up to 128 MiB are
+    put back.
 
+    Raises:
+        CheckpointError: it has written to a larger model.
+    """
     if sharded(model) or any(map(is_spread, tensors_of(model))):
         return None
-    before = Snapshot(model, copied=lambda tensor: False, where_it_differs=True)
+    keeps = sum(tensor.nbytes for tensor in _real(model)) <= _COPIED
+    before = Snapshot(model, copied=lambda tensor: keeps, where_it_differs=True)
+    places = [(tensor, *_version(tensor)) for tensor in tensors_of(model)]
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _same_dice():
-            warnings.simplefilter("ignore")
-            given = {name: _stand_in(state, own) for name, own in names.items()}
-            return _tried(model, given, metadata, exact)
-    except Exception:  # of whatever code of the user's there is
-        return None
+        found = _found(model, state, names, metadata, exact)
+        touched = [one for one, *at in places if [*_version(one)] != at]
+        touched += [one for one in before.differing() if not any(one is other for other in touched)]
     finally:
         before.restore()  # code that knows the model by another way may have changed it
+    if touched and not keeps:
+        raise _changed(model, touched)
+    return None if touched else found
+
+
+def _found(
+    model: torch.nn.Module,
+    state: State,
+    names: Mapping[str, str],
+    metadata: Mapping[str, Any] | None,
+    exact: bool,
+) -> Trial | None:
+    import torch
+
+    # Where the code builds layers, those are to have no elements either: that is tried second, as
+    # numbers that it makes for itself would have none then.
+    for place in (nullcontext(), torch.device("meta")):
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _same_dice(), place:
+                warnings.simplefilter("ignore")
+                given = {name: _stand_in(state, own) for name, own in names.items()}
+                return _tried(model, given, metadata, exact)
+        except Exception:  # of whatever code of the user's there is
+            continue
+    return None
+
+
+def _real(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Its tensors that have elements."""
+    from torch.nn.parameter import is_lazy
+
+    return (one for one in tensors_of(model) if not is_lazy(one) and not one.is_meta)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes where a tensor is written to, and where it gets other data."""
+    from torch.nn.parameter import is_lazy
+
+    place = memory_of(tensor)
+    at = 0 if place is None or is_lazy(tensor) else tensor.data_ptr()
+    return -1 if tensor.is_inference() else tensor._version, at
+
+
+def _changed(model: torch.nn.Module, touched: Sequence[torch.Tensor]) -> CheckpointError:
+    named = (*model.named_parameters(), *model.named_buffers())
+    names = [printable(name) for name, one in named if any(one is other for other in touched)]
+    return CheckpointError(
+        f"{printable(label_of(model))}'s own loading was tried on a twin, and has written to the "
+        f"model itself, which it knows by a global: {listed(names)} changed",
+        hint="load the model anew, by model.load_state_dict(ckptool.load_state_dict(path))",
+    )
 
 
 @contextmanager
@@ -105,7 +164,7 @@ def _tried(
     metadata: Mapping[str, Any] | None,
     exact: bool,
 ) -> Trial:
-    twin = twin_of(model)
+    twin = _apart(model)
     try:
         return _done(twin, given, metadata, frozenset(), exact)
     except RuntimeError as error:
@@ -115,7 +174,15 @@ def _tried(
         raise ValueError("torch refuses it for another reason than shapes")
     # Torch says no more than that then.
     given = {name: value for name, value in given.items() if name not in mismatched}
-    return _done(twin_of(model), given, metadata, mismatched, exact)
+    return _done(_apart(model), given, metadata, mismatched, exact)
+
+
+def _apart(model: torch.nn.Module) -> torch.nn.Module:
+    """A twin that does not lead to the model."""
+    twin = twin_of(model)
+    if reaches(twin, model):
+        raise ValueError("its code leads to the model itself")
+    return twin
 
 
 def _done(

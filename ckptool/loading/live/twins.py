@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.live.memory import memory_of
+from ckptool.loading.live.reach import PASSED
 from ckptool.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
@@ -48,14 +51,9 @@ def twin_of(model: torch.nn.Module) -> torch.nn.Module:
             if hooks is not None:
                 memo[id(hooks)] = OrderedDict()
     twin = copy.deepcopy(inner, memo)
+    anew = _Anew(memo)
     for module in twin.modules():
-        for name in _HOOKS:
-            hooks = vars(module)[name]
-            for key, hook in hooks.items():
-                hooks[key] = _bound_anew(hook, memo)
-        own = vars(module).get("_load_from_state_dict")
-        if own is not None:
-            vars(module)["_load_from_state_dict"] = _bound_anew(own, memo)
+        anew.bind(vars(module))
     for name in reversed(outside):
         outer = torch.nn.Module()
         outer.add_module(name, twin)
@@ -105,14 +103,79 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _bound_anew(hook: Any, memo: dict[int, Any]) -> Any:
-    """A hook whose closure has the twin where it had the model: functions are not copied deep."""
-    if isinstance(getattr(hook, "hook", None), FunctionType):  # torch's wrapper of a hook, copied
-        hook.hook = _bound_anew(hook.hook, memo)
-    if not isinstance(hook, FunctionType) or not hook.__closure__:
-        return hook
-    inside = (_bound_anew(cell.cell_contents, memo) for cell in hook.__closure__)
-    cells = tuple(CellType(copy.deepcopy(one, memo)) for one in inside)
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, cells)
-    made.__kwdefaults__ = hook.__kwdefaults__
-    return made
+class _Anew:
+    """Gives what a twin holds the twin where it had the model.
+
+    Functions and weak references are not copied deep.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        """`memo` has what was copied, as `deepcopy` keeps it."""
+        self._memo = memo
+        self._made: dict[int, FunctionType] = {}
+        self._done: set[int] = set()
+
+    def bind(self, held: dict[Any, Any]) -> None:
+        """All that is in a dict, which is the twin's own."""
+        self._done.add(id(held))
+        for name, value in list(held.items()):
+            if name not in PASSED:
+                held[name] = self.bound(value)
+
+    def bound(self, value: Any) -> Any:
+        """A value, or what takes its place; its own containers are changed."""
+        from torch.nn.modules.module import _WrappedHook
+
+        kind = type(value)
+        if kind is FunctionType:
+            return self._function(value)
+        if kind is weakref.ReferenceType:
+            return self._reference(value)
+        if kind is MethodType:
+            return MethodType(self.bound(value.__func__), value.__self__)
+        if kind is partial:
+            words = {name: self.bound(one) for name, one in value.keywords.items()}
+            return partial(self.bound(value.func), *map(self.bound, value.args), **words)
+        if kind is tuple:
+            return tuple(map(self.bound, value))
+        if id(value) in self._done:
+            return value
+        if kind in (dict, OrderedDict):
+            self.bind(value)
+        elif kind is list:
+            self._done.add(id(value))
+            value[:] = map(self.bound, value)
+        elif kind is _WrappedHook:  # torch's own, copied
+            value.hook = self.bound(value.hook)
+        return value
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        """The same function, over copies; itself where it is over what cannot be copied."""
+        if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+            return function
+        if id(function) not in self._made:
+            self._made[id(function)] = made = self._empty(function)
+            try:
+                for cell, other in zip(
+                    made.__closure__ or (), function.__closure__ or (), strict=True
+                ):
+                    cell.cell_contents = self._copied(other.cell_contents)
+                made.__defaults__ = self._copied(function.__defaults__)
+                made.__kwdefaults__ = self._copied(function.__kwdefaults__)
+            except Exception:  # whatever an object's own copying raises; or a cell is empty
+                self._made[id(function)] = function
+        return self._made[id(function)]
+
+    def _empty(self, function: FunctionType) -> FunctionType:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        made.__qualname__ = function.__qualname__
+        vars(made).update(vars(function))
+        return made
+
+    def _copied(self, value: Any) -> Any:
+        return self.bound(copy.deepcopy(value, self._memo))
+
+    def _reference(self, reference: weakref.ReferenceType[Any]) -> Any:
+        twin = self._memo.get(id(reference()))
+        return reference if twin is None else weakref.ref(twin)

@@ -60,6 +60,10 @@ class Snapshot:
         if found is not None and found.content is None:
             found.copy()
 
+    def differing(self) -> list[torch.Tensor]:
+        """Those that are copied, and have other elements now."""
+        return [held.tensor for held in self._tensors if held.differs()]
+
     def restore(self) -> None:
         """Put everything back, the same objects as before. What is not copied is left alone.
 
@@ -143,6 +147,18 @@ class _Held:
         if not is_lazy(self.tensor) and not self.data.is_meta:
             home = self.data.device if is_spread(self.tensor) else "cpu"
             self.content = _unrepeated(self.data).to(home, copy=True)
+
+    def differs(self) -> bool:
+        """Whether it is copied, and its elements are others, bit for bit."""
+        import torch
+
+        if self.content is None:
+            return False
+        now, then = (_unrepeated(one) for one in (self.data, self.content))
+        if now.layout is not torch.strided or now.is_nested or now.is_quantized:
+            return False
+        now, then = (one.contiguous().reshape(-1).view(torch.uint8) for one in (now, then))
+        return not torch.equal(now.cpu(), then)
 
     def restore(self) -> None:
         import torch
