@@ -104,6 +104,13 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
 )
 
 
+_BESIDE = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict|scaler|rng_state|random_states|training_args)"
+    r"(_\d+)*\.(pt|pth|bin|pkl)"
+)
+"""What the trainers of transformers and accelerate save beside a model."""
+
+
 def find(probe: Probe) -> Finding:
     """What kind of folder it is, or what is in it."""
     names = sorted(probe.entries)
@@ -132,6 +139,9 @@ def _other(path: str, names: list[str]) -> Finding:
     command = f"ckptool list {shell(os.path.join(path, files[0]))}"
     if len(files) == 1:
         return Finding(f"a folder; the checkpoint is {quoted(files[0])} in it", command)
+    if all(map(_BESIDE.fullmatch, files)):
+        what = f"a trainer's folder without the model itself: it holds {few(files)}"
+        return Finding(what, f"put the model's file beside them, or give one of them: {command}")
     return Finding(f"a folder with several checkpoints in it: {few(files)}", f"give one: {command}")
 
 

@@ -98,6 +98,16 @@ def test_of_two_models_none_is_taken(folder, names):
         read(folder)
 
 
+def test_of_a_trainers_folder_without_the_model_that_is_told(folder):
+    for name in ("optimizer.pt", "scheduler.pt", "training_args.bin"):
+        write(folder, name)
+    with pytest.raises(
+        NotACheckpoint, match="a trainer's folder without the model itself"
+    ) as caught:
+        read(folder)
+    assert str(caught.value.hint).startswith("put the model's file beside them, or give one of")
+
+
 @pytest.mark.parametrize("name", [SAFE, PICKLED])
 def test_one_file_beside_the_shards_of_its_name_is_a_rival(folder, name):
     write(folder, name)

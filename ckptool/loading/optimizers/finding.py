@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.identify_kinds import shell
 from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
+from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
 from ckptool.optimizers import model_of
 from ckptool.paths import listed, printable, resolve
@@ -61,8 +63,9 @@ def found_optimizer(state: State, key: Any = None) -> Saved:
     if not names:
         raise _none(state)
     if len(names) > 1:
+        none = "" if key is None else f"none of them is called {printable(str(key))!r}: "
         raise Unchosen(
-            f"there are {len(names)} files of optimizers beside the model: "
+            f"{none}there are {len(names)} files of optimizers beside the model: "
             f"{listed(map(repr, names))}",
             f"optimizer_key={names[0]!r}",
         )
@@ -83,6 +86,11 @@ def _of_file(state: State, name: str, key: Any) -> Saved:
         found = _of_tree(tree, sections(tree.root), None, key)
     except Unchosen as error:
         raise Unchosen(f"{name!r}, beside the model: {error}", error.remedy) from None
+    except AmbiguousName:
+        raise
+    except NotFound as error:
+        error.message += f"; the file of an optimizer beside the model is {name!r}"
+        raise
     return replace(found, notes=(f"the state is that of {name!r}, beside the model",))
 
 
@@ -126,7 +134,7 @@ def _of_tree(tree: Checkpoint, every: Sequence[Section], model: Any, key: Any) -
     models = _once(one for one in every if one.kind in MODEL_KINDS)
     found = _once(one for one in every if one.kind == "optimizer")
     if not found:
-        raise Unchosen("it holds no state of an optimizer", "")
+        raise Unchosen("it holds no state of an optimizer", ALONE)
     owners = [model_of(one, models, found) for one in found]
     own = [
         one

@@ -271,7 +271,23 @@ def _unfit(by: str, saved: Saved, wanted: Wanted, difference: str | None) -> Pai
     if wanted.places and not any(place.in_model for place in wanted.places):
         text = "the optimizer's parameters are not the model's: none of them is in it"
         return Pairing(by, problems=(text,), remedy=_LOOSE)
-    return Pairing(by, problems=(_misfit(saved, wanted, difference),), remedy=ALONE)
+    problem = _misfit(saved, wanted, difference)
+    if len(saved.parameters) != len(wanted.places) or len(saved.groups) == wanted.groups:
+        return Pairing(by, problems=(problem,), remedy=ALONE)
+    sizes = listed([f"{len(group):,}" for group in saved.groups])
+    how = f"build it in {counted(len(saved.groups), 'group')}, of {sizes} parameters"
+    remedy = f"{how}{_apart(saved)}, as the file has it; or {ALONE}"
+    return Pairing(by, problems=(problem,), remedy=remedy)
+
+
+def _apart(saved: Saved) -> str:
+    """The first option that the groups of the file differ in."""
+    first = saved.options[0] if saved.options else {}
+    for key, value in first.items():
+        told = [group.get(key) for group in saved.options]
+        if isinstance(value, (int, float)) and any(not _equal(value, one) for one in told):
+            return f" ({printable(str(key))}: {listed([printable(repr(one)) for one in told])})"
+    return ""
 
 
 def _misfit(saved: Saved, wanted: Wanted, difference: str | None) -> str:

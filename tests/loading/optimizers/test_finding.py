@@ -198,7 +198,33 @@ def test_the_distributed_checkpoint_of_one_is_named_with_the_command(checkpoint)
 def test_a_file_that_holds_something_else_is_named(checkpoint):
     folder, _ = checkpoint
     torch.save({"a": 1}, folder / "optimizer.pt")
-    refused(folder, "'optimizer.pt', beside the model: it holds no state of an optimizer")
+    error = refused(folder, "'optimizer.pt', beside the model: it holds no state of an optimizer")
+    assert error.hint == "without optimizer= the model alone is loaded"
+
+
+def test_a_key_that_is_no_file_of_the_folder_tells_which_there_are(checkpoint):
+    folder, _ = checkpoint
+    given = {"kind": NotFound, "optimizer_key": "nope.pt"}
+    refused(folder, "; the file of an optimizer beside the model is 'optimizer.pt'", **given)
+    shutil.copy(folder / "optimizer.pt", folder / "optimizer_1.bin")
+    error = refused(folder, "none of them is called 'nope.pt'", optimizer_key="nope.pt")
+    assert error.hint == "optimizer_key='optimizer.pt'"
+
+
+def test_of_one_group_for_two_it_is_told_how_to_build_them(checkpoint):
+    folder, _ = checkpoint
+    model = shapely()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.Adam(groups)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    error = refused(folder, "in 2 groups, the optimizer", optimizer_order="position")
+    assert error.hint == (
+        f"build it in 2 groups, of 1, {len(others)} parameters (weight_decay: 0.1, 0), "
+        "as the file has it; or without optimizer= the model alone is loaded"
+    )
+    again = torch.optim.Adam(groups)
+    ckptool.load_into(model, folder, optimizer=again, optimizer_order="position")
 
 
 def test_a_damaged_file_is_named_and_nothing_is_touched(checkpoint):

@@ -986,5 +986,7 @@ def test_every_refusal_says_what_helps(what):
         given["optimizer"]["state"][0]["exp_avg"] = torch.ones(5)
     with pytest.raises(MatchError) as caught:
         ckptool.load_into(new, given, optimizer=optimizer)
-    assert caught.value.hint == "without optimizer= the model alone is loaded"
+    told = "build it in 1 group, of 6 parameters, as the file has it; or "
+    alone = "without optimizer= the model alone is loaded"
+    assert caught.value.hint == (told if what == "other groups" else "") + alone
     ckptool.load_into(new, given)
