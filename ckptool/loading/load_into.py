@@ -65,10 +65,11 @@ def load_into(
     end the process or change its numbers. Names that are one tensor in the model stay one; those
     that only the file ties become two.
 
-    Where no code of its own looks on, nothing of a model's size is held beside it. Of a module with
-    hooks, a loading of its own, or for its own tensors an extra state, a copy is kept until all is
-    done; what a hook takes out of the state dict, or a `load_state_dict` of the model's own is
-    given, is held as well. With `assign=True` the tensors that are replaced live as long.
+    Where no code but torch's own runs, nothing of a model's size is held beside it. A hook, a
+    loading or an extra state of any one module may look at all of the model and write to it: of
+    that a copy is kept then, until all is done (the model is there twice). What a hook takes out of
+    the state dict, or a `load_state_dict` of the model's own is given, is held as well. With
+    `assign=True` the tensors that are replaced live as long.
 
     A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, **each of
     which calls this** with its own `source`, or by none: a process that is refused stops the
