@@ -318,7 +318,10 @@ def _helping(
     kinds = {problem.kind: problem for problem in reversed(problems)}
     question, share = kinds.get("ambiguous"), kinds.get("coverage")
     if report.moved and _moved(report, problems):
-        return renumbering(_of(problems, "missing", "unexpected"))
+        most = is_of_another(
+            report
+        )  # where equal numbers were the same, all the rest would be left
+        return renumbering(_NONE if most else _of(problems, "missing", "unexpected"))
     if _is_reformed(report, problems):
         return Remedy(note="; ".join(dict.fromkeys(helps for _, helps in report.reformed)))
     if share is not None and share.remedy:

@@ -41,3 +41,17 @@ def test_a_part_that_more_layers_have_has_not_moved():
 def test_of_one_layer_its_number_is_told():
     (told,) = matched(layers([0]), layers([2])).report.moved
     assert told.startswith("layers.0.downsample of the file may be layers.2.downsample of")
+
+
+def test_where_next_to_nothing_fits_it_is_not_allowed_even_for_equal_numbers():
+    have = {f"x.{name}": slot for name, slot in layers(range(3)).items()}
+    want = {f"{name}.y": slot for name, slot in layers(range(3)).items()}
+    more = (
+        {f"other.{n}.w": Slot((3, n)) for n in (1, 2)},
+        {f"other.{n}.w": Slot((4, n)) for n in (3, 4)},
+    )
+    match = matched(have | more[0], want | more[1])
+    assert match.report.moved
+    assert str(Allowance().refusal(match.report, match.again).remedy) == (
+        "give the layers of the file their new numbers first, all of the list"
+    )
