@@ -8,7 +8,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptool.paths import printable
-from ckptool.patterns import ranges
 
 if TYPE_CHECKING:
     from ckptool.matching.slots import Slot
@@ -66,5 +65,7 @@ def _numbers(names: Iterable[str], parts: set[_Part]) -> dict[_Part, set[str]]:
 
 
 def _shown(numbers: Iterable[str]) -> str:
+    from ckptool.patterns import ranges  # seldom needed
+
     shown = ranges({int(number[:_DIGITS]) for number in numbers})
     return shown.strip("{}") if len({*numbers}) == 1 else shown

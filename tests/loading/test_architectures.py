@@ -178,7 +178,6 @@ OLD_SPELLINGS = {
         "LayerNorm.bias$", "LayerNorm.beta", re.sub("LayerNorm.weight$", "LayerNorm.gamma", name)
     ),
     "layers under another word": lambda name: name.replace("encoder.layer.", "encoder.blocks."),
-    "attention under another word": lambda name: name.replace("attention.self.", "attn.own."),
     "a prefix for all": lambda name: f"backbone.{name}",
     "a prefix for the body": lambda name: re.sub("^bert\\.", "transformer.bert.", name),
 }
@@ -194,6 +193,25 @@ def test_other_spellings_of_the_same_names(trainers, answers, spelling, wrapper)
     report = ckptool.load_into(model, given)
     assert report.coverage == 1.0
     assert report.renamed
+    assert same(logits(model), answers["bert"])
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_a_part_that_is_called_otherwise_beside_one_that_is_not_is_asked_about(
+    trainers, answers, wrapper
+):
+    state = ckptool.load_state_dict(trainers / "bert" / "model.safetensors")
+    given = {
+        wrapper + name.replace("attention.self.", "attn.own."): tensor
+        for name, tensor in state.items()
+    }
+    model = language_model(trainers, "bert", "ForMaskedLM")
+    untouched = Untouched(model)
+    with pytest.raises(MatchError, match="not guessed") as caught:
+        ckptool.load_into(model, given)
+    untouched.check()
+    report = ckptool.load_into(model, given, **dict(caught.value.remedy.arguments))
+    assert report.coverage == 1.0
     assert same(logits(model), answers["bert"])
 
 
