@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ckptool.matching.folding import folded
-
 if TYPE_CHECKING:
     from ckptool.matching.slots import Slot
 
@@ -115,8 +113,10 @@ def _named(weight: str) -> str:
     return "" if weight == "weight" else f", {weight!r}"
 
 
-def _modules(paths: list[str]) -> str:
-    return folded([path or "the root" for path in paths], _MOST_SHOWN)
+def _modules(paths: list[str], *, root: str = "the root") -> str:
+    from ckptool.matching.folding import folded  # seldom needed
+
+    return folded([path or root for path in paths], _MOST_SHOWN)
 
 
 def _in_other_tensors(
@@ -134,7 +134,7 @@ def _in_other_tensors(
     outer = {front for path in equal for front in _above(path)}
     inner = [path for path in theirs if path in equal - outer and (path or as_a_whole)]
     if inner:
-        where = folded(inner, _MOST_SHOWN) if any(inner) else "the model"
+        where = _modules(inner, root="the model")
         yield (
             f"the file has all elements that {where} lacks, in other tensors",
             "no rule makes one tensor of several, or several of one: give load_into the state "

@@ -196,7 +196,8 @@ def test_no_parameter_gets_the_state_of_another(data):
         every = [
             (f"{path}.{name}" if whole and path else name, p) for name, p in part.named_parameters()
         ]
-        return whole, data.draw(some.lists(some.sampled_from(every), min_size=1, unique=True))
+        chosen = data.draw(some.lists(some.sampled_from(every), min_size=1, unique=True))
+        return whole or not path, chosen
 
     whole, parameters = drawn(old)
     whole_here, here = drawn(new)
