@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import translate
 
-__all__ = ["escaped_glob", "globs_of"]
+__all__ = ["escaped_glob", "fronts", "globs_of"]
 
 _MOST_GLOBS = 8
 """More nobody reads."""
@@ -47,10 +47,10 @@ def globs_of(names: Sequence[str], known: Iterable[str] = ()) -> tuple[str, ...]
 
 def _heads(inside: set[str], names: Iterable[str], others: Iterable[str]) -> Iterable[str]:
     """The modules of which all that is known is to be matched, as globs; names that are in none."""
-    held = {front for name in others for front in _fronts(name)}
+    held = {front for name in others for front in fronts(name)}
     below: dict[str, list[str]] = {}
     for name in names:
-        front = next((front for front in _fronts(name) if front not in held), "")
+        front = next((front for front in fronts(name) if front not in held), "")
         below.setdefault(f"{escaped_glob(front)}*" if front else escaped_glob(name), []).append(
             name
         )
@@ -60,8 +60,8 @@ def _heads(inside: set[str], names: Iterable[str], others: Iterable[str]) -> Ite
     )
 
 
-def _fronts(name: str) -> Iterable[str]:
-    """What it begins with, up to each of its dots, the shortest first."""
+def fronts(name: str) -> Iterable[str]:
+    """The modules that a name lies in, outermost first, each with its dot."""
     at = -1
     for _ in range(_DEEPEST):
         at = name.find(".", at + 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.matching.words import are_alike
 from ckptool.paths import printable
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ckptool.matching.accounts import Account, Ledger
     from ckptool.matching.slots import Slot
 
-__all__ = ["ANY_NUMBER", "moved_lists", "renumbered", "respelled_lists"]
+__all__ = ["ANY_NUMBER", "moved_lists", "numbered_otherwise", "renumbered", "respelled_lists"]
+
+_Place = TypeVar("_Place")
+"""Where a number stands: what is before it, and behind it where that counts."""
 
 ANY_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """Finds the components of a name that are numbers."""
@@ -49,8 +52,8 @@ def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
         return frozenset()
     own, wanted = ledger.have.under(swap.old), ledger.want.under(swap.new)
     ledger.spend(len(own) + len(wanted))
-    ours = _members(map(swap.image, own), lists)
-    theirs = _members(wanted, lists)
+    ours = _members(map(swap.image, own), lists, _places)
+    theirs = _members(wanted, lists, _places)
     lists = {
         start for start in lists if ours[start] - theirs[start] and theirs[start] - ours[start]
     }
@@ -71,17 +74,11 @@ def moved_lists(
 
     `unused` of the file's names and `missing` of the model's are those that nothing meets.
     """
-    ours, theirs = (
-        {place for name in side for place in _places(name)} for side in (unused, missing)
-    )
-    both = {start for start, _ in ours} & {start for start, _ in theirs}
-    lists = sorted(both, key=lambda start: (start.count("."), start))
-    members = _members(have, both), _members(want, both)
+    moved = numbered_otherwise(have, want, unused, missing, places=_places)
     told: list[tuple[str, str, set[str], set[str]]] = []
-    for start in lists:
-        mine, wanted = (side[start] for side in members)
-        if mine - wanted and wanted - mine and not any(start.startswith(one[0]) for one in told):
-            told.append((start, start, mine, wanted))
+    for start in sorted(moved, key=lambda start: (start.count("."), start)):
+        if not any(start.startswith(one[0]) for one in told):
+            told.append((start, start, *moved[start]))
     for one in _moved_to_others(unused, missing):
         if not any(one[0].startswith(own) or one[1].startswith(new) for own, new, *_ in told):
             told.append(one)
@@ -90,6 +87,30 @@ def moved_lists(
         f"{printable(new)}{_shown(wanted)} of the model, by other numbers"
         for own, new, mine, wanted in told[:_MOST_LISTS]
     )
+
+
+def numbered_otherwise(
+    have: Iterable[str],
+    want: Iterable[str],
+    unused: Iterable[str],
+    missing: Iterable[str],
+    *,
+    places: Callable[[str], Iterable[tuple[_Place, str]]],
+) -> dict[_Place, tuple[set[str], set[str]]]:
+    """The numbers that stand in a place on the two sides, where either has some of its own.
+
+    Of the places of which both have names left over; `places` finds those of a name, with numbers.
+    """
+    both = {place for name in unused for place, _ in places(name)}
+    both &= {place for name in missing for place, _ in places(name)}
+    if not both:
+        return {}
+    mine, wanted = (_members(side, both, places) for side in (have, want))
+    return {
+        place: (mine[place], wanted[place])
+        for place in both
+        if mine[place] - wanted[place] and wanted[place] - mine[place]
+    }
 
 
 def _moved_to_others(
@@ -161,12 +182,16 @@ def _shown(numbers: Iterable[str]) -> str:
     return f"{{{','.join(ordered[:_MOST_NUMBERS])}{more}}}" if len(ordered) > 1 else ordered[0]
 
 
-def _members(names: Iterable[str], lists: Iterable[str]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {start: set() for start in lists}
+def _members(
+    names: Iterable[str],
+    among: Iterable[_Place],
+    places: Callable[[str], Iterable[tuple[_Place, str]]],
+) -> dict[_Place, set[str]]:
+    found: dict[_Place, set[str]] = {place: set() for place in among}
     for name in names:
-        for start, number in _places(name):
-            if start in found:
-                found[start].add(number)
+        for place, number in places(name):
+            if place in found:
+                found[place].add(number)
     return found
 
 

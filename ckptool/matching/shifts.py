@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ckptool.matching.numbering import numbered_otherwise
 from ckptool.paths import printable
 
 if TYPE_CHECKING:
@@ -34,18 +35,11 @@ def moved_parts(
 
     `unused` of the file's names and `missing` of the model's are those that nothing meets.
     """
-    ours, theirs = (
-        {part for name in side for part, _ in _parts(name)} for side in (unused, missing)
-    )
-    both = ours & theirs
-    if not both:
-        return ()
-    mine, wanted = (_numbers(side, both) for side in (have, want))
-    moved = [part for part in both if mine[part] - wanted[part] and wanted[part] - mine[part]]
+    moved = numbered_otherwise(have, want, unused, missing, places=_parts)
     told: dict[str, None] = {}
     for part in sorted(moved):
         start, below = printable(part[0]), printable(".".join(part[1].split(".")[:2]))
-        one, other = (f"{start}{_shown(side[part])}{below}" for side in (mine, wanted))
+        one, other = (f"{start}{_shown(numbers)}{below}" for numbers in moved[part])
         told[f"{one} of the file may be {other} of the model, by other numbers"] = None
     return tuple(islice(told, _MOST_PARTS))
 
@@ -53,15 +47,6 @@ def moved_parts(
 def _parts(name: str) -> Iterator[tuple[_Part, str]]:
     for found in islice(_NUMBER.finditer(name), _DEEPEST):
         yield (name[: found.start()], name[found.end() :]), found[0]
-
-
-def _numbers(names: Iterable[str], parts: set[_Part]) -> dict[_Part, set[str]]:
-    found: dict[_Part, set[str]] = {part: set() for part in parts}
-    for name in names:
-        for part, number in _parts(name):
-            if part in found:
-                found[part].add(number)
-    return found
 
 
 def _shown(numbers: Iterable[str]) -> str:

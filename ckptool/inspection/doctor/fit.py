@@ -18,6 +18,7 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient
+from ckptool.matching.globs import escaped_glob, fronts
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
@@ -30,8 +31,6 @@ _TO_OLD_NORM = (
     r"(^|\.)parametrizations\.([^.]+)\.original0$=>\1\2_g",
     r"(^|\.)parametrizations\.([^.]+)\.original1$=>\1\2_v",
 )
-_DEEPEST = 16
-"""Parts of a name that are looked at."""
 _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
     "half loaded"
@@ -172,30 +171,16 @@ def _globs(names: Iterable[str], kept: Iterable[str]) -> list[str]:
 
     None where it would take more of them than a command should have.
     """
-    occupied = {head for name in kept for head in _heads(name)}
+    occupied = {head for name in kept for head in fronts(name)}
     globs: dict[str, None] = {}
     for name in names:
-        head = next((head for head in _heads(name) if head not in occupied), None)
-        globs[f"{_escaped(head)}*" if head else _escaped(name)] = None
+        head = next((head for head in fronts(name) if head not in occupied), None)
+        globs[f"{escaped_glob(head)}*" if head else escaped_glob(name)] = None
     return list(globs) if len(globs) <= _MOST_GLOBS else []
-
-
-def _heads(name: str) -> Iterator[str]:
-    """The modules that a name lies in, outermost first, each with its dot."""
-    at = -1
-    for _ in range(_DEEPEST):
-        at = name.find(".", at + 1)
-        if at < 0:
-            return
-        yield name[: at + 1]
 
 
 def _are(count: int) -> str:
     return "is" if count == 1 else "are"
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in text)
 
 
 def _shapes(comparison: Comparison) -> Iterator[Found]:

@@ -36,11 +36,6 @@ class Ranks:
         self._is_lost = False
 
     @property
-    def is_of_many(self) -> bool:
-        """Whether there is another process."""
-        return bool(self._groups)
-
-    @property
     def own(self) -> int:
         """Which process this is, 0 where it is alone."""
         return _rank() if self._groups else 0

@@ -54,7 +54,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
     """Which storage it has; None: none here."""
     try:
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, lazy, nested
+    except (RuntimeError, ValueError):  # sparse, lazy, nested
         return None
     return storage._cdata if storage.nbytes() else None
 

@@ -136,7 +136,7 @@ def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told, wrap)
 
 def test_a_process_alone_agrees_with_itself():
     together = agreement(plain())
-    assert not together.is_of_many
+    assert together.all(3) == [3]
     with pytest.raises(KeyError), together.reached():
         raise KeyError
 

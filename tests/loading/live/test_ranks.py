@@ -34,7 +34,7 @@ def alone():
 
 def test_a_process_alone_asks_nobody():
     ranks = alone()
-    assert (ranks.is_of_many, ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (False, 0, [3], 4)
+    assert (ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (0, [3], 4)
     with pytest.raises(KeyError), ranks.reached():
         raise KeyError
 
