@@ -21,6 +21,7 @@
     │   ├── WriteDenied         (PermissionError)
     │   └── NotRepresentable    (ValueError)  the target format cannot hold it
     ├── MatchError              (RuntimeError)  a state dict does not fit a model
+    ├── TrainingError           (RuntimeError)  a training run cannot begin, or go on
     ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
@@ -61,6 +62,7 @@ __all__ = [
     "OutOfRange",
     "TargetExists",
     "TorchMissing",
+    "TrainingError",
     "TruncatedFile",
     "UnreadableFile",
     "UnsupportedFormat",
@@ -216,6 +218,10 @@ class MatchError(CheckpointError, RuntimeError):
 
 class FileBusy(CheckpointError, BlockingIOError):
     """Another process is changing the file at this moment; the message says which."""
+
+
+class TrainingError(CheckpointError, RuntimeError):
+    """A training run cannot begin, or cannot go on; what it had saved is still there."""
 
 
 class TorchMissing(CheckpointError, ImportError):

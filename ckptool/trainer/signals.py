@@ -1,0 +1,50 @@
+"""SIGTERM and Ctrl-C ask a run to save and end: at its next step, all processes together."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+__all__ = ["Signals"]
+
+_ASKING = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Which of the two has come; a vote for each, that processes add up."""
+
+    def __init__(self, *, is_patient: bool) -> None:
+        """`is_patient`: a second Ctrl-C is the same one, sent by a launcher again."""
+        self._is_patient = is_patient
+        self._came: set[int] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the two inside; what took them before does so again afterwards."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # no other may set a handler
+            before = {one: signal.signal(one, self._take) for one in _ASKING}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._came and not self._is_patient:
+            raise KeyboardInterrupt
+        self._came.add(number)
+
+    @property
+    def votes(self) -> list[float]:
+        """1 for each that has come to this process."""
+        return [float(one in self._came) for one in _ASKING]
+
+    @staticmethod
+    def asked(votes: Sequence[float]) -> int | None:
+        """The signal that any process has voted for; None: to go on."""
+        return next((one for one, vote in zip(_ASKING, votes, strict=False) if vote), None)

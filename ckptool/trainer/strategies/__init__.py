@@ -1,0 +1,29 @@
+"""Ways of spreading a run over devices, one file each, behind one small interface."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.events import Observer
+from ckptool.trainer.strategies.base import Strategy
+
+__all__ = ["Strategy", "strategy_of"]
+
+_HOMES = {
+    "single": ("single", "Single"),
+    "dp": ("dp", "DataParallel"),
+    "ddp": ("ddp", "DistributedDataParallel"),
+    "model-parallel": ("model_parallel", "ModelParallel"),
+    "fsdp": ("fsdp", "FullyShardedDataParallel"),
+    "parameter-server": ("parameter_server", "ParameterServer"),
+    "xla": ("xla", "Xla"),
+}
+
+
+def strategy_of(config: TrainConfig, observer: Observer) -> Strategy:
+    """The one that `config.strategy` names, not opened yet."""
+    home, name = _HOMES[config.strategy]
+    module = import_module(f"{__name__}.{home}")
+    return cast(Strategy, getattr(module, name)(config, observer))

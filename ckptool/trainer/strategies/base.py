@@ -1,0 +1,237 @@
+"""What a way of spreading a run over devices decides; all else is the same for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from ckptool.errors import TrainingError
+from ckptool.trainer.batches import share
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.data.datasets import Dataset, Loss, collated
+from ckptool.trainer.events import Observer, Traced
+from ckptool.trainer.trees import emptied, moved, shape, sum_of
+from ckptool.trainer.world import World
+
+if TYPE_CHECKING:
+    from ckptool.loading.fitting.states import Source
+    from ckptool.trainer.tuning import Tuning
+
+__all__ = ["Step", "StepResult", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the optimizer that is asked for.
+
+    Attributes:
+        number: From 1, over all epochs.
+        batches: Row numbers of the global batches whose gradients make it.
+        votes: Numbers of this process that are summed over all of them on the way.
+    """
+
+    number: int
+    batches: Sequence[Sequence[int]]
+    votes: Sequence[float] = ()
+
+    @property
+    def samples(self) -> int:
+        """How many there are in all of it."""
+        return sum(len(rows) for rows in self.batches)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is done: the sum of the samples' losses, and of the votes, over all processes."""
+
+    number: int
+    loss_sum: float
+    samples: int
+    votes: Sequence[float] = ()
+
+
+class Strategy:
+    """One process on one device; the others change what they do otherwise.
+
+    A strategy is used as a context: what it opens (process groups) is closed at the end. `wrap` is called
+    once, before everything else.
+
+    Attributes:
+        name: The word of `--strategy`.
+        model: What is called with a batch: the module inside its wrapper.
+        module: The bare module.
+    """
+
+    name: ClassVar[str]
+
+    model: nn.Module
+    module: nn.Module
+    tuning: Tuning
+
+    def __init__(self, config: TrainConfig, observer: Observer) -> None:
+        """Nothing is opened yet."""
+        self.config, self.observer = config, observer
+        self.world = World()
+
+    # What it opens.
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Connect the processes, choose the device; undone at the end.
+
+        Raises:
+            TrainingError: there is no such device, or the other processes cannot be reached.
+        """
+        yield
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go, and where losses are made."""
+        raise NotImplementedError
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that this process computes on."""
+        return (self.device,)
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether this process goes through the epochs; False: it serves one that does."""
+        return True
+
+    def serve(self) -> None:
+        """Work for the process that goes through the epochs, until that is done."""
+
+    # The model.
+
+    def wrap(self, model: nn.Module) -> None:
+        """Take the model, the same in every process; move and wrap it."""
+        self.module = model.to(self.device)
+        self.model = self.module
+
+    def load(self, source: Source, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill the model, and the optimizer, from a file or state dict; all processes call it.
+
+        Raises:
+            MatchError: it is another architecture's; the report says how it differs.
+        """
+        import ckptool
+
+        ckptool.load_into(self.module, source, optimizer=optimizer)
+
+    def save(self, path: str, values: Mapping[str, Any]) -> None:
+        """Write the model, the optimizer and `values`; all processes call it, rank 0 writes.
+
+        Raises:
+            WriteError: nothing is written; what was there is there.
+        """
+        import ckptool
+
+        ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
+
+    def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State dict with the wrapper's names, and the optimizer's, whole; all processes call it."""
+        return self.model.state_dict(), self.tuning.optimizer.state_dict()
+
+    # A step.
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        """The rows of a global batch that this process computes."""
+        return share(rows, self.world.rank, self.world.size)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a loss is multiplied with so that gradients are summed over the processes.
+
+        Wrappers that average gradients divide by the number of processes.
+        """
+        return 1.0
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around one batch of a step: gradients are exchanged in the last alone."""
+        return nullcontext()
+
+    def step(self, step: Step) -> list[StepResult]:
+        """Take one step, or hand it out; returned is what has been done by now, in order.
+
+        Raises:
+            TrainingError: the loss is no number any more; the weights are those before the step.
+        """
+        loss_sum = 0.0
+        for position, rows in enumerate(step.batches):
+            mine = self.share(rows)
+            with self.accumulating(is_last=position == len(step.batches) - 1):
+                loss = self.loss(mine)
+                weight = len(mine) / step.samples * self.gradient_scale
+                self.tuning.scaled(loss * weight).backward()
+            loss_sum += loss.item() * len(mine)
+        loss_sum, *votes = self.world.sums([loss_sum, *step.votes])
+        self.require_finite(loss_sum, step)
+        self.tuning.step(self.clip)
+        return [StepResult(step.number, loss_sum, step.samples, votes)]
+
+    def settled(self) -> list[StepResult]:
+        """Wait for the steps that are handed out: what `step` has not returned yet."""
+        return []
+
+    def clip(self, limit: float) -> None:
+        """Scale the gradients down to a norm of `limit` over all of them together."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+
+    def require_finite(self, loss_sum: float, step: Step) -> None:
+        """Stop before a loss that is no number reaches the weights."""
+        if not math.isfinite(loss_sum):
+            self.tuning.optimizer.zero_grad()
+            raise TrainingError(
+                f"the loss is {loss_sum / step.samples} at step {step.number}",
+                hint="a lower --lr, --clip 1, or data that are standardised; the checkpoints of "
+                "earlier steps are as they were",
+            )
+
+    # Losses.
+
+    def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
+        """What the steps are over; called once, after `wrap`."""
+        self._train, self._validation, self._loss = dataset, validation, loss
+
+    def loss(self, rows: Sequence[int]) -> torch.Tensor:
+        """The mean loss of some training samples; of none it is 0, and has zeros as gradients."""
+        return self._loss_of(self._train, rows, trace=self.config.trace_batches)
+
+    def validated(self) -> float | None:
+        """The mean loss over all validation samples, in evaluation mode; None without any."""
+        if self._validation is None or len(self._validation) == 0:
+            return None
+        was_training = self.model.training
+        self.model.eval()
+        loss_sum = 0.0
+        size = self.config.batch_size
+        with torch.no_grad():
+            for start in range(0, len(self._validation), size):
+                rows = self.share(range(start, min(start + size, len(self._validation))))
+                loss_sum += self._loss_of(self._validation, rows).item() * len(rows)
+        self.model.train(was_training)
+        return self.world.sums([loss_sum])[0] / len(self._validation)
+
+    def _loss_of(
+        self, dataset: Dataset, rows: Sequence[int], *, trace: bool = False
+    ) -> torch.Tensor:
+        inputs, targets = moved(collated(dataset, rows or [0]), self.device)
+        if (
+            not rows
+        ):  # of the right type and shape, but of no sample: other processes wait for this one
+            inputs, targets = emptied(inputs), emptied(targets)
+        with self.tuning.autocast(self.device.type):
+            outputs = self.model(inputs)
+            if trace:
+                self.observer.tell(Traced(True, str(self.device), shape(inputs), shape(outputs)))
+            targets = (
+                moved(targets, outputs.device) if isinstance(outputs, torch.Tensor) else targets
+            )
+            return self._loss(outputs, targets) if rows else 0 * sum_of(outputs)

@@ -1,0 +1,150 @@
+"""`Trainer`: a model, data and a loss, trained as a `TrainConfig` says."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptool.errors import UsageError
+from ckptool.trainer.batches import Batches
+from ckptool.trainer.checkpoints import Checkpoints
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.data.datasets import Dataset, Loss, TrainData, data_of
+from ckptool.trainer.events import Observer, Started
+from ckptool.trainer.loop import Loop
+from ckptool.trainer.models import model_of
+from ckptool.trainer.progress import Progress
+from ckptool.trainer.randomness import seed_all
+from ckptool.trainer.resuming import resumed
+from ckptool.trainer.signals import Signals
+from ckptool.trainer.strategies import Strategy, strategy_of
+from ckptool.trainer.tuning import Tuning
+
+__all__ = ["TrainResult", "Trainer"]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        epoch: Epochs that are over.
+        step: Steps of the optimizer that are done.
+        best: The lowest validation loss of an epoch (training loss where there is no validation).
+        stopped: The number of the signal that ended it; None where it came to its end.
+        out: Its folder.
+    """
+
+    epoch: int
+    step: int
+    best: float
+    stopped: int | None
+    out: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+class Trainer:
+    """One run; the same calls in every process of it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: nn.Module | None = None,
+        data: TrainData | Dataset | None = None,
+        loss: Loss | str | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """What is not given is what the configuration names.
+
+        Args:
+            config: What is to be done.
+            model: Any module; its weights are the same in every process. None: `config.model`.
+            data: Training and validation samples, or a dataset to learn from. None: `config.data`.
+            loss: Outputs and targets to the mean over samples; or a name in `torch.nn.functional`.
+            observer: Told of everything that happens.
+        """
+        self._config = config
+        self._model, self._data, self._loss = model, data, loss
+        self._observer = observer or Observer()
+
+    def fit(self) -> TrainResult:
+        """Train, from the checkpoint that `resume` names if it does.
+
+        Raises:
+            TrainingError: it cannot begin, or the loss is no number any more.
+            MatchError: the checkpoint to go on from is of another model.
+            WriteError: a checkpoint cannot be written; found before the first step where the folder
+                takes nothing at all.
+        """
+        config = self._config
+        strategy = strategy_of(config, self._observer)
+        signals = Signals(is_patient=strategy.world.size > 1)
+        with strategy.opened(), signals.watched():
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            seed_all(config.seed)
+            data = self._data_given()
+            batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
+            self._attend(strategy, data, batches)
+            if not strategy.takes_steps:
+                strategy.serve()
+                return TrainResult(0, 0, float("inf"), None, config.out)
+            progress, event = resumed(config, strategy)
+            if event is not None:
+                self._observer.tell(event)
+            self._observer.tell(self._started(strategy, batches))
+            belongings = {"config": config.to_dict(), "data": dict(data.statistics)}
+            checkpoints = Checkpoints(config, strategy, self._observer, belongings)
+            loop = Loop(config, strategy, batches, progress, checkpoints, self._observer, signals)
+            loop.run()
+        return _result(config, progress, loop.stopped)
+
+    def _data_given(self) -> TrainData:
+        if self._data is None:
+            data = data_of(self._config)
+            return data
+        if isinstance(self._data, TrainData):
+            return self._data
+        if self._loss is None:
+            raise UsageError("data are given, and no loss: loss=torch.nn.functional.mse_loss")
+        return TrainData(self._data, None, self._loss)
+
+    def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
+        """Give the strategy model, optimizer and data."""
+        config = self._config
+        model = self._model if self._model is not None else model_of(config, data)
+        strategy.wrap(model.to(getattr(torch, config.dtype)))
+        strategy.tuning = Tuning(
+            config,
+            strategy.module,
+            steps=min(config.epochs * batches.steps, config.max_steps or 1 << 62),
+            epoch=batches.steps,
+        )
+        loss = self._loss or data.loss
+        strategy.attend(
+            data.train,
+            data.validation,
+            getattr(nn.functional, loss) if isinstance(loss, str) else loss,
+        )
+
+    def _started(self, strategy: Strategy, batches: Batches) -> Started:
+        return Started(
+            strategy.name,
+            tuple(str(device) for device in strategy.devices),
+            strategy.world.size,
+            sum(one.numel() for one in strategy.module.parameters()),
+            batches.samples,
+            batches.steps,
+            self._config.epochs,
+        )
+
+
+def _result(config: TrainConfig, progress: Progress, stopped: int | None) -> TrainResult:
+    return TrainResult(progress.epoch, progress.step, progress.best, stopped, config.out)
