@@ -138,7 +138,9 @@ def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors(
     for found in imports(file, trees()[file]):
         if room(found.module) == "torch" and not found.typing_only:
             assert room(file) in WITH_TORCH, f"{file}:{found.line} imports torch"
-            assert found.scope or room(file) in ABOVE_TORCH, f"{file}:{found.line} imports torch outside a function"
+            assert found.scope or room(file) in ABOVE_TORCH, (
+                f"{file}:{found.line} imports torch outside a function"
+            )
 
 
 @pytest.mark.parametrize("file", files_of())

@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     python = (version, torch.tensor(numbers), gauss)
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()

@@ -108,8 +108,7 @@ class Trainer:
 
     def _data_given(self) -> TrainData:
         if self._data is None:
-            data = data_of(self._config)
-            return data
+            return data_of(self._config)
         if isinstance(self._data, TrainData):
             return self._data
         if self._loss is None:

@@ -59,8 +59,7 @@ class StepResult:
 class Strategy:
     """One process on one device; the others change what they do otherwise.
 
-    A strategy is used as a context: what it opens (process groups) is closed at the end. `wrap` is called
-    once, before everything else.
+    In this order: `opened`, around all else; `wrap`, `tuning` set, `attend`; steps.
 
     Attributes:
         name: The word of `--strategy`.
@@ -136,7 +135,10 @@ class Strategy:
         ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """State dict with the wrapper's names, and the optimizer's, whole; all processes call it."""
+        """The model's state dict with its wrapper's names, and the optimizer's, whole.
+
+        All processes call it.
+        """
         return self.model.state_dict(), self.tuning.optimizer.state_dict()
 
     # A step.
@@ -169,7 +171,7 @@ class Strategy:
             with self.accumulating(is_last=position == len(step.batches) - 1):
                 loss = self.loss(mine)
                 weight = len(mine) / step.samples * self.gradient_scale
-                self.tuning.scaled(loss * weight).backward()
+                self.tuning.scaled(loss * weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * len(mine)
         loss_sum, *votes = self.world.sums([loss_sum, *step.votes])
         self.require_finite(loss_sum, step)
@@ -223,15 +225,12 @@ class Strategy:
         self, dataset: Dataset, rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
         inputs, targets = moved(collated(dataset, rows or [0]), self.device)
-        if (
-            not rows
-        ):  # of the right type and shape, but of no sample: other processes wait for this one
+        if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):
             outputs = self.model(inputs)
             if trace:
                 self.observer.tell(Traced(True, str(self.device), shape(inputs), shape(outputs)))
-            targets = (
-                moved(targets, outputs.device) if isinstance(outputs, torch.Tensor) else targets
-            )
+            if isinstance(outputs, torch.Tensor):
+                targets = moved(targets, outputs.device)
             return self._loss(outputs, targets) if rows else 0 * sum_of(outputs)
