@@ -1,0 +1,78 @@
+"""The processes of `torch.distributed`, as a launcher such as torchrun has started them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptool.errors import TrainingError
+from ckptool.trainer.world import World
+
+__all__ = ["Processes", "connected", "local_rank"]
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Processes(World):
+    """Those of the default process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Of a group that is there; sums are taken on `device`, this process's own."""
+        self._device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the processes, as float64, the same in all of them."""
+        total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 calls this with, in all of them."""
+        values = [value]
+        dist.broadcast_object_list(values, device=self._device)
+        return values[0]
+
+
+def local_rank() -> int:
+    """Which of the processes on this machine this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def connected(device: torch.device) -> Iterator[Processes]:
+    """The other processes, over NCCL for GPUs and gloo for everything else, until the end.
+
+    Raises:
+        TrainingError: no launcher has started this process, or the others cannot be reached.
+    """
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if missing:
+        raise TrainingError(
+            f"this strategy runs in several processes, and {missing[0]} does not say which this is",
+            hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(f"the other processes cannot be reached: {error}") from error
+    try:
+        yield Processes(device)
+    finally:
+        dist.destroy_process_group()
