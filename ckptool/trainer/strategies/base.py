@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -114,15 +114,24 @@ class Strategy:
         self.module = model.to(self.device)
         self.model = self.module
 
-    def load(self, source: Source, optimizer: torch.optim.Optimizer | None) -> None:
+    def load(
+        self,
+        source: Source,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        order: str | None = None,
+    ) -> None:
         """Fill the model, and the optimizer, from a file or state dict; all processes call it.
+
+        `order="position"`: the optimizer's state is of the same parameters in the same order, as
+        torch takes it; None: of those that the file names.
 
         Raises:
             MatchError: it is another architecture's; the report says how it differs.
         """
         import ckptool
 
-        ckptool.load_into(self.module, source, optimizer=optimizer)
+        ckptool.load_into(self.module, source, optimizer=optimizer, optimizer_order=order)
 
     def save(self, path: str, values: Mapping[str, Any]) -> None:
         """Write the model, the optimizer and `values`; all processes call it, rank 0 writes.
@@ -133,6 +142,30 @@ class Strategy:
         import ckptool
 
         ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
+
+    def values(self, path: str) -> dict[str, Any]:
+        """What `save` was given beside model and optimizer; of any other file nothing.
+
+        Raises:
+            UnreadableFile: it cannot be opened as a checkpoint.
+        """
+        import ckptool
+
+        with ckptool.open(path) as held:
+            if not isinstance(held.root, dict) or "progress" not in held.root:
+                return {}
+            rest = {
+                key: one for key, one in held.root.items() if key not in ("state_dict", "optimizer")
+            }
+            return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
+
+    def whole_module(self) -> nn.Module:
+        """The model inside its wrapper, to be pickled as one object; all processes call it.
+
+        Raises:
+            TrainingError: such a wrapper cannot be pickled.
+        """
+        return self.model
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The model's state dict with its wrapper's names, and the optimizer's, whole.
