@@ -56,9 +56,14 @@ def local_rank() -> int:
 def connected(device: torch.device) -> Iterator[Processes]:
     """The other processes, over NCCL for GPUs and gloo for everything else, until the end.
 
+    Where they are connected already, as in a script that trains several times, they stay so.
+
     Raises:
         TrainingError: no launcher has started this process, or the others cannot be reached.
     """
+    if dist.is_initialized():
+        yield Processes(device)
+        return
     missing = [name for name in _LAUNCHER if name not in os.environ]
     if missing:
         raise TrainingError(
