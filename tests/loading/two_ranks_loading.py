@@ -38,6 +38,11 @@ def whole(folder):
     return folder / "whole.pth"
 
 
+def saved(folder):
+    """The same, as `save` writes it."""
+    return folder / "saved.pth"
+
+
 def lacking(folder):
     """A file that one rank is given: it lacks a tensor."""
     return folder / "lacking.pth"
@@ -55,7 +60,10 @@ def write(folder):
     model = plain(5)
     optimizer = adam(model)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, whole(folder))
-    save(folder / "saved.pth", model=model, optimizer=optimizer)
+    save(saved(folder), model=model, optimizer=optimizer)
+    first = next(iter(optimizer.state.values()))
+    first["exp_avg"] = first["exp_avg"][0]
+    save(factored(folder), model=model, optimizer=optimizer)
     state = model.state_dict()
     data = bytearray(whole(folder).read_bytes())
     data[data.index(state["0.weight"].numpy().tobytes()) + 3] ^= 16
@@ -154,11 +162,11 @@ def in_a_group_of_one(folder, rank):
     return told(model, whole(folder))
 
 
-def optimizer_of_parts(folder, rank, wrap):
-    """What FSDP cannot take back by `load_into`, and what takes it instead: docs/matching.md."""
+def optimizer_of_parts(folder, rank):
+    """What FSDP, the first, does not get by `load_into`, and how it does: docs/matching.md."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    model = wrap(plain())
+    model = fsdp(plain())
     optimizer = torch.optim.Adam(model.parameters())
     found = told(model, folder / "saved.pth", optimizer)
     held = load(folder / "saved.pth")["optimizer"]
@@ -168,8 +176,26 @@ def optimizer_of_parts(folder, rank, wrap):
     held["state"] = {names[number]: state for number, state in held["state"].items()}
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(model, optimizer, held, options=options)
-    save(folder / f"{wrap.__name__}_again.pth", model=model, optimizer=optimizer)
+    save(folder / "fsdp_again.pth", model=model, optimizer=optimizer)
     return found
+
+
+def optimizer_of_dtensors(folder, rank, source, name, **options):
+    """State of which each rank takes its part; what of it is saved again is the same."""
+    model = fully_sharded(plain())
+    optimizer = torch.optim.Adam(model.parameters())
+    found = told(model, source(folder), optimizer, **options)
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    found["bytes"] = sum(
+        getattr(value, "_local_tensor", value).untyped_storage().nbytes() for value in held
+    )
+    save(folder / name, model=model, optimizer=optimizer)
+    return found
+
+
+def factored(folder):
+    """A file with state that is not of the parameters' shapes."""
+    return folder / "factored.pth"
 
 
 def main(folder, rank):
@@ -188,8 +214,13 @@ def main(folder, rank):
         for scene in SCENES
     }
     outcomes["optimizer ddp"] = an_optimizer(folder, rank, parallel)
-    for wrap in (fsdp, fully_sharded):
-        outcomes[f"parts {wrap.__name__}"] = optimizer_of_parts(folder, rank, wrap)
+    outcomes["parts"] = optimizer_of_parts(folder, rank)
+    for source, name, order in (
+        (saved, "by_names.pth", None),
+        (whole, "by_position.pth", "position"),
+        (factored, "factored_again.pth", None),
+    ):
+        outcomes[name] = optimizer_of_dtensors(folder, rank, source, name, optimizer_order=order)
     for scene in (on_its_own, in_a_group_of_one):
         outcomes[scene.__name__] = scene(folder, rank)
     model = parallel(plain())

@@ -11,7 +11,7 @@ from ckptool.loading.filling.reading import check_bytes
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.memory import shape_of
-from ckptool.loading.live.spreading import is_spread, sharded, without_hidden
+from ckptool.loading.live.spreading import sharded, without_hidden
 from ckptool.loading.optimizers.conversions import Conversions, conversions
 from ckptool.loading.optimizers.finding import Unchosen, found_optimizer
 from ckptool.loading.optimizers.kind import cousin, other_kind
@@ -28,7 +28,7 @@ from ckptool.loading.optimizers.pairing import (
 from ckptool.loading.optimizers.readings import Model, bare_names
 from ckptool.loading.optimizers.saved import Kept, Names, Saved
 from ckptool.loading.optimizers.shapes import owners_by_shape
-from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, unmade
+from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, undealt, unmade
 from ckptool.loading.optimizers.undo import remembered
 from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
 from ckptool.paths import counted, listed, printable
@@ -249,7 +249,7 @@ def _refused(
         return (other,), ALONE
     if pairing.problems and (part := _in_parts(parameters, wanted, slots)) is not None:
         return (part,), _SPREAD
-    unmakeable = unmade(saved, pairing.kept)
+    unmakeable = unmade(saved, pairing.kept) or undealt(saved, pairing.kept, parameters)
     if unmakeable is not None:
         return (*pairing.problems, unmakeable), pairing.remedy or ALONE
     return (pairing.problems, pairing.remedy) if pairing.problems else None
@@ -263,11 +263,6 @@ def _unfit(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> tuple[st
                 f"the optimizer's {printable(name)} is on the meta device, and loading puts "
                 "another in its place",
                 "load the model, build the optimizer, then load again with it",
-            )
-        if is_spread(parameter):
-            return (
-                f"the optimizer's {printable(name)} is a DTensor, of which every rank has a part",
-                _SPREAD,
             )
     return None
 

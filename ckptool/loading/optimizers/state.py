@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.loading.fitting.contents import loss_of
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.memory import dtype_name
+from ckptool.loading.live.spreading import is_spread, spread_like
 from ckptool.loading.objects.plain import unpickled
 from ckptool.loading.optimizers.saved import Kept, Saved, place_of
 from ckptool.loading.optimizers.undo import innermost, layers
@@ -22,7 +23,7 @@ from ckptool.tensors import is_one_part
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Maker", "casts", "casts_state", "holds_inert", "unmade"]
+__all__ = ["Maker", "casts", "casts_state", "holds_inert", "undealt", "unmade"]
 
 _MANY = 64
 """Numbers from which a search through a list is slower than a question."""
@@ -41,6 +42,27 @@ def unmade(saved: Saved, kept: Mapping[int, Kept]) -> str | None:
                 what = f"a {printable(leaf.class_name)}, which is never made"
             if what:
                 return f"{printable(place_of(saved, one.key, *path))} is {what}"
+    return None
+
+
+def undealt(
+    saved: Saved, kept: Mapping[int, Kept], parameters: Sequence[torch.Tensor]
+) -> str | None:
+    """Why state cannot be dealt out to the ranks that have parts of a parameter; None: it can.
+
+    It is cut as the parameter is; of a tensor of another shape nobody knows which part is whose.
+    """
+    for number, one in kept.items():
+        if not is_spread(parameters[number]):
+            continue
+        shape = tuple(parameters[number].shape)
+        for path, leaf in walk(one.state):
+            if isinstance(leaf, TensorRef) and leaf.shape not in ((), shape):
+                return (
+                    f"{printable(place_of(saved, one.key, *path))} has the shape "
+                    f"{list(leaf.shape)}, and its parameter, a DTensor, {list(shape)}: which part "
+                    "of it is which rank's is not known"
+                )
     return None
 
 
@@ -164,12 +186,12 @@ class Maker:
         return {**beside, "state": made, "param_groups": list(self._groups(optimizer))}
 
     def _of_parameter(self, node: Any, parameter: torch.Tensor) -> Any:
-        """What is kept of one, on its device."""
+        """What is kept of one, on its device; this rank's part, where it is spread over ranks."""
         device = str(parameter.device) if parameter.device.type == "cuda" else "cpu"
-        if not isinstance(node, dict) or device == "cpu":
+        if not isinstance(node, dict) or (device == "cpu" and not is_spread(parameter)):
             return self._here(node, device)
         return {
-            key: self._here(value, "cpu" if key == "step" else device)
+            key: _dealt(self._here(value, "cpu" if key == "step" else device), key, parameter)
             for key, value in node.items()
         }
 
@@ -208,6 +230,15 @@ class Maker:
         if isinstance(made, torch.Tensor) and isinstance(own, torch.Tensor):
             return made.to(own.device)
         return made
+
+
+def _dealt(node: Any, key: Any, parameter: torch.Tensor) -> Any:
+    """What is of the whole of a parameter, spread as that is; `step` is a number."""
+    if key == "step" or not is_spread(parameter):
+        return node
+    return _mapped(
+        node, lambda one: spread_like(parameter, one) if one.shape == parameter.shape else one
+    )
 
 
 def _mapped(node: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -113,21 +113,39 @@ def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
     assert told[0]["in_a_group_of_one"] == {"loaded": True, "untouched": False}
 
 
-PARTS = {"fsdp": "is of FSDP", "fully_sharded": "is a DTensor"}
-
-
 @needs_gloo
-@pytest.mark.parametrize("wrap", PARTS)
-def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told, wrap):
+def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
     for rank in told:
-        refused = rank[f"parts {wrap}"]
-        text = f"the optimizer's 0.weight {PARTS[wrap]}, of which every rank has a part"
+        refused = rank["parts"]
+        text = "the optimizer's 0.weight is of FSDP, of which every rank has a part"
         assert text in refused["text"]
         assert refused["hint"].startswith(
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
         assert refused["untouched"]
-    files = (run / "saved.pth", run / f"{wrap}_again.pth")
+    assert_same_state(run / "saved.pth", run / "fsdp_again.pth")
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["by_names.pth", "by_position.pth"])
+def test_of_an_optimizer_over_dtensors_each_rank_takes_its_part(run, told, name):
+    assert all(rank[name]["loaded"] for rank in told)
+    assert_same_state(run / "saved.pth", run / name)
+    state = ckptool.load(run / name)["optimizer"]["state"]
+    steps = 4 * len(state)  # a number of each parameter, which every rank has
+    whole = sum(value.nbytes for held in state.values() for value in held.values()) - steps
+    assert sum(rank[name]["bytes"] - steps for rank in told) == whole
+
+
+@needs_gloo
+def test_state_of_other_shapes_than_those_of_dtensors_is_refused(told):
+    for rank in told:
+        refused = rank["factored_again.pth"]
+        assert refused["untouched"]
+        assert "which part of it is which rank's is not known" in refused["text"]
+
+
+def assert_same_state(*files):
     before, after = (ckptool.load(file)["optimizer"] for file in files)
     assert len(before["state"]) == len(after["state"]) == 6
     for number, state in before["state"].items():
