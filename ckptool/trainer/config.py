@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptool.errors import UsageError
 
-__all__ = ["OPTIMIZERS", "SAVES", "SCHEDULES", "STRATEGIES", "TrainConfig"]
+__all__ = [
+    "CHOICES",
+    "OPTIMIZERS",
+    "SAVES",
+    "SCHEDULES",
+    "SPREAD",
+    "STRATEGIES",
+    "TrainConfig",
+    "as_argument",
+    "check",
+    "usual_batch_size",
+]
 
 STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server", "xla")
 SPREAD = ("ddp", "fsdp", "parameter-server")
@@ -17,17 +29,83 @@ SPREAD = ("ddp", "fsdp", "parameter-server")
 SAVES = ("full", "wrapped", "unwrapped", "module")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "linear", "step")
-_CHOICES = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "save": SAVES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "dtype": ("float32", "float64"),
-    "amp": (None, "bf16", "fp16"),
+    "amp": ("bf16", "fp16"),
 }
-_AT_LEAST_ONE = ("epochs", "batch_size", "accumulate", "step_size", "keep")
-_POSITIVE = ("lr", "clip", "save_seconds")
-_NOT_NEGATIVE = ("weight_decay", "momentum", "warmup", "staleness", "max_steps")
+"""What each option that is a word may be."""
+_AT_LEAST_ONE = frozenset(
+    ("epochs", "batch_size", "accumulate", "step_size", "keep", "save_every", "patience")
+)
+_POSITIVE = frozenset(("lr", "clip", "save_seconds"))
+_NOT_NEGATIVE = frozenset(
+    ("weight_decay", "momentum", "gamma", "warmup", "staleness", "max_steps", "output_device")
+)
+_ONLY_WITH = {
+    "sharded": {"strategy": "fsdp", "save": "full"},
+    "momentum": {"optimizer": "sgd"},
+    "devices": {"strategy": "model-parallel"},
+    "device_ids": {"strategy": "dp"},
+    "output_device": {"strategy": "dp"},
+}
+"""Options that mean something with another one alone."""
+
+Spelling = Callable[[str, Any], str]
+"""How an option and its value are written where they were given."""
+
+
+def usual_batch_size(data: str) -> int:
+    """Samples of one batch where nobody says: 30 of `random`, as in the tutorial it is from."""
+    return 30 if data == "random" else 32
+
+
+def as_argument(name: str, value: Any) -> str:
+    """An option as Python has it: `batch_size=0`."""
+    return f"{name}={value!r}"
+
+
+def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
+    """Check the options of a run, each by itself and beside the others.
+
+    Args:
+        values: All of `TrainConfig`, by name.
+        spelled: How the message names them.
+
+    Raises:
+        UsageError: one is out of its range.
+    """
+    for name, value in values.items():
+        fault = None if value is None else _fault(name, value)
+        if fault is not None:
+            raise UsageError(f"{spelled(name, value)} {fault}")
+    for name, others in _ONLY_WITH.items():
+        for other, wanted in others.items():
+            if values[name] not in (None, False, 0.0, ()) and values[other] != wanted:
+                raise UsageError(
+                    f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
+                    f"{spelled(other, values[other])}"
+                )
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """What is wrong with an option by itself."""
+    if name in CHOICES and value not in CHOICES[name]:
+        return f"is none of {', '.join(CHOICES[name])}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is no finite number"
+    if name in _AT_LEAST_ONE and value < 1:
+        return "must be at least 1"
+    if name in _POSITIVE and value <= 0:
+        return "must be above 0"
+    if name in _NOT_NEGATIVE and value < 0:
+        return "must not be below 0"
+    if name == "ema" and not 0 <= value < 1:
+        return "must be from 0 to below 1"
+    return "must be a folder" if name == "out" and not value else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +142,7 @@ class TrainConfig:
         save_seconds: Seconds after which it is.
         keep: How many of those are kept.
         resume: A checkpoint to go on from; `auto`: the newest of `out`, if there is one.
+        overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
         devices: Of `model-parallel`: over which the layers are spread, in order.
         device_ids: Of `dp`: the GPUs of the replicas; empty: all.
@@ -102,6 +181,7 @@ class TrainConfig:
     save_seconds: float | None = None
     keep: int = 3
     resume: str | None = None
+    overwrite: bool = False
     device: str = "auto"
     devices: tuple[str, ...] = ()
     device_ids: tuple[int, ...] = ()
@@ -114,44 +194,12 @@ class TrainConfig:
         """Check every value by itself and beside the others.
 
         Raises:
-            UsageError: one is out of its range; the message names option and range.
+            UsageError: one is out of its range.
         """
         object.__setattr__(self, "out", os.fspath(self.out))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                words = ", ".join(str(word) for word in choices if word is not None)
-                raise UsageError(f"{name} is {getattr(self, name)!r}, and not one of {words}")
-        self._check_numbers()
-        self._check_together()
-
-    def _check_numbers(self) -> None:
-        for name in (*_AT_LEAST_ONE, *_POSITIVE, *_NOT_NEGATIVE, "save_every", "patience", "ema"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{name} is {value}, which is no finite number")
-            if name in (*_AT_LEAST_ONE, "save_every", "patience") and value < 1:
-                raise UsageError(f"{name} is {value}, and must be at least 1")
-            if name in _POSITIVE and value <= 0:
-                raise UsageError(f"{name} is {value}, and must be above 0")
-            if name in _NOT_NEGATIVE and value < 0:
-                raise UsageError(f"{name} is {value}, and must not be below 0")
-            if name == "ema" and not 0 <= value < 1:
-                raise UsageError(f"ema is {value}, and must be from 0 to below 1")
-
-    def _check_together(self) -> None:
-        if self.sharded and (self.strategy != "fsdp" or self.save != "full"):
-            raise UsageError("sharded is for strategy 'fsdp' and save 'full'")
-        if self.momentum and self.optimizer != "sgd":
-            raise UsageError(f"momentum is for optimizer 'sgd', and this is {self.optimizer!r}")
-        for name, strategy in (
-            ("devices", "model-parallel"),
-            ("device_ids", "dp"),
-            ("output_device", "dp"),
-        ):
-            if getattr(self, name) not in ((), None) and self.strategy != strategy:
-                raise UsageError(f"{name} is for strategy {strategy!r}, not {self.strategy!r}")
+        if self.resume is not None:
+            object.__setattr__(self, "resume", os.fspath(self.resume))
+        check(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, which a checkpoint keeps."""
