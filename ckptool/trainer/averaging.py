@@ -21,8 +21,12 @@ class Average:
     def __init__(self, module: nn.Module, decay: float) -> None:
         """Begin with the weights that `module`, the bare one, has now."""
         self._module, self._decay = module, decay
-        with torch.no_grad():
-            self._state = {name: one.detach().clone() for name, one in self._live().items()}
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin anew, with the weights that the model has now."""
+        self._state = {name: one.detach().clone() for name, one in self._live().items()}
 
     def _live(self) -> dict[str, torch.Tensor]:
         state = self._module.state_dict()
@@ -31,7 +35,7 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights of one more step."""
-        parameters = dict(self._module.named_parameters())
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
         for name, now in self._live().items():
             if name in parameters and now.is_floating_point():
                 self._state[name].lerp_(now.detach(), 1 - self._decay)
@@ -43,7 +47,10 @@ class Average:
         return dict(self._state)
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from an average of the same model."""
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Go on from an average of the same model; False: it is of another, nothing is done."""
+        if state.keys() != self._state.keys():
+            return False
         for name, own in self._state.items():
             own.copy_(state[name])
+        return True

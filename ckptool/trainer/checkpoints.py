@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from ckptool.errors import WriteError
+from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.trainer import folder, saving
+from ckptool.trainer.batches import Batches
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer, Saved
 from ckptool.trainer.progress import Progress
@@ -18,21 +23,45 @@ __all__ = ["Checkpoints"]
 class Checkpoints:
     """`last.pth`, `best.pth`, `step-%08d.pth` in the folder of a run.
 
-    All processes make the same calls.
+    All processes make the same calls; what goes wrong in rank 0 is raised in all of them.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         strategy: Strategy,
+        batches: Batches,
         observer: Observer,
         belongings: dict[str, Any],
     ) -> None:
         """`belongings` goes into every checkpoint that has room for more than weights."""
         self._config, self._strategy, self._observer = config, strategy, observer
-        self._belongings = belongings
-        self._folder = Path(config.out)
+        self._batches, self._belongings = batches, belongings
+        self._ranks = Ranks(
+            default_group(), error=WriteError, undone="training cannot go on", call="Trainer.fit"
+        )
         self._saved_at = time.monotonic()
+
+    def require_writable(self) -> None:
+        """Make the folder; write a file of the size of a checkpoint there, and remove it.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        size = saving.expected_size(self._strategy)
+        name = f"last{self._suffix or '.trial'}"
+        self._ranks.first(lambda: folder.require_writable(self._config.out, name, size))
+
+    def begin(self, progress: Progress, origin: str | None) -> None:
+        """Have no other run in the folder than that which led to `progress`, by way of `origin`.
+
+        Raises:
+            TrainingError: there is another, and it is not to be overwritten.
+        """
+        out = self._config.out
+        act = folder.remove if self._config.overwrite else folder.refuse_earlier
+        if self._config.resume != "auto" or origin is None:
+            self._ranks.first(lambda: act(out, origin=origin, step=progress.step))
 
     @property
     def is_due(self) -> bool:
@@ -42,30 +71,35 @@ class Checkpoints:
 
     def last(self, progress: Progress) -> None:
         """Write `last.pth`, from which a run goes on."""
-        self._write("last.pth", progress)
+        self._write("last", progress)
 
     def best(self, progress: Progress) -> None:
         """Write `best.pth`."""
-        self._write("best.pth", progress)
+        self._write("best", progress)
 
     def numbered(self, progress: Progress) -> None:
         """Write that of this step, and remove those that are too many."""
-        self._write(f"step-{progress.step:08d}.pth", progress)
+        self._write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()
-        if self._strategy.world.is_first:
-            for old in sorted(self._folder.glob("step-*.pth"))[: -self._config.keep]:
-                old.unlink(missing_ok=True)
+        self._ranks.first(lambda: folder.remove_numbered(self._config.out, self._config.keep))
+
+    @property
+    def _suffix(self) -> str:
+        return "" if self._config.sharded else ".pth"
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._config.out, name + self._suffix)
 
     def _write(self, name: str, progress: Progress) -> None:
-        path = str(self._folder / name)
-        world = self._strategy.world
+        path = self._path(name)
         values = {
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": world.gather(random_state()),
+            "rng": self._strategy.world.gather(random_state()),
+            "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": progress.to_dict(),
             **self._belongings,
         }
-        self._strategy.save(path, values)
+        saving.save(self._config.save, path, self._strategy, values)
         self._observer.tell(Saved(path, progress.epoch, progress.step))

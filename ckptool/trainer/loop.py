@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from ckptool.errors import TrainingError
+from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.events import EpochEnded, Observer, Stepped
+from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
 from ckptool.trainer.metrics import Metrics
 from ckptool.trainer.progress import Progress
+from ckptool.trainer.scalars import Scalars
 from ckptool.trainer.signals import Signals
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
@@ -39,25 +42,44 @@ class Loop:
         self._progress, self._checkpoints = progress, checkpoints
         self._observer, self._signals = observer, signals
         self._metrics = Metrics(config.out)
+        self._ranks = Ranks(
+            default_group(),
+            error=TrainingError,
+            undone="training cannot go on",
+            call="Trainer.fit",
+        )
         self.stopped: int | None = None
         """The signal that ended it, if one did."""
 
     def run(self) -> None:
         """Go through the epochs that are left."""
-        if self._strategy.world.is_first:
-            self._metrics.cut(self._progress.epoch)
-        while not self._is_over():
-            if not self._epoch():
-                break
+        self._ranks.first(lambda: self._metrics.cut(self._progress.epoch))
+        is_first = self._strategy.world.is_first
+        self._scalars = Scalars(self._config, step=self._progress.step, is_wanted=is_first)
+        try:
+            if (why := self._over) is not None:
+                self._observer.tell(Note(f"nothing is left to train: {why}"))
+            while self._over is None:
+                if not self._epoch():
+                    return
+            if self._progress.position:
+                self._end_within_epoch()
+        finally:
+            self._scalars.close()
 
-    def _is_over(self) -> bool:
-        patience = self._config.patience
-        return (
-            self._progress.epoch >= self._config.epochs
-            or self._is_at_last_step()
-            or (patience is not None and self._progress.since_best >= patience)
-        )
+    @property
+    def _over(self) -> str | None:
+        """Why nothing comes any more; None: something does."""
+        config, progress = self._config, self._progress
+        if progress.epoch >= config.epochs:
+            return f"epoch {config.epochs} is over"
+        if self._is_at_last_step and progress.position < self._batches.steps:
+            return f"step {config.max_steps} is done"
+        if config.patience is not None and progress.since_best >= config.patience:
+            return f"{progress.since_best} epochs have brought no lower loss than {progress.best:g}"
+        return None
 
+    @property
     def _is_at_last_step(self) -> bool:
         limit = self._config.max_steps
         return limit is not None and self._progress.step >= limit
@@ -67,12 +89,12 @@ class Loop:
         progress = self._progress
         began = time.monotonic() - progress.seconds
         self._strategy.model.train()
-        rate, number = self._strategy.tuning.rate, progress.step
+        number = progress.step
         for rows in self._batches.of_epoch(progress.epoch, progress.position):
             if self._config.max_steps is not None and number >= self._config.max_steps:
                 break
             number += 1
-            rate = self._strategy.tuning.rate
+            progress.rate = self._strategy.tuning.rate
             votes = [*self._signals.votes, float(self._votes_for_saving())]
             done = self._strategy.step(Step(number, rows, votes))
             self._take(done)
@@ -81,7 +103,8 @@ class Loop:
                 return False
         self._take(self._strategy.settled())
         progress.seconds = time.monotonic() - began
-        self._end_epoch(rate)
+        if progress.position == self._batches.steps:
+            self._end_epoch()
         return True
 
     def _votes_for_saving(self) -> bool:
@@ -111,16 +134,36 @@ class Loop:
         self._checkpoints.numbered(self._progress)
         return True
 
-    def _end_epoch(self, rate: float) -> None:
+    def _end_epoch(self) -> None:
+        """Evaluate, write the figures, save: what a kill leaves undone is done again."""
+        ended, loss = self._evaluated()
+        if self._progress.end_epoch(loss):
+            self._checkpoints.best(self._progress)
+        self._checkpoints.last(self._progress)
+        if self._over is not None and self._progress.epoch < self._config.epochs:
+            self._observer.tell(Note(f"training ends after epoch {ended.epoch}: {self._over}"))
+
+    def _end_within_epoch(self) -> None:
+        """The last step of all is none of an epoch's: save first, as the epoch may yet go on."""
+        self._checkpoints.last(self._progress)
+        _, loss = self._evaluated()
+        if loss < self._progress.best:
+            self._progress.best = loss
+            self._checkpoints.best(self._progress)
+
+    def _evaluated(self) -> tuple[EpochEnded, float]:
+        """The figures up to here, told and written, and the loss that the best epoch is chosen by.
+
+        That is the one over the validation samples, or else the training ones.
+        """
         progress = self._progress
         train_loss = progress.loss_sum / progress.samples
         val_loss = self._strategy.validated()
         speed = progress.samples / max(progress.seconds, 1e-9)
-        is_best = progress.end_epoch(train_loss if val_loss is None else val_loss)
-        ended = EpochEnded(progress.epoch, progress.step, train_loss, val_loss, rate, speed)
-        if self._strategy.world.is_first:
-            self._metrics.add(ended)
+        ended = EpochEnded(
+            progress.epoch + 1, progress.step, train_loss, val_loss, progress.rate, speed
+        )
+        self._ranks.first(lambda: self._metrics.add(ended))
+        self._scalars.add(ended)
         self._observer.tell(ended)
-        if is_best:
-            self._checkpoints.best(progress)
-        self._checkpoints.last(progress)
+        return ended, train_loss if val_loss is None else val_loss

@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from ckptool.files.atomic import atomic_output
+from ckptool.files.refusals import worded
 from ckptool.trainer.events import EpochEnded
 
 __all__ = ["Metrics"]
 
 
 class Metrics:
-    """The figures of a run, in `folder/metrics.jsonl`; only rank 0 has one."""
+    """The figures of a run, in `folder/metrics.jsonl`; only rank 0 writes them."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Nothing is written yet."""
         self._path = Path(folder) / "metrics.jsonl"
 
-    def cut(self, epochs: int) -> None:
-        """Keep the lines of the first `epochs`: what came after them is going to come again."""
-        kept = [line for line in self._lines() if json.loads(line)["epoch"] <= epochs]
-        beside = self._path.with_suffix(".jsonl.tmp")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(self._path)
+    @property
+    def has_lines(self) -> bool:
+        """Whether an epoch has ended."""
+        return any(True for _ in self._lines())
 
-    def _lines(self) -> Iterator[str]:
-        """Those that are whole: a kill may leave half of the last one."""
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("}\n"):
-                    yield line
+    def cut(self, epochs: int) -> None:
+        """Keep the lines of the first `epochs`: what came after them is going to come again.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        kept = "".join(line for line, epoch in self._lines() if epoch <= epochs).encode()
+        with atomic_output(self._path, len(kept), overwrite=True) as output:
+            output.write(kept)
+
+    def _lines(self) -> Iterator[tuple[str, int]]:
+        """Those that are whole, with their epochs: a kill may leave half of the last one."""
+        if not self._path.is_file():
+            return
+        with worded(str(self._path)):
+            text = self._path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines(keepends=True):
+            try:
+                epoch = json.loads(line)["epoch"]
+            except (ValueError, TypeError, KeyError):
+                continue
+            if line.endswith("\n") and isinstance(epoch, int):
+                yield line, epoch
 
     def add(self, epoch: EpochEnded) -> None:
-        """Append the line of one epoch, and have it on the disk."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(epoch.to_dict()) + "\n")
+        """Append the line of one epoch, and have it on the disk; a number that is none is a string.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        line = {name: _told(value) for name, value in epoch.to_dict().items()}
+        with worded(str(self._path)), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _told(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

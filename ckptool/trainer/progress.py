@@ -23,6 +23,7 @@ class Progress:
         loss_sum: Of the samples of that epoch, so far.
         samples: How many those are.
         seconds: What they took.
+        rate: The learning rate of the last step.
         best: The lowest loss after which an epoch was the best one; infinite before the first.
         since_best: Epochs since then.
     """
@@ -33,6 +34,7 @@ class Progress:
     loss_sum: float = 0.0
     samples: int = 0
     seconds: float = 0.0
+    rate: float = 0.0
     best: float = math.inf
     since_best: int = 0
 
@@ -46,11 +48,15 @@ class Progress:
     def end_epoch(self, loss: float) -> bool:
         """Count an epoch that ended with that loss; whether it is the best one so far."""
         self.epoch += 1
-        self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
+        self.begin_epoch()
         is_best = loss < self.best
         self.best = min(loss, self.best)
         self.since_best = 0 if is_best else self.since_best + 1
         return is_best
+
+    def begin_epoch(self) -> None:
+        """Count nothing of the epoch that is under way."""
+        self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,12 @@ _ASKING = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """Which of the two has come; a vote for each, that processes add up."""
 
-    def __init__(self, *, is_patient: bool) -> None:
-        """`is_patient`: a second Ctrl-C is the same one, sent by a launcher again."""
-        self._is_patient = is_patient
+    def __init__(self, *, is_patient: bool | None = None) -> None:
+        """`is_patient`: a second Ctrl-C is the same one, which a launcher has sent on.
+
+        None: where one has started this process. A terminal sends Ctrl-C to launcher and workers.
+        """
+        self._is_patient = "LOCAL_RANK" in os.environ if is_patient is None else is_patient
         self._came: set[int] = set()
 
     @contextmanager
@@ -32,7 +36,8 @@ class Signals:
             yield
         finally:
             for one, handler in before.items():
-                signal.signal(one, handler)
+                if handler is not None:  # None: none of Python's, which cannot be set again
+                    signal.signal(one, handler)
 
     def _take(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and number in self._came and not self._is_patient:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ckptool.trainer.loop import Loop
 from ckptool.trainer.models import model_of
 from ckptool.trainer.progress import Progress
 from ckptool.trainer.randomness import seed_all
-from ckptool.trainer.resuming import resumed
+from ckptool.trainer.resuming import Resuming
 from ckptool.trainer.signals import Signals
 from ckptool.trainer.strategies import Strategy, strategy_of
 from ckptool.trainer.tuning import Tuning
@@ -81,14 +80,13 @@ class Trainer:
         Raises:
             TrainingError: it cannot begin, or the loss is no number any more.
             MatchError: the checkpoint to go on from is of another model.
-            WriteError: a checkpoint cannot be written; found before the first step where the folder
-                takes nothing at all.
+            WriteError: a checkpoint cannot be written; before the first step one is tried.
+            UnreadableFile: the checkpoint to go on from is not there, or damaged.
         """
         config = self._config
         strategy = strategy_of(config, self._observer)
-        signals = Signals(is_patient=strategy.world.size > 1)
+        signals = Signals()
         with strategy.opened(), signals.watched():
-            Path(config.out).mkdir(parents=True, exist_ok=True)
             seed_all(config.seed)
             data = self._data_given()
             batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
@@ -96,15 +94,25 @@ class Trainer:
             if not strategy.takes_steps:
                 strategy.serve()
                 return TrainResult(0, 0, float("inf"), None, config.out)
-            progress, event = resumed(config, strategy)
-            if event is not None:
-                self._observer.tell(event)
-            self._observer.tell(self._started(strategy, batches))
+            seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             belongings = {"config": config.to_dict(), "data": dict(data.statistics)}
-            checkpoints = Checkpoints(config, strategy, self._observer, belongings)
+            checkpoints = Checkpoints(config, strategy, batches, self._observer, belongings)
+            progress = self._beginning(strategy, batches, checkpoints)
+            self._observer.tell(self._started(strategy, batches))
             loop = Loop(config, strategy, batches, progress, checkpoints, self._observer, signals)
             loop.run()
         return _result(config, progress, loop.stopped)
+
+    def _beginning(
+        self, strategy: Strategy, batches: Batches, checkpoints: Checkpoints
+    ) -> Progress:
+        """Where the run begins, in a folder that can be written and holds no other one."""
+        checkpoints.require_writable()
+        resuming = Resuming(self._config, strategy, batches, self._observer)
+        origin = resuming.found()
+        progress = Progress() if origin is None else resuming.restored(origin)
+        checkpoints.begin(progress, origin)
+        return progress
 
     def _data_given(self) -> TrainData:
         if self._data is None:

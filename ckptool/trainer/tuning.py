@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ckptool.errors import TrainingError
+from ckptool.loading.live.spreading import is_spread
 from ckptool.trainer.averaging import Average
 from ckptool.trainer.config import TrainConfig
 
@@ -31,11 +33,16 @@ class Tuning:
         """Over the parameters of `module`, for `steps` in all, of which `epoch` make an epoch."""
         self.config = config
         self.optimizer = _optimizer(config, module)
-        self.schedule = LambdaLR(
-            self.optimizer, lambda done: rate_factor(config, done, steps=steps, epoch=epoch)
+        self._factor: Callable[[int], float] = lambda done: rate_factor(
+            config, done, steps=steps, epoch=epoch
         )
+        self.schedule = LambdaLR(self.optimizer, self._factor)
+        self._options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
         device = next((one.device.type for one in module.parameters()), "cpu")
-        self.scaler = torch.amp.GradScaler(device, enabled=config.amp == "fp16")
+        self.scaler = _scaler(device, is_enabled=config.amp == "fp16")
         self.average = None if config.ema is None else Average(module, config.ema)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -47,14 +54,34 @@ class Tuning:
         """The loss to call backward of."""
         return self.scaler.scale(loss)
 
+    @property
+    def has_finite_gradients(self) -> bool:
+        """Whether every number of the gradients that are here is one.
+
+        With a scaler they need not be: it looks itself, skips the step and scales less.
+        """
+        if self.scaler.is_enabled():
+            return True
+        held = (one.grad for group in self.optimizer.param_groups for one in group["params"])
+        largest = [_largest(grad) for grad in held if grad is not None]
+        return not largest or bool(
+            torch.stack([one.to(largest[0]) for one in largest]).isfinite().all()
+        )
+
     def step(self, clip: Callable[[float], None]) -> None:
-        """Take the gradients that are there into the weights, and forget them."""
+        """Take the gradients that are there into the weights, and forget them.
+
+        Where the scaler finds an infinite one nothing is taken, and schedule and average wait.
+        """
         if self.config.clip is not None:
             self.scaler.unscale_(self.optimizer)
             clip(self.config.clip)
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        if self.scaler.get_scale() < scale:  # as torch's documentation tells a step that is skipped
+            return
         self.schedule.step()
         if self.average is not None:
             self.average.update()
@@ -73,23 +100,36 @@ class Tuning:
             state["ema"] = self.average.state()
         return state
 
-    def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from what `state` gave; returned are the names of what it does not hold."""
+    def restore(self, state: Mapping[str, Any], *, step: int) -> list[str]:
+        """Go on from what `state` gave; returned are the names of what it does not hold.
+
+        The optimizer's options (learning rate, weight decay, ...) are those of the configuration,
+        whatever the file had; the schedule, where the file has none, is that after `step` steps;
+        the average, that of the weights alone. The model and the optimizer are filled before.
+        """
         without = []
-        for name, wanted, take in (
-            ("scheduler", True, self.schedule.load_state_dict),
-            ("scaler", self.scaler.is_enabled(), self.scaler.load_state_dict),
-            ("ema", self.average is not None, self._restore_average),
-        ):
-            if wanted and name in state:
-                take(dict(state[name]))
-            elif wanted:
-                without.append(name)
+        scheduler = state.get("scheduler", {})
+        self._reschedule(scheduler.get("last_epoch", step))
+        if not scheduler:
+            without.append("scheduler")
+        if self.scaler.is_enabled():
+            if "scaler" in state:
+                self.scaler.load_state_dict(dict(state["scaler"]))
+            else:
+                without.append("scaler")
+        if self.average is not None and not self.average.restore(state.get("ema", {})):
+            self.average.begin()
+            without.append("ema")
         return without
 
-    def _restore_average(self, state: dict[str, Any]) -> None:
-        if self.average is not None:
-            self.average.restore(state)
+    def _reschedule(self, done: int) -> None:
+        """The rates after `done` steps, of the configuration's options."""
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+            group["lr"] = group["initial_lr"] * self._factor(done)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        held = {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **held})
 
 
 def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> float:
@@ -102,6 +142,29 @@ def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> fl
     if config.schedule == "cosine":
         return (1 + math.cos(math.pi * share)) / 2
     return 1 - share if config.schedule == "linear" else 1.0
+
+
+def _largest(grad: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of the part that this process has; NaN where one is NaN."""
+    part = grad.to_local() if is_spread(grad) else grad  # type: ignore[attr-defined]
+    part = part.coalesce().values() if part.is_sparse else part
+    return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
+
+
+def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
+    """That of a device; before torch 2.3 there is one for CUDA alone.
+
+    Raises:
+        TrainingError: this torch has none for it.
+    """
+    if hasattr(torch.amp, "GradScaler"):
+        return torch.amp.GradScaler(device, enabled=is_enabled)
+    if is_enabled and device != "cuda":
+        raise TrainingError(
+            f"amp 'fp16' on {device} needs torch 2.3; this is {torch.__version__}",
+            hint="--amp bf16 needs no scaler",
+        )
+    return torch.cuda.amp.GradScaler(enabled=is_enabled)
 
 
 def _optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:

@@ -206,8 +206,9 @@ class Strategy:
                 weight = len(mine) / step.samples * self.gradient_scale
                 self.tuning.scaled(loss * weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * len(mine)
-        loss_sum, *votes = self.world.sums([loss_sum, *step.votes])
-        self.require_finite(loss_sum, step)
+        broken = float(not self.tuning.has_finite_gradients)
+        loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
+        self.require_finite(loss_sum, step, broken=bool(broken))
         self.tuning.step(self.clip)
         return [StepResult(step.number, loss_sum, step.samples, votes)]
 
@@ -219,15 +220,22 @@ class Strategy:
         """Scale the gradients down to a norm of `limit` over all of them together."""
         nn.utils.clip_grad_norm_(self.module.parameters(), limit)
 
-    def require_finite(self, loss_sum: float, step: Step) -> None:
-        """Stop before a loss that is no number reaches the weights."""
-        if not math.isfinite(loss_sum):
-            self.tuning.optimizer.zero_grad()
-            raise TrainingError(
-                f"the loss is {loss_sum / step.samples} at step {step.number}",
-                hint="a lower --lr, --clip 1, or data that are standardised; the checkpoints of "
-                "earlier steps are as they were",
-            )
+    def require_finite(self, loss_sum: float, step: Step, *, broken: bool = False) -> None:
+        """Stop before a loss that is no number, or gradients that are `broken`, reach the weights.
+
+        Raises:
+            TrainingError: there is such a thing.
+        """
+        if math.isfinite(loss_sum) and not broken:
+            return
+        self.tuning.optimizer.zero_grad()
+        is_loss = not math.isfinite(loss_sum)
+        what = f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is no number"
+        raise TrainingError(
+            f"{what} at step {step.number}",
+            hint="a lower --lr, --clip 1, or data that are standardised; the checkpoints of "
+            "earlier steps are as they were",
+        )
 
     # Losses.
 
