@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def _pickle(contents: Any, path: str) -> None:
     counted = _Counted()
     try:
         torch.save(contents, counted)  # type: ignore[arg-type]
-    except (AttributeError, TypeError, RuntimeError, PicklingError) as error:
+    except Exception as error:  # whatever the classes in it have to say
         raise TrainingError(
             f"the module cannot be pickled: {error}", hint="--save full needs no class"
         ) from error
