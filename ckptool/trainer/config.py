@@ -114,29 +114,29 @@ class TrainConfig:
 
     Attributes:
         out: The folder of the run's checkpoints and figures.
-        strategy: How it is spread over devices: one of `STRATEGIES`.
+        strategy: How it is spread over devices.
         data: `random`, `friedman`, `digits` or `csv:PATH`; not used where data are given.
-        target: The column of a CSV that is predicted; None: the last.
+        target: The column of a CSV that is predicted, the last one if none is named.
         model: `linear`, `mlp:16,32`, `cnn` or `module:factory`; not used where a model is given.
         epochs: How many times the data are gone through.
         max_steps: The end after that many steps of the optimizer, if it comes first.
         batch_size: Samples of one batch over all devices.
         accumulate: Batches whose gradients make one step.
         seed: Of the weights, the order of the samples, and what is random in the model.
-        dtype: Of weights and features: `float32` or `float64`.
-        optimizer: `adam`, `adamw` or `sgd`.
+        dtype: Of weights and features.
+        optimizer: What turns gradients into weights.
         lr: Its learning rate, before the schedule.
-        momentum: Of SGD.
+        momentum: Of `sgd`.
         weight_decay: Of the optimizer.
         schedule: `constant`, `cosine` and `linear` (to 0 at the last step), or `step`.
-        step_size: Epochs after which `step` multiplies the rate by `gamma`.
-        gamma: See `step_size`.
+        step_size: Epochs after which the schedule `step` multiplies the rate by `gamma`.
+        gamma: What the schedule `step` multiplies the rate by.
         warmup: Steps over which the rate rises linearly to its own, before the schedule.
         amp: Automatic mixed precision: `bf16`, or `fp16` with a gradient scaler.
         clip: The largest norm of all gradients together.
         ema: The decay of a moving average of the weights, as 0.999.
         patience: Epochs without a lower validation loss after which training stops.
-        save: What a checkpoint is: one of `SAVES`. Runs go on from `full` exactly.
+        save: What a checkpoint is; runs go on from `full` exactly.
         sharded: A folder of torch.distributed.checkpoint, of `fsdp`, instead of one file.
         save_every: Steps after which `step-%08d.pth` is written.
         save_seconds: Seconds after which it is.
@@ -145,8 +145,8 @@ class TrainConfig:
         overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
         devices: Of `model-parallel`: over which the layers are spread, in order.
-        device_ids: Of `dp`: the GPUs of the replicas; empty: all.
-        output_device: Of `dp`: where outputs are gathered; None: the first of `device_ids`.
+        device_ids: Of `dp`: the GPUs of the replicas, all if none is named.
+        output_device: Of `dp`: where outputs are gathered, on the first of them if none is named.
         staleness: Of `parameter-server`: how many updates a worker's weights may lag behind.
         trace_batches: Tell what each replica sees and gives.
         tensorboard: Write TensorBoard's event files beside the figures, where it is installed.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import torch
 
 from ckptool.errors import TrainingError
+from ckptool.trainer.gpus import seen_as
 
-__all__ = ["device_of"]
+__all__ = ["Device", "Devices", "device_of", "devices_here", "require_visible"]
 
 
 def device_of(word: str, *, local_rank: int = 0) -> torch.device:
@@ -38,3 +43,80 @@ def _count(cuda: int) -> str:
     if not cuda:
         return "this machine, or this torch, has no GPU"
     return "there is cuda:0 alone" if cuda == 1 else f"there are cuda:0 to cuda:{cuda - 1}"
+
+
+def require_visible() -> None:
+    """See that all GPUs that `CUDA_VISIBLE_DEVICES` names are there.
+
+    CUDA passes over a number that the machine lacks, and over all that come after it.
+
+    Raises:
+        TrainingError: the first that is missing.
+    """
+    named = seen_as()
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if cuda < len(named):
+        missing = list(named.values())[cuda]
+        raise TrainingError(
+            f"GPU {missing} is not here: "
+            + (_count(0) if not cuda else f"of {','.join(named.values())} CUDA takes {cuda}"),
+            hint="without --gpus and CUDA_VISIBLE_DEVICES, --list-devices shows all",
+        )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One that can be trained on.
+
+    Attributes:
+        name: What torch calls it.
+        model: What it is, as far as torch knows.
+        memory: Its own, in bytes; None where it shares that of the machine.
+        is_current: Whether it is what `--device auto` takes, in a process that is alone.
+        physical: Its number on the machine, where `CUDA_VISIBLE_DEVICES` says so.
+    """
+
+    name: str
+    model: str
+    memory: int | None = None
+    is_current: bool = False
+    physical: str | None = None
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a process sees of a machine.
+
+    Attributes:
+        cuda: How many GPUs.
+        threads: Over which an operation on the CPU is spread.
+        devices: All of them.
+    """
+
+    cuda: int
+    threads: int
+    devices: tuple[Device, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "devices": [asdict(one) for one in self.devices]}
+
+
+def devices_here() -> Devices:
+    """All that this process can train on, GPUs first."""
+    physical = seen_as()
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for number in range(cuda):
+        facts = torch.cuda.get_device_properties(number)
+        name = f"cuda:{number}"
+        is_current = number == torch.cuda.current_device()
+        found.append(Device(name, facts.name, facts.total_memory, is_current, physical.get(name)))
+    if torch.backends.mps.is_available():
+        found.append(Device("mps", "Apple GPU", is_current=not cuda))
+    found.append(Device("cpu", _processor(), is_current=not found))
+    return Devices(cuda, torch.get_num_threads(), tuple(found))
+
+
+def _processor() -> str:
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -90,9 +90,7 @@ class Note(_Event):
 
 
 class Observer:
-    """Told of everything, in every process; `is_first` in the one of rank 0 alone."""
-
-    is_first: bool = True
+    """Told of everything, each in its own process: what several tell is the same, but `Traced`."""
 
     def tell(self, event: _Event) -> None:
         """Take an event; this one does nothing with it."""
