@@ -103,6 +103,7 @@ LAZY_IMPORTS = {
     "cli/group.py": "import_module(f'ckptool.cli.{verbs[name][0]}')",
     "formats/__init__.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "cli/factory.py": "import_module(module)",
+    "trainer/strategies/__init__.py": "import_module(f'{__name__}.{home}')",
 }
 """The package's own modules, imported by names that stand in its own source; and the user's code.
 
