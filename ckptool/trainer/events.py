@@ -50,12 +50,16 @@ class Traced(_Event):
 
 @dataclass(frozen=True)
 class Stepped(_Event):
-    """One step of the optimizer is done; `step` counts from 1 over all epochs."""
+    """One step of the optimizer is done; `step` counts from 1 over all epochs.
+
+    `staleness` is how many updates old the weights were that its gradients are of.
+    """
 
     epoch: int
     step: int
     loss: float
     samples: int
+    staleness: int = 0
 
 
 @dataclass(frozen=True)

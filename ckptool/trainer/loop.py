@@ -114,9 +114,8 @@ class Loop:
         for result in results:
             self._progress.take(result)
             loss = result.loss_sum / result.samples
-            self._observer.tell(
-                Stepped(self._progress.epoch + 1, self._progress.step, loss, result.samples)
-            )
+            epoch, step = self._progress.epoch + 1, self._progress.step
+            self._observer.tell(Stepped(epoch, step, loss, result.samples, result.staleness))
 
     def _between(self, done: list[StepResult], number: int) -> bool:
         """Between two steps: save where it is time to; False where a signal asks for the end."""

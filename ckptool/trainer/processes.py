@@ -14,10 +14,11 @@ import torch.distributed as dist
 from ckptool.errors import TrainingError
 from ckptool.trainer.world import World
 
-__all__ = ["Processes", "connected", "local_rank"]
+__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "require_launcher"]
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
+"""How long processes wait for each other."""
 
 
 class Processes(World):
@@ -52,6 +53,20 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def require_launcher() -> None:
+    """That this is one of several processes.
+
+    Raises:
+        TrainingError: no launcher has started it.
+    """
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if missing:
+        raise TrainingError(
+            f"this strategy runs in several processes, and {missing[0]} does not say which this is",
+            hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
+        )
+
+
 @contextmanager
 def connected(device: torch.device) -> Iterator[Processes]:
     """The other processes, over NCCL for GPUs and gloo for everything else, until the end.
@@ -64,17 +79,12 @@ def connected(device: torch.device) -> Iterator[Processes]:
     if dist.is_initialized():
         yield Processes(device)
         return
-    missing = [name for name in _LAUNCHER if name not in os.environ]
-    if missing:
-        raise TrainingError(
-            f"this strategy runs in several processes, and {missing[0]} does not say which this is",
-            hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
-        )
+    require_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(f"the other processes cannot be reached: {error}") from error
     try:

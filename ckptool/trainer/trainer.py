@@ -92,7 +92,7 @@ class Trainer:
             batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
             self._attend(strategy, data, batches)
             if not strategy.takes_steps:
-                strategy.serve()
+                strategy.serve(lambda: signals.votes)
                 return TrainResult(0, 0, float("inf"), None, config.out)
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             belongings = {"config": config.to_dict(), "data": dict(data.statistics)}
@@ -145,7 +145,7 @@ class Trainer:
         return Started(
             strategy.name,
             tuple(str(device) for device in strategy.devices),
-            strategy.world.size,
+            strategy.processes,
             sum(one.numel() for one in strategy.module.parameters()),
             batches.samples,
             batches.steps,

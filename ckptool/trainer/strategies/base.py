@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -48,12 +48,16 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that is done: the sum of the samples' losses, and of the votes, over all processes."""
+    """A step that is done: the sum of the samples' losses, and of the votes, over all processes.
+
+    `staleness` is how many updates came between the weights of its gradients and those it changed.
+    """
 
     number: int
     loss_sum: float
     samples: int
     votes: Sequence[float] = ()
+    staleness: int = 0
 
 
 class Strategy:
@@ -104,8 +108,16 @@ class Strategy:
         """Whether this process goes through the epochs; False: it serves one that does."""
         return True
 
-    def serve(self) -> None:
-        """Work for the process that goes through the epochs, until that is done."""
+    def serve(self, votes: Callable[[], Sequence[float]]) -> None:
+        """Work for the process that goes through the epochs, until that is done.
+
+        `votes` gives those of this process, which are summed with the others'.
+        """
+
+    @property
+    def processes(self) -> int:
+        """How many there are in the run."""
+        return self.world.size
 
     # The model.
 
@@ -198,6 +210,10 @@ class Strategy:
         Raises:
             TrainingError: the loss is no number any more; the weights are those before the step.
         """
+        return [self.update(step, self.backward(step))]
+
+    def backward(self, step: Step) -> float:
+        """Leave the gradients of this process's share; its samples' losses, summed."""
         loss_sum = 0.0
         for position, rows in enumerate(step.batches):
             mine = self.share(rows)
@@ -206,11 +222,15 @@ class Strategy:
                 weight = len(mine) / step.samples * self.gradient_scale
                 self.tuning.scaled(loss * weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * len(mine)
+        return loss_sum
+
+    def update(self, step: Step, loss_sum: float) -> StepResult:
+        """Take the gradients that are there into the weights; `loss_sum` is this process's."""
         broken = float(not self.tuning.has_finite_gradients)
         loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
         self.require_finite(loss_sum, step, broken=bool(broken))
         self.tuning.step(self.clip)
-        return [StepResult(step.number, loss_sum, step.samples, votes)]
+        return StepResult(step.number, loss_sum, step.samples, votes)
 
     def settled(self) -> list[StepResult]:
         """Wait for the steps that are handed out: what `step` has not returned yet."""
@@ -252,7 +272,7 @@ class Strategy:
         if self._validation is None or len(self._validation) == 0:
             return None
         was_training = self.model.training
-        self.model.eval()
+        self.model.train(False)
         loss_sum = 0.0
         size = self.config.batch_size
         with torch.no_grad():
