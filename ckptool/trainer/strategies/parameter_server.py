@@ -1,0 +1,143 @@
+"""A parameter server: one process has the weights, the others compute gradients for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from typing import ClassVar
+
+import torch
+
+from ckptool.trainer.devices import device_of
+from ckptool.trainer.processes import local_rank
+from ckptool.trainer.randomness import seed_all
+from ckptool.trainer.strategies.base import Step, StepResult, Strategy
+from ckptool.trainer.strategies.remote import Answer, Service, Task, Workers, launched_as
+from ckptool.trainer.strategies.staleness import InFlight
+
+__all__ = ["ParameterServer"]
+
+
+class ParameterServer(Strategy):
+    """Rank 0 hands out batches with the weights of now, and applies gradients as they arrive.
+
+    A gradient may be for weights that have changed meanwhile, `config.staleness` times at most: so
+    many workers, and one more, have something to do. With a staleness of 0, or one worker, steps
+    follow each other as in one process, and give the same numbers; otherwise the order of arrival
+    decides. Each batch is computed by one worker as a whole, and so are all those of one step.
+    Running statistics are those of the worker that answered last.
+
+    The server computes on the CPU, where evaluation and optimizer are; tensors cross as those of
+    the CPU.
+    """
+
+    name: ClassVar[str] = "parameter-server"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Connect the server with the workers; whoever fails, all of them end."""
+        self._rank, self._size = launched_as()
+        if self.takes_steps:
+            self._in_flight = InFlight(self.config.staleness)
+            self._handed_out: dict[int, tuple[Step, float]] = {}
+            with Workers.connected(self._size) as self._workers:
+                yield
+        else:
+            with Service.connected(self._rank, self._size) as self._service:
+                yield
+
+    @property
+    def takes_steps(self) -> bool:
+        """Rank 0 does."""
+        return self._rank == 0
+
+    @property
+    def processes(self) -> int:
+        """The server and its workers."""
+        return self._size
+
+    @property
+    def device(self) -> torch.device:
+        """The server's is the CPU; a worker's the CPU, or the GPU of its number on the machine."""
+        if self.takes_steps:
+            return torch.device("cpu")
+        is_beside_server = os.environ.get("GROUP_RANK", "0") == "0"
+        return device_of(self.config.device, local_rank=local_rank() - is_beside_server)
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        """All of them: a batch is one worker's."""
+        return list(rows)
+
+    # The server.
+
+    def step(self, step: Step) -> list[StepResult]:
+        """Hand out the step, and wait until there may be another one.
+
+        Raises:
+            TrainingError: a loss is no number any more, or a worker is gone.
+        """
+        scaler = self.tuning.scaler
+        self.tuning.scaled(torch.zeros(()))  # a scaler begins to be one with its first loss
+        self._in_flight.begin(step.number)
+        self._handed_out[step.number] = step, scaler.get_scale()
+        state = [one.detach().clone() for one in self._state()]  # the next update is in place
+        # The votes are of this process, and stay in it.
+        self._workers.hand_out(Task(replace(step, votes=()), state, scaler.state_dict()))
+        return self._collected(lambda: bool(self._in_flight.has_room and self._workers.free))
+
+    def settled(self) -> list[StepResult]:
+        """Wait until nothing is in flight any more."""
+        return self._collected(lambda: not len(self._in_flight))
+
+    def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
+        """Apply what has arrived, and what arrives until it is enough."""
+        results = []
+        while (answer := self._workers.next(waits=not is_enough())) is not None:
+            results.append(self._applied(answer))
+        return results
+
+    def _applied(self, answer: Answer) -> StepResult:
+        step, scale = self._handed_out.pop(answer.number)
+        rescale = self.tuning.scaler.get_scale() / scale  # it may have changed on the way
+        for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.mul_(rescale)
+        _fill(list(self.module.buffers()), answer.buffers)
+        both = zip_longest(step.votes, answer.votes, fillvalue=0.0)
+        result = self.update(replace(step, votes=[sum(votes) for votes in both]), answer.loss_sum)
+        return replace(result, staleness=self._in_flight.end(answer.number))
+
+    # A worker.
+
+    def serve(self, votes: Callable[[], Sequence[float]]) -> None:
+        """Compute gradients until the server needs no more."""
+        self.model.train()
+        for task, answer in self._service.tasks():
+            answer(self._computed(task, votes()))
+
+    def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
+        seed_all(self.config.seed * 1_000_003 + task.step.number)  # whichever worker it is
+        _fill(self._state(), task.state)
+        self.tuning.scaler.load_state_dict(dict(task.scaler))
+        self.module.zero_grad()
+        loss_sum = self.backward(task.step)
+        return Answer(
+            task.step.number,
+            loss_sum,
+            [None if one.grad is None else one.grad.cpu() for one in self.module.parameters()],
+            [one.detach().cpu() for one in self.module.buffers()],
+            list(votes),
+        )
+
+    # Both.
+
+    def _state(self) -> list[torch.Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
+
+
+@torch.no_grad()
+def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
