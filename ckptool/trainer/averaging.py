@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptool.loading.live.spreading import spread_like
+
 __all__ = ["Average"]
 
 
@@ -52,5 +54,5 @@ class Average:
         if state.keys() != self._state.keys():
             return False
         for name, own in self._state.items():
-            own.copy_(state[name])
+            own.copy_(spread_like(own, state[name]))
         return True

@@ -62,8 +62,9 @@ def kept(folder: str) -> list[Kept]:
 
 
 def _step_in(path: str) -> int | None:
+    values = os.path.join(path, "run.pth") if os.path.isdir(path) else path
     try:
-        with ckptool.open(path) as held:
+        with ckptool.open(values) as held:
             step = held.root.get("step") if isinstance(held.root, dict) else None
     except CheckpointError:
         return None

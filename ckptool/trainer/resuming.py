@@ -171,9 +171,11 @@ def _progress_of(values: Mapping[str, Any], path: str, batches: Batches) -> Prog
 
 
 def _damage(path: str) -> str | None:
-    """What is wrong with a file, as a sentence; None: it is whole. Folders are not looked at."""
+    """What is wrong with a checkpoint, as a sentence; None: it is whole."""
     if os.path.isdir(path):
-        return None
+        from ckptool.trainer import sharded  # seldom needed
+
+        return sharded.damage(path)
     try:
         problems = ckptool.verify(path).problems
     except CheckpointError as error:

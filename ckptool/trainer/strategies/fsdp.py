@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ckptool.errors import TrainingError
+from ckptool.errors import TrainingError, WriteError
+from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.loading.live.spreading import is_spread
+from ckptool.trainer import sharded
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import connected, local_rank
 from ckptool.trainer.strategies.base import Strategy
@@ -20,6 +22,8 @@ from ckptool.trainer.strategies.blocks import blocks_of, tied
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from ckptool.loading.fitting.states import Source
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -39,6 +43,9 @@ class FullyShardedDataParallel(Strategy):
         """Connect the processes that the launcher has started."""
         _require_fully_shard()
         with connected(self.device) as self.world:
+            if self.world.is_first:
+                with suppress(WriteError):  # told before the first step, by all processes
+                    sharded.settle(self.config.out)
             yield
 
     @property
@@ -66,6 +73,36 @@ class FullyShardedDataParallel(Strategy):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         model.register_forward_pre_hook(_take_buffers)
+
+    def load(
+        self,
+        source: Source,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        order: str | None = None,
+    ) -> None:
+        """Fill model and optimizer, of which each process takes its parts; or from such parts."""
+        if not sharded.is_sharded(source):
+            super().load(source, optimizer, order=order)
+            return
+        sharded.load_model(str(source), self.module)
+        if optimizer is not None:
+            sharded.load_optimizer(str(source), self.module, optimizer)
+
+    def save(self, path: str, values: Mapping[str, Any]) -> None:
+        """One file, for which all parts are gathered; with `sharded` a folder of parts."""
+        if not self.config.sharded:
+            super().save(path, values)
+            return
+        ranks = Ranks(default_group(), error=WriteError, undone="nothing is written", call="fit")
+        sharded.write(path, self.module, self.tuning.optimizer, values, ranks)
+
+    def values(self, path: str) -> dict[str, Any]:
+        """What `save` was given beside model and optimizer."""
+        if not sharded.is_sharded(path):
+            return super().values(path)
+        average = self.tuning.average
+        return sharded.load_values(path, {} if average is None else average.state())
 
     @property
     def gradient_scale(self) -> float:

@@ -1,0 +1,279 @@
+"""A checkpoint as a folder of torch.distributed.checkpoint (DCP): each process writes its part.
+
+    last/
+        .metadata         which tensor is in which file, by DCP
+        __0_0.distcp      what process 0 holds of model, optimizer and moving average
+        __1_0.distcp
+        run.pth           all else, by ckptool.save: counters, schedule, random numbers
+
+What is in DCP's own files is read back by any number of processes: each takes its part.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from itertools import count
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ckptool
+from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
+from ckptool.files.refusals import worded
+from ckptool.files.system import sync_folder
+from ckptool.loading.live.ranks import Ranks
+from ckptool.matching import Allowance
+
+__all__ = [
+    "damage",
+    "is_sharded",
+    "load_model",
+    "load_optimizer",
+    "load_values",
+    "settle",
+    "write",
+]
+
+_VALUES = "run.pth"
+_GROUPS = "param_groups"
+_HIDDEN = re.compile(r"\.(last|best|step-\d{8,})\.(new|old)")
+
+
+def is_sharded(path: Any) -> bool:
+    """Whether it is such a folder, a damaged one as well."""
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
+        return False
+    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
+
+
+def damage(path: str) -> str | None:
+    """What is missing of such a folder, as a sentence; None: it is whole."""
+    try:
+        _metadata(path)
+    except CheckpointError as error:
+        return str(error)
+    problems = ckptool.verify(os.path.join(path, _VALUES)).problems
+    return f"{path}: {problems[0].text}" if problems else None
+
+
+def write(
+    path: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, Any],
+    ranks: Ranks,
+) -> None:
+    """Write a folder beside `path`, and have it take the name; every process calls it.
+
+    `run.pth` comes last: a folder without it is none. Where one is replaced, a kill between two
+    renames leaves both under hidden names; `settle` finishes.
+
+    Raises:
+        WriteError: nothing is written; what was there is there, or comes back by `settle`.
+    """
+    names = _names(model)
+    state = {
+        "state_dict": model.state_dict(),
+        "optimizer": {names[one]: dict(held) for one, held in optimizer.state.items()},
+        **({"ema": values["ema"]} if "ema" in values else {}),
+    }
+    rest = {name: one for name, one in values.items() if name != "ema"}
+    rest[_GROUPS] = [
+        {**group, "params": [names[one] for one in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    new = _hidden(path, "new")
+    ranks.first(lambda: _cleared(path))
+    with ranks.reached():
+        _write_parts(state, new)
+    ckptool.save(os.path.join(new, _VALUES), **rest)
+    ranks.first(lambda: _take_place(new, path))
+
+
+def _write_parts(state: dict[str, Any], path: str) -> None:
+    try:
+        save(state, storage_writer=FileSystemWriter(path))
+    except CheckpointException as error:
+        raise WriteError(f"a part of it cannot be written: {_reason(error)}", file=path) from error
+
+
+def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What `write` was given as values; every process calls it.
+
+    The moving average is among them, in parts as those of `average`, if it is of the same tensors.
+
+    Raises:
+        CorruptFile: something of the folder is missing.
+        UnreadableFile: its `run.pth` cannot be read.
+    """
+    metadata = _metadata(path)
+    held: dict[str, Any] = ckptool.load(os.path.join(path, _VALUES))
+    del held[_GROUPS]
+    stored = {name: tuple(one.size) for name, one in _section(metadata, "ema").items()}
+    if stored and stored == {name: tuple(one.shape) for name, one in average.items()}:
+        held["ema"] = {name: torch.empty_like(one) for name, one in average.items()}
+        _read({"ema": held["ema"]}, path)
+    return held
+
+
+def load_model(path: str, model: nn.Module) -> None:
+    """Fill a model of DTensors; every process calls it, and reads its own part.
+
+    Raises:
+        CorruptFile: something of the folder is missing.
+        MatchError: it is of another architecture; nothing is touched.
+    """
+    stored = {
+        name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
+        for name, one in _section(_metadata(path), "state_dict").items()
+    }
+    fitting, report = ckptool.match(stored, model)
+    refusal = Allowance().refusal(report)
+    if refusal is not None:
+        raise refusal
+    called = {id(one): name for name, one in stored.items()}
+    own = model.state_dict()
+    _read({"state_dict": {called[id(one)]: own[name] for name, one in fitting.items()}}, path)
+
+
+def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill an optimizer over parameters of `model`; every process calls it.
+
+    Raises:
+        CorruptFile: something of the folder is missing.
+        MatchError: it is of other parameters; nothing is touched.
+    """
+    names = _names(model)
+    live = [[names[one] for one in group["params"]] for group in optimizer.param_groups]
+    groups = ckptool.load(os.path.join(path, _VALUES))[_GROUPS]
+    if [group["params"] for group in groups] != live:
+        raise MatchError("the optimizer in it is of other parameters", file=path)
+    kept: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for key, one in _section(_metadata(path), "optimizer").items():
+        name, _, word = key.rpartition(".")
+        kept.setdefault(name, {})[word] = one
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    state = {
+        number: {word: _room(one, parameter) for word, one in kept[names[parameter]].items()}
+        for number, parameter in enumerate(parameters)
+        if names[parameter] in kept
+    }
+    _read({"optimizer": {names[parameters[at]]: held for at, held in state.items()}}, path)
+    numbers = count()
+    for group in groups:
+        group["params"] = [next(numbers) for _ in group["params"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def settle(folder: str) -> None:
+    """Finish what a kill has interrupted while checkpoints in `folder` were written.
+
+    Raises:
+        WriteError: the system does not let us.
+    """
+    with worded(folder):
+        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+            hidden = _HIDDEN.fullmatch(entry)
+            if hidden is not None:
+                _settle(os.path.join(folder, hidden[1]))
+
+
+def _settle(path: str) -> None:
+    """Where the old one was out of the way and the new one not in its place: put that there."""
+    new, old = _hidden(path, "new"), _hidden(path, "old")
+    if os.path.isdir(old) and not os.path.exists(path):
+        os.rename(new if os.path.exists(os.path.join(new, _VALUES)) else old, path)
+        sync_folder(os.path.dirname(path) or ".")
+    for one in (new, old):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def _hidden(path: str, word: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{word}")
+
+
+def _cleared(path: str) -> None:
+    with worded(path):
+        _settle(path)
+        os.makedirs(_hidden(path, "new"))
+
+
+def _take_place(new: str, path: str) -> None:
+    """Give a folder that is whole its name."""
+    old = _hidden(path, "old")
+    with worded(path):
+        if os.path.isdir(path):
+            os.rename(path, old)
+        os.rename(new, path)
+        sync_folder(os.path.dirname(path) or ".")
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _names(model: nn.Module) -> dict[torch.Tensor, str]:
+    return {one: name for name, one in model.named_parameters()}
+
+
+def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor to be read into: in parts, as the parameter, or a number that all processes have."""
+    if one.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=one.properties.dtype)
+    return torch.empty(one.size, dtype=one.properties.dtype)
+
+
+def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a section, by their names in it."""
+    before = f"{section}."
+    return {
+        name.removeprefix(before): one
+        for name, one in metadata.state_dict_metadata.items()
+        if name.startswith(before) and isinstance(one, TensorStorageMetadata)
+    }
+
+
+def _read(state: dict[str, Any], path: str) -> None:
+    try:
+        load(state, storage_reader=FileSystemReader(path))
+    except CheckpointException as error:
+        raise CorruptFile(f"a part of it cannot be read: {_reason(error)}", file=path) from error
+
+
+def _reason(error: CheckpointException) -> str:
+    """What the first process to fail says."""
+    failures = [failure for failure, _ in error.failures.values()]
+    return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
+
+
+def _metadata(path: str) -> Metadata:
+    """What DCP says of a folder, all of whose files are there.
+
+    Torch's reader unpickles it: a folder of a stranger's may run code.
+    """
+    if not os.path.exists(os.path.join(path, _VALUES)):
+        raise CorruptFile(f"its {_VALUES}, which is written last, is missing", file=path)
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, UnpicklingError, AttributeError) as error:
+        raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        end = info.offset + info.length
+        ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+    for name, end in ends.items():
+        try:
+            size = os.path.getsize(os.path.join(path, name))
+        except OSError as error:
+            raise CorruptFile(f"its {name} is missing", file=path) from error
+        if size < end:
+            raise CorruptFile(f"its {name} ends after {size:,} of {end:,} bytes", file=path)
+    return metadata
