@@ -32,6 +32,9 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
         "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),
     },
+    "make": {
+        "train": ("train_verb", "Train a model on one device or many, and save as each way does."),
+    },
 }
 """Every verb with its module and the first line of its help, which is not imported for a list."""
 

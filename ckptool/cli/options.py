@@ -27,7 +27,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, 130 interrupted."
+_EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, {ended}."
 
 _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 
@@ -45,10 +45,17 @@ quiet_option = click.option(
 
 
 def verb(
-    name: str, *examples: str, finding: str = "", cls: type[click.Command] = click.Command
+    name: str,
+    *examples: str,
+    finding: str = "",
+    ended: str = "130 interrupted",
+    cls: type[click.Command] = click.Command,
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command whose help ends with examples and exit codes; 1 means `finding`, if anything."""
-    exit_codes = _EXIT_CODES.format(finding=f", 1 {finding}" if finding else "")
+    """A command whose help ends with examples and exit codes.
+
+    1 means `finding`, if anything; `ended` is what a signal leads to.
+    """
+    exit_codes = _EXIT_CODES.format(finding=f", 1 {finding}" if finding else "", ended=ended)
     shown = "\n".join(f"  {example}" for example in examples)
     epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{exit_codes}"
     return click.command(name, cls=cls, epilog=epilog)

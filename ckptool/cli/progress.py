@@ -18,11 +18,11 @@ _INTERVAL = 0.1
 _WIDTH = 24
 _WIDE = 80  # columns, where the terminal does not say
 _NARROWEST = 4
-"""Characters of a bar; a narrower terminal has the sizes alone."""
+"""Characters of a bar; a narrower terminal has the text alone."""
 
 
 class Progress:
-    """A context whose instance is told bytes done and bytes in all; leaving it wipes the bar."""
+    """A context whose instance is told what is done and what there is; leaving it wipes the bar."""
 
     def __init__(
         self,
@@ -49,27 +49,31 @@ class Progress:
         traceback: TracebackType | None,
     ) -> None:
         """Leave an empty line behind, for the message that follows."""
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Take the bar away, until it is drawn again."""
         if self._drawn:
             self._stream.write("\r" + " " * self._drawn + "\r")
             self._stream.flush()
+            self._drawn = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        """Draw, where it is time to."""
+    def __call__(self, done: int, total: int, text: str | None = None) -> None:
+        """Draw, where it is time to; behind the bar is `text`, or where there is none bytes."""
         if not self._shown or self._clock() < self._next:
             return
         self._next = self._clock() + _INTERVAL
         room = (columns_of(self._stream) or _WIDE) - 1  # in the last column a terminal may wrap
-        line = _line(done, total, room)
+        line = _line(done, total, text or f"{size(done)} of {size(total)}", room)
         self._stream.write(f"\r{line:<{min(self._drawn, room)}}")
         self._stream.flush()
         self._drawn = len(line)
 
 
-def _line(done: int, total: int, room: int) -> str:
+def _line(done: int, total: int, text: str, room: int) -> str:
     """`[####----] 1.0 GiB of 2.0 GiB`, the bar as long as there is room for."""
-    sizes = f"{size(done)} of {size(total)}"
-    width = min(_WIDTH, room - len(sizes) - len("[] "))
+    width = min(_WIDTH, room - len(text) - len("[] "))
     if width < _NARROWEST:
-        return sizes[:room]
+        return text[:room]
     filled = width * done // total if total else width
-    return f"[{'#' * filled:-<{width}}] {sizes}"
+    return f"[{'#' * filled:-<{width}}] {text}"

@@ -110,14 +110,16 @@ def _fault(name: str, value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run of `Trainer`; the options of `ckptool train` by the same names.
+    """A run of `Trainer`; the options of `ckptool train` by the same names, with these texts.
+
+    A `Trainer` that is given data or a model has no use for `data`, `target` or `model`.
 
     Attributes:
         out: The folder of the run's checkpoints and figures.
         strategy: How it is spread over devices.
-        data: `random`, `friedman`, `digits` or `csv:PATH`; not used where data are given.
+        data: `random`, `friedman`, `digits` or `csv:PATH`.
         target: The column of a CSV that is predicted, the last one if none is named.
-        model: `linear`, `mlp:16,32`, `cnn` or `module:factory`; not used where a model is given.
+        model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
         epochs: How many times the data are gone through.
         max_steps: The end after that many steps of the optimizer, if it comes first.
         batch_size: Samples of one batch over all devices.

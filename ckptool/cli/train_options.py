@@ -1,0 +1,147 @@
+"""The options of `train`: those of `TrainConfig`, and a few about how it is started and told."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+import click
+
+from ckptool.trainer.config import CHOICES, TrainConfig
+
+__all__ = ["ARGUMENTS", "TrainCommand", "as_option", "config_options", "rank"]
+
+ARGUMENTS = "ckptool.train.arguments"
+"""What the words behind `train` are called in the `meta` of its context."""
+
+_SECTIONS = {
+    "What is trained": ("out", "data", "target", "model", "dtype", "seed"),
+    "How": (
+        *("epochs", "max_steps", "batch_size", "accumulate", "optimizer", "lr", "momentum"),
+        *("weight_decay", "schedule", "step_size", "gamma", "warmup", "amp", "clip", "ema"),
+        "patience",
+    ),
+    "Where": (
+        *("strategy", "nproc", "port", "device", "gpus", "device_ids", "output_device", "devices"),
+        *("staleness", "list_devices"),
+    ),
+    "Checkpoints": (
+        *("save", "sharded", "save_every", "save_seconds", "keep", "resume", "overwrite"),
+    ),
+}
+"""The sections of the help; what is in none of them comes last."""
+_DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
+"""Where what happens without an option follows from others: the words for it."""
+
+
+def rank() -> int | None:
+    """Which of several processes a launcher has started this one as; None: none has."""
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdecimal() else None
+
+
+def as_option(name: str, value: Any) -> str:
+    """An option as it was typed: `--batch-size 0`."""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return option
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"{option} {text}" if text.isprintable() and text else f"{option} {text!r}"
+
+
+class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """Words, or numbers, with commas between them; a tuple."""
+
+    def __init__(self, kind: type[int] | type[str]) -> None:
+        """Each of them is a `kind`."""
+        self._kind = kind
+        self.name = "integers" if kind is int else "words"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """The parts of a word; a tuple is one already."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self._kind(word.strip()) for word in value.split(",") if word.strip())
+        except ValueError:
+            self.fail(f"{value!r} is no list such as 0,1", param, ctx)
+
+
+class TrainCommand(click.Command):
+    """Keeps its arguments for the processes that it starts, and has sections in its help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The arguments as click has them; what is wrong with them is told by rank 0 alone."""
+        ctx.meta[ARGUMENTS] = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError:
+            if rank():
+                ctx.exit(2)
+            raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options, section by section."""
+        rest = {one.name: one for one in self.get_params(ctx)}
+        for title, names in _SECTIONS.items():
+            _write(title, [rest.pop(name) for name in names if name in rest], ctx, formatter)
+        _write("Output", list(rest.values()), ctx, formatter)
+
+
+def _write(
+    title: str,
+    parameters: Sequence[click.Parameter],
+    ctx: click.Context,
+    formatter: click.HelpFormatter,
+) -> None:
+    rows = [one.get_help_record(ctx) for one in parameters]
+    with formatter.section(title):
+        formatter.write_dl([row for row in rows if row is not None])
+
+
+def config_options(command: Any) -> Any:
+    """An option for each field of `TrainConfig`, by its name."""
+    texts = _texts()
+    for field in reversed(fields(TrainConfig)):
+        command = _option(field, texts)(command)
+    return command
+
+
+def _option(field: Field[Any], texts: Mapping[str, str]) -> Any:
+    name = field.name.replace("_", "-")
+    default = None if field.name in _DEFAULTS or field.default is MISSING else field.default
+    given: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
+    if field.name in _DEFAULTS:
+        given["show_default"] = _DEFAULTS[field.name]
+    elif default not in (None, ()) and field.type != "bool":
+        given["show_default"] = True
+    if field.type == "bool":
+        words = f"--{name}/--no-{name}" if default else f"--{name}"
+        return click.option(words, field.name, is_flag=True, **given)
+    return click.option(f"--{name}", field.name, type=_type(field), **given)
+
+
+def _type(field: Field[Any]) -> Any:
+    if field.name in CHOICES:
+        return click.Choice(CHOICES[field.name])
+    kind = str(field.type)
+    if kind.startswith("tuple"):
+        return _Listed(int if "int" in kind else str)
+    return {"int": int, "float": float}.get(kind.partition(" ")[0], str)
+
+
+def _texts() -> dict[str, str]:
+    """What each field is, from the docstring that says it: options there by their own names."""
+    told = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # none with python -OO
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", told, re.MULTILINE)
+    names = {name for name, _ in found}
+
+    def spelled(word: re.Match[str]) -> str:
+        return f"--{word[1].replace('_', '-')}" if word[1] in names else word[1]
+
+    return {name: re.sub(r"`([^`]*)`", spelled, " ".join(text.split())) for name, text in found}

@@ -1,0 +1,158 @@
+"""`ckptool train`."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from dataclasses import fields
+from typing import Any
+
+import click
+
+from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.options import json_option, quiet_option, verb
+from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
+from ckptool.errors import UsageError
+from ckptool.render.training import device_lines, gpus_line
+from ckptool.trainer.config import SPREAD, TrainConfig, check, usual_batch_size
+from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
+
+__all__ = ["command"]
+
+SCHEMA = "ckptool.train/1"
+
+
+@verb(
+    "train",
+    "ckptool train --out run",
+    "ckptool train --out run --resume auto --epochs 20",
+    "ckptool train --out run --data csv:housing.csv --target price --model mlp:16,32 --amp bf16",
+    "ckptool train --out run --strategy dp --data random --model linear --trace-batches",
+    "ckptool train --out run --strategy ddp --nproc 2 --save wrapped",
+    "ckptool train --list-devices",
+    ended="130 and 143 interrupted by Ctrl-C and SIGTERM, saved before where it was under way",
+    cls=TrainCommand,
+)
+@config_options
+@click.option(
+    "--nproc", type=click.IntRange(min=1), help="Start that many processes, without torchrun."
+)
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Where those meet; a free one if none is named."
+)
+@click.option(
+    "--gpus", metavar="0,2", help="Sees these of the machine's GPUs alone: cuda:0 is the first."
+)
+@click.option("--list-devices", is_flag=True, help="List what can be trained on, and end.")
+@json_option
+@quiet_option
+def command(
+    nproc: int | None,
+    port: int | None,
+    gpus: str | None,
+    list_devices: bool,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
+    """Train a model on one device or many, and save as each way does.
+
+    The loop is the same under every strategy, and so are, to rounding, the losses. OUT gets
+    last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
+    strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes.
+    """
+    if gpus is not None:
+        _choose(gpus, quiet=quiet)
+    if list_devices:
+        _list_devices(as_json=as_json)
+        return
+    config = _config(given)
+    if _is_launched(config, nproc, port):
+        _train(config, as_json=as_json, quiet=quiet)
+    else:
+        _launch(config, nproc, port)
+
+
+def _choose(gpus: str, *, quiet: bool) -> None:
+    """Show CUDA some of the machine's GPUs, before it starts."""
+    before = show_only(gpus)
+    from ckptool.trainer.devices import require_visible
+
+    require_visible()
+    quiet = quiet or bool(rank())
+    if before is not None:
+        say([f"note: {VISIBLE} was {before}, and is {os.environ[VISIBLE]} now"], quiet=quiet)
+    say([gpus_line(seen_as())], quiet=quiet)
+
+
+def _list_devices(*, as_json: bool) -> None:
+    from ckptool.trainer.devices import devices_here
+
+    devices = devices_here()
+    if as_json:
+        print_document({"schema": "ckptool.devices/1", **devices.to_dict()})
+    else:
+        print_lines(device_lines(devices, stdout_look()))
+
+
+def _config(given: dict[str, Any]) -> TrainConfig:
+    """The run that the options are."""
+    if given["out"] is None:
+        raise click.UsageError("Missing option '--out'.", click.get_current_context())
+    if given["batch_size"] is None:
+        given["batch_size"] = usual_batch_size(given["data"])
+    check(given, as_option)
+    return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
+
+
+def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
+    """Whether this process is one of those that train; False: it is to start them."""
+    strategy = as_option("strategy", config.strategy)
+    if config.strategy in SPREAD:
+        if rank() is None and nproc is None:
+            raise UsageError(
+                f"{strategy} runs in several processes, and nothing says in how many",
+                hint="--nproc 2, or torchrun",
+            )
+        return rank() is not None
+    for name, value in (("nproc", nproc), ("port", port)):
+        if value is not None:
+            raise UsageError(
+                f"{as_option(name, value)} is for {', '.join(SPREAD)}, and this is {strategy}"
+            )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"{strategy} runs in one process, and a launcher has started "
+            f"{os.environ['WORLD_SIZE']}",
+            hint=as_option("strategy", "ddp"),
+        )
+    return True
+
+
+def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
+    """Start the processes, once it is known that there is something to train on and to write to."""
+    from ckptool.trainer.data import data_of
+    from ckptool.trainer.folder import require_writable
+    from ckptool.trainer.launching import launch
+
+    require_writable(config.out)
+    data_of(config)
+    arguments = click.get_current_context().meta[ARGUMENTS]
+    settle(launch(["train", *arguments], nproc=nproc or 1, port=port))
+
+
+def _train(config: TrainConfig, *, as_json: bool, quiet: bool) -> None:
+    from ckptool.cli.training import Teller
+    from ckptool.trainer import Trainer
+
+    gc.enable()  # off where a file is read; steps leave cycles behind
+    teller = Teller(config, rank=rank(), as_json=as_json, quiet=quiet)
+    result = Trainer(config, observer=teller).fit()
+    if result.stopped is not None:
+        settle(128 + result.stopped)
+    if as_json and not rank():
+        best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
+        told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
+        print_document({"schema": SCHEMA, **told})
+    teller.end(stopped=result.stopped is not None)

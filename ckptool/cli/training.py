@@ -1,0 +1,138 @@
+"""What a training run tells, as it comes: an epoch a line, a bar, notes; or all of it as JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ckptool.cli.console import print_lines, say, stdout_look
+from ckptool.cli.progress import Progress
+from ckptool.render.text import clean
+from ckptool.render.training import (
+    end_lines,
+    epoch_line,
+    heading,
+    progress_text,
+    resumed_line,
+    started_line,
+    stopped_line,
+    trace_line,
+)
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.events import (
+    EpochEnded,
+    Note,
+    Observer,
+    Resumed,
+    Saved,
+    Started,
+    Stepped,
+    Traced,
+)
+
+__all__ = ["Teller"]
+
+
+class Teller(Observer):
+    """Tells in the process of rank 0 alone, but for what replicas see, which every one tells."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        rank: int | None,
+        as_json: bool,
+        quiet: bool,
+    ) -> None:
+        """`rank` is None in a process that no launcher has started."""
+        self._config, self._rank, self._as_json = config, rank, as_json
+        self._quiet = quiet or bool(rank)
+        self._bar = Progress(quiet=self._quiet)
+        self._started: Started | None = None
+        self._resumed: Resumed | None = None
+        self._epochs: list[EpochEnded] = []
+        self._saved: dict[str, Saved] = {}
+        self._notes: list[str] = []
+
+    def tell(self, event: Any) -> None:
+        """Take an event."""
+        if isinstance(event, Traced):
+            self._trace(event)
+        elif self._rank:
+            return
+        elif isinstance(event, Stepped):
+            self._bar(event.step, self._total, progress_text(event, self._total))
+        else:
+            self._bar.wipe()
+            self._take(event)
+
+    def _take(self, event: Any) -> None:
+        """What comes once an epoch, or once."""
+        if isinstance(event, Started):
+            self._started = event
+            say([started_line(event)], quiet=self._quiet)
+        elif isinstance(event, Resumed):
+            self._resumed = event
+            say([resumed_line(event)], quiet=self._quiet)
+        elif isinstance(event, EpochEnded):
+            if not self._as_json:
+                first = [] if self._epochs else [heading(stdout_look())]
+                self._print([*first, epoch_line(event)])
+            self._epochs.append(event)
+        elif isinstance(event, Saved):
+            self._saved.pop(event.path, None)
+            self._saved[event.path] = event
+        elif isinstance(event, Note):
+            self._notes.append(event.text)
+            say([f"note: {clean(event.text)}"], quiet=self._quiet)
+
+    def _trace(self, traced: Traced) -> None:
+        """On stdout, as the tutorials print it, unless a document is to be there."""
+        self._bar.wipe()
+        lines = [trace_line(traced, self._rank)]
+        if self._as_json:
+            say(lines, quiet=self._quiet)
+        else:
+            self._print(lines)
+
+    @staticmethod
+    def _print(lines: list[str]) -> None:
+        """At once: the next may be minutes away."""
+        print_lines(lines)
+        sys.stdout.flush()
+
+    @property
+    def _total(self) -> int:
+        """The steps of the whole run."""
+        if self._started is None:
+            return 0
+        steps = self._started.steps * self._started.epochs
+        return min(steps, self._config.max_steps or steps)
+
+    @property
+    def _there(self) -> list[Saved]:
+        """The checkpoints that are there, the last one last: of steps some are kept."""
+        return [one for one in self._saved.values() if os.path.exists(one.path)]
+
+    def end(self, *, stopped: bool) -> None:
+        """Say where it is saved."""
+        self._bar.wipe()
+        if self._rank:
+            return
+        there = self._there
+        if stopped and there:
+            say([stopped_line(there[-1].step, there[-1].path)], quiet=self._quiet)
+        elif not self._as_json:
+            print_lines(end_lines(there, is_read=not self._config.sharded))
+
+    def document(self) -> dict[str, Any]:
+        """What was told, as plain data."""
+        started, resumed = self._started, self._resumed
+        return {
+            **({} if started is None else started.to_dict()),
+            "resumed": None if resumed is None else resumed.to_dict(),
+            "history": [one.to_dict() for one in self._epochs],
+            "checkpoints": [one.to_dict() for one in self._there],
+            "notes": self._notes,
+        }
