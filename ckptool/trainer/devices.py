@@ -27,6 +27,10 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
         device = torch.device(word)
     except RuntimeError as error:
         raise TrainingError(f"{word!r} is no device: cpu, cuda, cuda:1 or mps") from error
+    if device.type == "meta":
+        raise TrainingError(
+            "'meta' has no memory to train in", hint="--device cpu works everywhere"
+        )
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
