@@ -14,6 +14,7 @@ from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import Dataset, Loss, TrainData, data_of
 from ckptool.trainer.events import Observer, Started
+from ckptool.trainer.gpus import seen_as
 from ckptool.trainer.loop import Loop
 from ckptool.trainer.models import model_of
 from ckptool.trainer.progress import Progress
@@ -95,7 +96,11 @@ class Trainer:
                 strategy.serve(lambda: signals.votes)
                 return TrainResult(0, 0, float("inf"), None, config.out)
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
-            belongings = {"config": config.to_dict(), "data": dict(data.statistics)}
+            belongings = {
+                "config": config.to_dict(),
+                "data": dict(data.statistics),
+                "gpus": seen_as(),
+            }
             checkpoints = Checkpoints(config, strategy, batches, self._observer, belongings)
             progress = self._beginning(strategy, batches, checkpoints)
             self._observer.tell(self._started(strategy, batches))
