@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["emptied", "moved", "shape", "sum_of"]
+__all__ = ["device_in", "emptied", "moved", "shape", "sum_of"]
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -30,3 +30,8 @@ def sum_of(value: Any) -> torch.Tensor:
 def shape(value: Any) -> tuple[int, ...]:
     """That of the first tensor."""
     return next((tuple(one.shape) for one in tree_leaves(value) if hasattr(one, "shape")), ())
+
+
+def device_in(value: Any) -> str:
+    """Where the first tensor lies."""
+    return next((str(one.device) for one in tree_leaves(value) if hasattr(one, "device")), "")

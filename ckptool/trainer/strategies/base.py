@@ -16,7 +16,7 @@ from ckptool.trainer.batches import share
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import Dataset, Loss, collated
 from ckptool.trainer.events import Observer, Traced
-from ckptool.trainer.trees import emptied, moved, shape, sum_of
+from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
 from ckptool.trainer.world import World
 
 if TYPE_CHECKING:
@@ -289,9 +289,21 @@ class Strategy:
         if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):
-            outputs = self.model(inputs)
+            with self.tracing() if trace else nullcontext():
+                outputs = self.model(inputs)
             if trace:
                 self.observer.tell(Traced(True, str(self.device), shape(inputs), shape(outputs)))
             if isinstance(outputs, torch.Tensor):
                 targets = moved(targets, outputs.device)
             return self._loss(outputs, targets) if rows else 0 * sum_of(outputs)
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Around a forward pass: tell what the model, or each replica of it, is given and gives.
+
+        Replicas have the hooks of their model, and each calls them in a thread of its own.
+        """
+
+        def tell(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            self.observer.tell(Traced(False, device_in(inputs), shape(inputs), shape(outputs)))
+
+        return self.module.register_forward_hook(tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -44,6 +45,10 @@ class ModelParallel(Strategy):
     def device(self) -> torch.device:
         """Where inputs go: the first."""
         return self.devices[0]
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Nothing: the stages tell, by hooks that stay."""
+        return nullcontext()
 
     def wrap(self, model: nn.Module) -> None:
         """Move every block to its device, and hang hooks on it that move what it is called with.

@@ -1,0 +1,82 @@
+"""`nn.DataParallel`: one process, a replica of the model on each of several GPUs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ckptool.errors import TrainingError, UsageError
+from ckptool.trainer.devices import device_of
+from ckptool.trainer.strategies.base import Strategy
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(Strategy):
+    """Each batch is split over the replicas, as `torch.chunk` does; names begin with `module.`.
+
+    The model lies on the first GPU, is copied to the others in every forward pass, and gathers
+    their outputs on `output_device`. Without GPUs the wrapper calls the model as it is.
+    """
+
+    name: ClassVar[str] = "dp"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies and inputs go: the first GPU of `device_ids`, or the CPU."""
+        return self.devices[0]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Those of the replicas: of `device_ids`, or all GPUs; without GPUs the CPU.
+
+        Raises:
+            TrainingError: one of them is not here.
+            UsageError: they do not fit together.
+        """
+        ids, first = self.config.device_ids, device_of(self.config.device)
+        if ids and self.config.device == "auto":
+            first = device_of(f"cuda:{ids[0]}")
+        if first.type != "cuda":
+            if ids or self.config.output_device is not None:
+                raise UsageError(f"device_ids and output_device are GPUs, and device is {first}")
+            return (first,)
+        if first.index and not ids:
+            ids = (first.index,)  # --device cuda:1 and no word of others
+        found = tuple(device_of(f"cuda:{one}") for one in ids or _all_gpus())
+        if len(set(found)) < len(found):
+            raise UsageError(f"device_ids {', '.join(map(str, ids))} name a GPU twice")
+        return found
+
+    def wrap(self, model: nn.Module) -> None:
+        """Wrap the model."""
+        super().wrap(model)
+        if self.device.type == "cuda":
+            self.model = nn.DataParallel(
+                self.module, [one.index for one in self.devices], self._output_device
+            )
+            return
+        # Of its own accord it would take every GPU that torch sees, where the CPU was asked for.
+        self.model = wrapper = nn.DataParallel[nn.Module](nn.Identity())
+        wrapper.module, wrapper.device_ids = self.module, []
+
+    @property
+    def _output_device(self) -> int | None:
+        """Where outputs are gathered.
+
+        Raises:
+            TrainingError: no replica is there.
+        """
+        chosen = self.config.output_device
+        if chosen is not None and chosen not in [one.index for one in self.devices]:
+            raise TrainingError(
+                f"outputs are gathered on cuda:{chosen}, and no replica is there",
+                hint="--output-device is one of --device-ids",
+            )
+        return chosen
+
+
+def _all_gpus() -> range:
+    return range(torch.cuda.device_count())
