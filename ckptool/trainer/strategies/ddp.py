@@ -9,11 +9,16 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
+from ckptool.trainer.data.datasets import Dataset, Loss
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import connected, local_rank
+from ckptool.trainer.randomness import random_state, restore_random_state
 from ckptool.trainer.strategies.base import Strategy
 
 __all__ = ["DistributedDataParallel"]
+
+_TRIAL = 2
+"""Samples of a trial: normalisation over a batch takes no single one."""
 
 
 class DistributedDataParallel(Strategy):
@@ -32,17 +37,29 @@ class DistributedDataParallel(Strategy):
         """That of this process: the GPU of its number on this machine, or the CPU."""
         return device_of(self.config.device, local_rank=local_rank())
 
-    def wrap(self, model: nn.Module) -> None:
-        """Wrap the model; a hook on each gradient starts the exchange as soon as it is there.
+    def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
+        """Wrap the model, in the order in which gradients of the first samples come.
 
-        With `find_unused_parameters` torch keeps the order in which gradients lie in its buffers:
-        a run that goes on from a checkpoint adds them up as the one that was never stopped did.
+        DDP gathers gradients into buckets, which are summed as soon as they are full, and lays
+        them out anew after its first backward pass. A sum of three addends or more depends on where
+        in its bucket it lies; so that pass is a trial, in a run that goes on from a checkpoint too,
+        and all steps of both are summed alike. The trial also shows whether there are parameters
+        without a gradient, which DDP is to look for in each step, and otherwise had better not.
         """
-        super().wrap(model)
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        self.model = nn.parallel.DistributedDataParallel(
-            self.module, device_ids=ids, find_unused_parameters=True
-        )
+        super().attend(dataset, validation, loss)
+        rows = range(min(_TRIAL, len(dataset)))
+        with _unchanged(self.module):
+            self._loss_of(dataset, rows).backward()  # type: ignore[no-untyped-call]
+            trained = [one for one in self.module.parameters() if one.requires_grad]
+            is_partial = any(one.grad is None for one in trained)
+            self.module.zero_grad()
+            self.model = nn.parallel.DistributedDataParallel(
+                self.module,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                find_unused_parameters=is_partial,
+            )
+            self._loss_of(dataset, rows).backward()  # type: ignore[no-untyped-call]
+            self.module.zero_grad()
 
     @property
     def gradient_scale(self) -> float:
@@ -53,3 +70,17 @@ class DistributedDataParallel(Strategy):
         """Gradients stay in this process until the last batch of a step."""
         wrapper = cast("nn.parallel.DistributedDataParallel", self.model)
         return nullcontext() if is_last else wrapper.no_sync()
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave buffers, as running statistics are, and random numbers as they were."""
+    buffers = [(one, one.clone()) for one in module.buffers()]
+    state = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
