@@ -22,6 +22,8 @@
     │   └── NotRepresentable    (ValueError)  the target format cannot hold it
     ├── MatchError              (RuntimeError)  a state dict does not fit a model
     ├── TrainingError           (RuntimeError)  a training run cannot begin, or go on
+    │   ├── PeerLost            another process of the run has gone
+    │   └── WorkerFailed        one of the processes that were launched has failed, or died
     ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
@@ -60,6 +62,7 @@ __all__ = [
     "NotFound",
     "NotRepresentable",
     "OutOfRange",
+    "PeerLost",
     "TargetExists",
     "TorchMissing",
     "TrainingError",
@@ -67,6 +70,7 @@ __all__ = [
     "UnreadableFile",
     "UnsupportedFormat",
     "UsageError",
+    "WorkerFailed",
     "WriteDenied",
     "WriteError",
     "warn",
@@ -222,6 +226,22 @@ class FileBusy(CheckpointError, BlockingIOError):
 
 class TrainingError(CheckpointError, RuntimeError):
     """A training run cannot begin, or cannot go on; what it had saved is still there."""
+
+
+class PeerLost(TrainingError):
+    """Another process of the run has gone: why, it says itself, or its launcher."""
+
+
+class WorkerFailed(TrainingError):
+    """One of the processes that were launched has failed, or died; the others have been ended.
+
+    `traceback` is that of an error that nobody foresaw, as text; otherwise it is empty.
+    """
+
+    def __init__(self, message: str, traceback: str = "", *, hint: str | None = None) -> None:
+        """What it said last, or what is known of its end."""
+        super().__init__(message, hint=hint)
+        self.traceback = traceback
 
 
 class TorchMissing(CheckpointError, ImportError):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptool.errors import TrainingError
+from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.trainer.world import World
 
 __all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "require_launcher"]
@@ -75,6 +75,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
 
     Raises:
         TrainingError: no launcher has started this process, or the others cannot be reached.
+        PeerLost: one of them has gone while this one waited for it.
     """
     if dist.is_initialized():
         yield Processes(device)
@@ -86,8 +87,31 @@ def connected(device: torch.device) -> Iterator[Processes]:
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"the other processes cannot be reached: {error}") from error
+        raise _not_reached(error) from error
     try:
         yield Processes(device)
+    except RuntimeError as error:
+        if _tells_of_loss(error):
+            raise PeerLost("another process of this run has gone, which ends this one") from error
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _not_reached(error: BaseException) -> TrainingError:
+    address = f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}"
+    if "EADDRINUSE" in str(error):
+        return TrainingError(
+            f"processes cannot meet at {address}: it is taken",
+            hint="torchrun --master-port, or MASTER_PORT, with another one",
+        )
+    return TrainingError(
+        f"the other processes cannot be reached at {address}: {str(error).splitlines()[0]}"
+    )
+
+
+def _tells_of_loss(error: RuntimeError) -> bool:
+    """Whether an error of torch's says that a connection has broken; gloo names its file alone."""
+    if isinstance(error, CheckpointError):
+        return False
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

@@ -25,6 +25,8 @@ class Signals:
         """
         self._is_patient = "LOCAL_RANK" in os.environ if is_patient is None else is_patient
         self._came: set[int] = set()
+        is_torch = "TORCHELASTIC_RUN_ID" in os.environ
+        self._launcher = os.getppid() if is_torch else None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -46,7 +48,12 @@ class Signals:
 
     @property
     def votes(self) -> list[float]:
-        """1 for each that has come to this process."""
+        """1 for each that has come to this process.
+
+        Where torch's launcher has gone, killed without a word, nobody else will ever end this one.
+        """
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._came.add(signal.SIGTERM)
         return [float(one in self._came) for one in _ASKING]
 
     @staticmethod

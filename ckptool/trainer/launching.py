@@ -1,0 +1,258 @@
+"""Starting the processes of a run on this machine, by torch's own elastic launcher.
+
+Workers are `python -m ckptool ...` with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+`MASTER_PORT` in their environment, as torchrun sets them; what they print goes where the launcher's
+output goes. An error is left in the file that the launcher names, and said once, by the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["launch", "recorded"]
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_HERE = "127.0.0.1"
+_ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_SENT_ON = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+)
+_ROOM_TO_SAVE = "600"
+"""Seconds that workers have to save in after a signal."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How one worker ended: what it has left in its error file, else its exit code alone."""
+
+    rank: int
+    code: int
+    time: float
+    message: str = ""
+    hint: str | None = None
+    traceback: str = ""
+    is_lost_peer: bool = False
+
+    @property
+    def _is_asked_for(self) -> bool:
+        """Whether a signal, which others may have got too, has ended it."""
+        return not self.message and (self.code in _ASKED or self.code == -signal.SIGTERM)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The lowest is the cause; the others ended because of it, or were told to."""
+        if self.message and not self.is_lost_peer:
+            return 0, self.time
+        return 3 if self.is_lost_peer else 2 if self._is_asked_for else 1, self.time
+
+    def as_exit_code(self) -> int:
+        """The exit code of the run.
+
+        Raises:
+            WorkerFailed: nobody has asked for this end.
+        """
+        if self._is_asked_for:
+            return self.code if self.code > 0 else 128 - self.code
+        if self.traceback or not self.message:
+            raise WorkerFailed(f"rank {self.rank} {self._ending}", self.traceback)
+        raise WorkerFailed(self.message, hint=self.hint)
+
+    @property
+    def _ending(self) -> str:
+        if self.message:
+            return f"ended with {self.message}"
+        if self.code < 0:
+            return f"was ended by signal {-self.code} ({signal.strsignal(-self.code)})"
+        return f"ended with exit code {self.code}"
+
+
+def launch(
+    argv: Sequence[str],
+    *,
+    nproc: int,
+    port: int | None = None,
+    program: Sequence[str] = ("-m", "ckptool"),
+) -> int:
+    """Run `python -m ckptool ARGV` in `nproc` processes that know of each other, to their end.
+
+    SIGTERM, SIGINT and SIGHUP are sent on to the workers, which have ten minutes to save. Where one
+    fails the others are ended at once, by force after 30 s. Workers end at their next step where
+    this process has gone without a word.
+
+    Args:
+        argv: What follows `python -m ckptool`.
+        nproc: How many processes.
+        port: Where they meet, on 127.0.0.1; None: any that is free.
+        program: What Python is to run instead of `-m ckptool`.
+
+    Returns:
+        0, or 130 and 143 where a signal has ended the run.
+
+    Raises:
+        TrainingError: the port is taken.
+        WorkerFailed: a worker's error, or how it died.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    words = [word.replace("$", "$$") for word in (*program, *argv)]  # it fills in ${local_rank}
+    with TemporaryDirectory(prefix="ckptool-") as folder, _surroundings(nproc):
+        run = elastic_launch(_config(nproc, port, folder), sys.executable)
+        try:
+            run(*words)
+        except SignalException as ended:
+            failures = [one for one in _left(Path(folder), {}) if not one.is_lost_peer]
+            return _outcome(failures) if failures else 128 + int(ended.sigval)
+        except ChildFailedError as failed:
+            return _outcome(_left(Path(folder), failed.failures))
+        except RendezvousError as error:
+            reason = _first_words(error.__cause__ or error)
+            raise TrainingError(
+                f"processes cannot meet at port {port} of {_HERE}: {reason}",
+                hint="another --port, or none: a free one is taken then",
+            ) from error
+    return 0
+
+
+def _first_words(error: BaseException) -> str:
+    """Why a port cannot be had, without what torch says around it."""
+    text = str(error)
+    if "EADDRINUSE" in text or "in use" in text:
+        return "it is taken"
+    return "it may not be used" if "EACCES" in text else text.splitlines()[0]
+
+
+def _outcome(failures: Sequence[_Failure]) -> int:
+    return min(failures, key=lambda one: one.order).as_exit_code()
+
+
+def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
+    """One machine, no second try, error files below `folder`, nothing redirected."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    logs: dict[str, Any] = {"log_dir": folder}
+    if "logs_specs" in {field.name for field in fields(LaunchConfig)}:  # from torch 2.3 on
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+        logs = {"logs_specs": DefaultLogsSpecs(log_dir=folder)}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{_HERE}:{port or 0}",
+        rdzv_configs={"is_host": True},
+        local_addr=_HERE,
+        max_restarts=0,
+        monitor_interval=0.1,
+        **logs,
+    )
+
+
+def _left(folder: Path, failures: Mapping[int, Any]) -> list[_Failure]:
+    """What workers have left in their error files below `folder`, and how all others failed."""
+    left = {}
+    for path in folder.glob("**/error.json"):
+        left[int(path.parent.name)] = _read(path)
+    for rank, failure in failures.items():
+        if rank not in left:
+            left[rank] = _Failure(rank, int(failure.exitcode), float(failure.timestamp))
+    return list(left.values())
+
+
+def _read(path: Path) -> _Failure:
+    """An error file, by `recorded` or by torch's own `record`."""
+    told = json.loads(path.read_text(encoding="utf-8"))["message"]
+    extra = told["extraInfo"]
+    return _Failure(
+        rank=int(path.parent.name),
+        code=1,
+        time=float(extra["timestamp"]),
+        message=told["message"],
+        hint=extra.get("hint"),
+        traceback=extra["py_callstack"] if extra.get("is_unforeseen", True) else "",
+        is_lost_peer=bool(extra.get("is_lost_peer")),
+    )
+
+
+@contextmanager
+def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Iterator[None]:
+    """In a worker: leave an error to its launcher, which says it, and end with exit code 2.
+
+    Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
+    and what helps, of any other. Nothing is done where no launcher has named a file for it.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))
+        sentence, hint = in_words(error)
+        if is_unforeseen:
+            sentence, hint = f"{type(error).__name__}: {error}", None
+        shown = traceback.format_exc() if is_unforeseen else sentence
+        extra = {
+            "py_callstack": shown if hint is None else f"{shown}\nhint: {hint}",
+            "timestamp": str(time.time()),
+            "hint": hint,
+            "is_unforeseen": is_unforeseen,
+            "is_lost_peer": isinstance(error, PeerLost),
+        }
+        told = {"message": {"message": sentence, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(told), encoding="utf-8")
+        raise SystemExit(2) from error
+
+
+@contextmanager
+def _surroundings(nproc: int) -> Iterator[None]:
+    """What workers inherit, and a launcher that says nothing itself; undone afterwards."""
+    environment = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ROOM_TO_SAVE)
+    logger = logging.getLogger("torch.distributed")
+    handlers, propagate = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = {one: signal.getsignal(one) for one in _SENT_ON} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        logger.handlers, logger.propagate = handlers, propagate
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
