@@ -18,11 +18,11 @@ import click
 from ckptool.cli.console import EXIT_CODE, complain, say
 from ckptool.cli.group import cli
 from ckptool.cli.interrupts import Interrupts
-from ckptool.errors import CheckpointError, CheckpointWarning
+from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
 from ckptool.render.terminal import look_of
-from ckptool.render.text import clean
+from ckptool.render.text import clean, clean_lines
 
-__all__ = ["run"]
+__all__ = ["in_words", "run"]
 
 ERROR, INTERRUPTED = 2, 130
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -138,14 +138,18 @@ def _report(error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    complain(*_in_words(error))
+    if (
+        isinstance(error, WorkerFailed) and error.traceback
+    ):  # of another process: not to be had again
+        print(clean_lines(error.traceback.rstrip()), file=sys.stderr)
+    complain(*in_words(error))
     try:
         sys.stdout.flush()
     except OSError:  # a full disk, say: that was told above, once is enough
         _forget_stdout()
 
 
-def _in_words(error: BaseException) -> tuple[str, str | None]:
+def in_words(error: BaseException) -> tuple[str, str | None]:
     """One sentence about an error, and what helps."""
     if isinstance(error, CheckpointError) and error.remedy is not None:
         from ckptool.render.remedies import as_options

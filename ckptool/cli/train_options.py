@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ckptool.trainer.config import CHOICES, TrainConfig
+from ckptool.trainer.launching import recorded
 
 __all__ = ["ARGUMENTS", "TrainCommand", "as_option", "config_options", "rank"]
 
@@ -76,14 +77,15 @@ class TrainCommand(click.Command):
     """Keeps its arguments for the processes that it starts, and has sections in its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """The arguments as click has them; what is wrong with them is told by rank 0 alone."""
+        """The arguments as click has them; what is wrong with them is told once."""
+        from ckptool.cli.running import in_words
+
         ctx.meta[ARGUMENTS] = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError:
-            if rank():
-                ctx.exit(2)
-            raise
+            with recorded(in_words):
+                raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options, section by section."""

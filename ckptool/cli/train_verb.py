@@ -14,9 +14,11 @@ from ckptool.cli.console import print_document, print_lines, say, settle, stdout
 from ckptool.cli.options import json_option, quiet_option, verb
 from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
 from ckptool.errors import UsageError
+from ckptool.render.text import clean
 from ckptool.render.training import device_lines, gpus_line
 from ckptool.trainer.config import SPREAD, TrainConfig, check, usual_batch_size
 from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
+from ckptool.trainer.launching import recorded
 
 __all__ = ["command"]
 
@@ -62,27 +64,33 @@ def command(
     last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
     strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes.
     """
-    if gpus is not None:
-        _choose(gpus, quiet=quiet)
-    if list_devices:
-        _list_devices(as_json=as_json)
-        return
-    config = _config(given)
-    if _is_launched(config, nproc, port):
-        _train(config, as_json=as_json, quiet=quiet)
-    else:
-        _launch(config, nproc, port)
+    from ckptool.cli.running import in_words
+
+    with recorded(in_words):
+        if gpus is not None:
+            _choose(gpus, quiet=quiet)
+        if list_devices:
+            _list_devices(as_json=as_json)
+            return
+        config = _config(given)
+        if _is_launched(config, nproc, port):
+            _train(config, as_json=as_json, quiet=quiet)
+        else:
+            _launch(config, nproc, port)
 
 
 def _choose(gpus: str, *, quiet: bool) -> None:
     """Show CUDA some of the machine's GPUs, before it starts."""
-    before = show_only(gpus)
+    before = os.environ.get(VISIBLE)
+    show_only(gpus)
     from ckptool.trainer.devices import require_visible
 
     require_visible()
-    quiet = quiet or bool(rank())
-    if before is not None:
-        say([f"note: {VISIBLE} was {before}, and is {os.environ[VISIBLE]} now"], quiet=quiet)
+    now = os.environ[VISIBLE]
+    if rank() is not None and (rank() or before == now):
+        return  # the launcher, or rank 0, has said so
+    if before not in (None, now):
+        say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"], quiet=quiet)
     say([gpus_line(seen_as())], quiet=quiet)
 
 

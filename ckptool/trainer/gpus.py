@@ -16,16 +16,13 @@ _ORDER = "CUDA_DEVICE_ORDER"
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
-def show_only(numbers: str) -> str | None:
+def show_only(numbers: str) -> None:
     """Let this process, and those that it starts, see these GPUs alone: the first is `cuda:0`.
 
     They are counted as `nvidia-smi` does, unless `CUDA_DEVICE_ORDER` says otherwise.
 
     Args:
         numbers: Of the machine's GPUs, as `0,2`; or what else CUDA takes there (`GPU-8932f937`).
-
-    Returns:
-        What it was to see before, where that was something else.
 
     Raises:
         UsageError: no such list; or CUDA has started, and does not look again.
@@ -39,13 +36,11 @@ def show_only(numbers: str) -> str | None:
         if words.count(word) > 1:
             raise UsageError(f"--gpus {numbers!r} names {word} more than once")
     chosen = ",".join(words)
-    before = os.environ.get(VISIBLE)
     torch = sys.modules.get("torch")
-    if before != chosen and torch is not None and torch.cuda.is_initialized():
+    if os.environ.get(VISIBLE) != chosen and torch is not None and torch.cuda.is_initialized():
         raise UsageError(f"--gpus {numbers!r}: CUDA has started in this process, and sees others")
     os.environ[VISIBLE] = chosen
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
-    return None if before == chosen else before
 
 
 def seen_as() -> dict[str, str]:

@@ -1,0 +1,328 @@
+"""`train`: its options, what it prints, how it ends. What training does is in tests/trainer."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+
+import click
+import pytest
+import torch
+
+import ckptool as library
+from ckptool.cli import train_options
+from ckptool.cli.training import Teller
+from ckptool.trainer.config import TrainConfig, check
+from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced
+from tests.cli.test_group import command_of
+from tests.sources import PROJECT
+
+TIMEOUT = 120
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """A process that no launcher has started, and whose environment is as it was afterwards."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")  # what a test sets is taken back, too
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "run"
+
+
+def options():
+    return {one.name: one for one in command_of("train").params if isinstance(one, click.Option)}
+
+
+def test_every_field_of_the_configuration_is_an_option_of_its_name_with_its_default():
+    for field in fields(TrainConfig):
+        option = options()[field.name]
+        assert f"--{field.name.replace('_', '-')}" in option.opts
+        assert len(option.help) > 5
+        if field.name not in ("out", "batch_size"):
+            assert option.default == field.default
+
+
+def test_the_help_has_each_option_once_under_a_heading(ckptool):
+    named = [name for names in train_options._SECTIONS.values() for name in names]
+    assert len(named) == len(set(named))
+    assert set(named) <= set(options())
+    said = ckptool("train", "--help").out
+    for option in options().values():
+        assert (
+            said.count(f"\n  {option.opts[-1]} ") + said.count(f"\n  -q, {option.opts[-1]} ") == 1
+        )
+    assert "`" not in said
+    assert "_" not in said.replace("last_", "").split("Examples")[0].replace("step-%08d.pth", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--save-every", "-3"], "--save-every -3 must be at least 1"),
+        (["--lr", "nan"], "--lr nan is no finite number"),
+        (["--clip", "0"], "--clip 0.0 must be above 0"),
+        (["--ema", "1"], "--ema 1.0 must be from 0 to below 1"),
+        (["--momentum", "0.9"], "--momentum 0.9 is for --optimizer sgd, and this is --optimizer a"),
+        (["--sharded"], "--sharded is for --strategy fsdp"),
+        (["--device-ids", "0,1"], "--device-ids 0,1 is for --strategy dp"),
+        (["--devices", "cpu,cpu"], "--devices cpu,cpu is for --strategy model-parallel"),
+        (["--device-ids", "0,x"], "'0,x' is no list such as 0,1"),
+        (["--strategy", "dpp"], "'dpp' is not one of 'single', 'dp'"),
+        (["--strategy", "ddp"], "nothing says in how many\nhint: --nproc 2, or torchrun"),
+        (
+            ["--nproc", "2"],
+            "--nproc 2 is for ddp, fsdp, parameter-server, and this is --strategy s",
+        ),
+        (["--strategy", "dp", "--port", "2000"], "--port 2000 is for ddp"),
+        (["--nproc", "0", "--strategy", "ddp"], "'--nproc': 0 is not in the range x>=1"),
+        (["--gpus", "0,two"], "'two' is no GPU's number"),
+        (["--gpus", "0,0"], "--gpus '0,0' names 0 more than once"),
+        (["--gpus", ""], "'' is no GPU's number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_told_as_it_was_typed(ckptool, out, words, said):
+    done = ckptool("train", "--out", out, *words)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert not out.exists()
+
+
+def test_out_is_asked_for(ckptool):
+    done = ckptool("train", "--epochs", "1")
+    assert (done.code, done.err.splitlines()[0]) == (2, "ckptool: Missing option '--out'.")
+
+
+def test_a_strategy_of_one_process_is_not_started_in_several(ckptool, out, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = ckptool("train", "--out", out)
+    assert done.code == 2
+    assert "--strategy single runs in one process, and a launcher has started 2" in done.err
+
+
+def test_the_library_spells_the_same_faults_as_arguments():
+    with pytest.raises(library.UsageError, match=r"^batch_size=0 must be at least 1$"):
+        TrainConfig(out="run", batch_size=0)
+    values = {**TrainConfig(out="run").to_dict(), "save": "all"}
+    with pytest.raises(library.UsageError, match="save='all' is none of full, wrapped"):
+        check(values)
+
+
+def test_batches_are_those_of_the_tutorial_where_the_data_are(ckptool, out):
+    sizes = {}
+    for data in ("random", "friedman"):
+        folder = out / data
+        assert ckptool("train", "--out", folder, "--data", data, "--epochs", 1, "-q").code == 0
+        sizes[data] = library.load(folder / "last.pth")["config"]["batch_size"]
+    assert sizes == {"random": 30, "friedman": 32}
+
+
+def test_an_epoch_is_a_line_and_in_the_end_it_says_what_it_wrote(ckptool, out):
+    done = ckptool("train", "--out", out, "--epochs", 2, "--batch-size", 100)
+    heading, *epochs, best, last, command = done.out.splitlines()
+    assert done.code == 0
+    assert heading.split() == ["epoch", "step", "train_loss", "val_loss", "lr", "samples/s"]
+    figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line, epoch in zip(epochs, figures, strict=True):
+        assert len(line) == len(heading)
+        cells = [float(cell) for cell in line.split()]
+        assert cells == pytest.approx(list(epoch.values()), rel=0.01)
+    assert best.split() == [str(out / "best.pth"), "step", "8"]
+    assert last.split() == [str(out / "last.pth"), "step", "8"]
+    assert done.err == "single on cpu: 753 parameters, 400 samples, 4 steps an epoch\n"
+    assert ckptool(*command.split()[1:]).code == 0
+
+
+def test_as_json_it_is_one_document(ckptool, out):
+    words = ["train", "--out", out, "--batch-size", 100, "--json"]
+    document = ckptool(*words, "--epochs", 1).document
+    assert document["schema"] == "ckptool.train/1"
+    figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert document["history"] == figures
+    assert (document["epoch"], document["step"], document["stopped"]) == (1, 4, None)
+    assert document["resumed"] is None
+    assert {one["path"] for one in document["checkpoints"]} == {
+        str(out / "best.pth"),
+        str(out / "last.pth"),
+    }
+    again = ckptool(*words, "--epochs", 1, "--resume", "auto").document
+    assert again["resumed"]["step"] == 4
+    assert (again["history"], again["checkpoints"]) == ([], [])
+    assert "nothing is left to train" in again["notes"][0]
+
+
+def test_quiet_leaves_the_epochs_alone(ckptool, out):
+    done = ckptool("train", "--out", out, "--epochs", 1, "-q")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("epoch ")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_what_helps(ckptool, out):
+    assert ckptool("train", "--out", out, "--epochs", 1).code == 0
+    done = ckptool("train", "--out", out, "--epochs", 1)
+    assert done.code == 2
+    assert "hint: --resume auto" in done.err
+    assert ckptool("train", "--out", out, "--epochs", 1, "--overwrite").code == 0
+
+
+def test_an_epoch_without_validation_has_no_figure_for_it(ckptool, out):
+    done = ckptool("train", "--out", out, "--epochs", 1, "--data", "random")
+    assert done.code == 0
+    assert len(done.out.splitlines()[1].split()) in (5, 6)
+
+
+def test_batches_are_traced_in_the_words_of_the_tutorial(ckptool, out):
+    words = ["--data", "random", "--model", "linear", "--strategy", "dp", "--epochs", "1"]
+    done = ckptool("train", "--out", out, *words, "--trace-batches", "--device", "cpu")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert "\tIn Model: input size torch.Size([30, 5]) output size torch.Size([30, 2])" in lines
+    assert "Outside: input size torch.Size([30, 5]) output_size torch.Size([30, 2])" in lines
+    assert "Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])" in lines
+
+
+def test_the_collector_works_while_it_trains(ckptool, out, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Teller, "tell", lambda *_: seen.append(gc.isenabled()))
+    assert ckptool("train", "--out", out, "--epochs", 1).code == 0
+    assert set(seen) == {True}
+
+
+def teller(rank=None, **given):
+    return Teller(TrainConfig(out="run"), rank=rank, **{"as_json": False, "quiet": False, **given})
+
+
+TRACED = Traced(False, "cpu", (15, 5), (15, 2))
+EVENTS = [
+    Started("ddp", ("cpu",), 2, 10, 100, 4, 1),
+    Stepped(1, 1, 0.5, 30),
+    Note("said"),
+    EpochEnded(1, 4, 0.5, None, 0.01, 100.0),
+    Saved("nowhere/last.pth", 1, 4),
+]
+
+
+def test_only_rank_0_tells(capsys):
+    told = {}
+    for rank in (0, 1):
+        one = teller(rank)
+        for event in EVENTS:
+            one.tell(event)
+        one.end(stopped=False)
+        told[rank] = capsys.readouterr()
+    assert told[0].out.splitlines()[1].split() == ["1", "4", "0.5", "0.01", "100"]
+    assert told[0].err.startswith("ddp on 2 processes, cpu: 10 parameters, 100 samples, 4 steps an")
+    assert "note: said" in told[0].err
+    assert told[1] == ("", "")
+
+
+@pytest.mark.parametrize(("rank", "front"), [(None, ""), (0, "[rank 0] "), (1, "[rank 1] ")])
+def test_every_process_tells_what_its_replica_saw(capsys, rank, front):
+    teller(rank).tell(TRACED)
+    line = "\tIn Model: input size torch.Size([15, 5]) output size torch.Size([15, 2])\n"
+    assert capsys.readouterr() == (front + line, "")
+
+
+def test_a_trace_is_no_part_of_a_document(capsys):
+    teller(as_json=True).tell(TRACED)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(out, number):
+    words = ["train", "--out", "run", "--epochs", "1000000", "--batch-size", "400"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "ckptool", *words],
+        cwd=out.parent,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert running.stdout.readline().startswith("epoch")
+        assert running.stdout.readline()
+        running.send_signal(number)
+        _, err = running.communicate(timeout=TIMEOUT)
+    finally:
+        running.kill()
+    assert running.returncode == 128 + number
+    step = library.load(out / "last.pth")["step"]
+    said = f"saved at step {step:,} in run/last.pth: --resume auto goes on"
+    assert err.splitlines()[1:] == [said]
+
+
+def test_devices_are_listed(ckptool, monkeypatch):
+    done = ckptool("train", "--list-devices")
+    assert done.code == 0
+    assert f"{torch.get_num_threads()} threads" in done.out
+    document = ckptool("train", "--list-devices", "--json").document
+    assert document["schema"] == "ckptool.devices/1"
+    assert document["cuda"] == torch.cuda.device_count()
+    assert sum(one["is_current"] for one in document["devices"]) == 1
+    assert document["devices"][-1]["name"] == "cpu"
+
+
+class Card:
+    name = "NVIDIA H100 80GB HBM3"
+    total_memory = 80 << 30
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """As many GPUs as CUDA_VISIBLE_DEVICES names, of a machine with 0 to 2."""
+
+    def count():
+        words = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
+        good = [word in ("0", "1", "2") for word in words]
+        return [*good, False].index(False)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count() > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_some_of_the_gpus_are_renumbered(ckptool):
+    done = ckptool("train", "--gpus", "0,2", "--list-devices")
+    assert (done.code, done.err) == (0, "cuda:0 is GPU 0, cuda:1 is GPU 2\n")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+    rows = [line.split() for line in done.out.splitlines()]
+    assert rows[0] == ["2", "GPUs"]
+    assert rows[2] == ["cuda:0", *Card.name.split(), "80.0", "GiB", "0", "*"]
+    assert rows[3][-1] == "2"
+    other = ckptool("train", "--gpus", "1", "--list-devices")
+    assert "CUDA_VISIBLE_DEVICES was 0,2, and is 1 now" in other.err
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_named(ckptool, out):
+    done = ckptool("train", "--out", out, "--gpus", "0,7")
+    assert (done.code, done.out) == (2, "")
+    assert "GPU 7 is not here: of 0,7 CUDA takes 1" in done.err
+
+
+def test_gpus_where_there_are_none(ckptool, out):
+    if torch.cuda.is_available():
+        pytest.skip("there are some")
+    done = ckptool("train", "--out", out, "--gpus", "0")
+    assert done.code == 2
+    assert "GPU 0 is not here: this machine, or this torch, has no GPU" in done.err
+
+
+def test_a_checkpoint_says_which_gpu_was_which(ckptool, out, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-8932f937,-1,3")
+    assert ckptool("train", "--out", out, "--epochs", 1, "--device", "cpu").code == 0
+    assert library.load(out / "last.pth")["gpus"] == {"cuda:0": "2", "cuda:1": "GPU-8932f937"}
