@@ -47,7 +47,10 @@ class Checkpoints:
 
         Raises:
             WriteError: it cannot be written.
+            TrainingError: the module is to be pickled, and cannot be.
         """
+        if self._config.save == "module":
+            saving.require_picklable(self._strategy)
         size = saving.expected_size(self._strategy)
         name = f"last{self._suffix or '.trial'}"
         self._ranks.first(lambda: folder.require_writable(self._config.out, name, size))

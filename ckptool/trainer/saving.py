@@ -13,7 +13,7 @@ from ckptool.files.atomic import atomic_output
 from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.trainer.strategies.base import Strategy
 
-__all__ = ["expected_size", "save"]
+__all__ = ["expected_size", "require_picklable", "save"]
 
 
 def save(kind: str, path: str, strategy: Strategy, values: Mapping[str, Any]) -> None:
@@ -29,8 +29,21 @@ def save(kind: str, path: str, strategy: Strategy, values: Mapping[str, Any]) ->
         strategy.save(path, values)
         return
     contents = _CONTENTS[kind](strategy, values)
-    ranks = Ranks(default_group(), error=WriteError, undone="nothing is written", call="fit")
-    ranks.first(lambda: _pickle(contents, path))
+    _ranks().first(lambda: _pickle(contents, path))
+
+
+def require_picklable(strategy: Strategy) -> None:
+    """Try what a checkpoint of the kind `module` does; all processes call it.
+
+    Raises:
+        TrainingError: the module cannot be pickled.
+    """
+    module = strategy.whole_module()
+    _ranks().first(lambda: _size(module))
+
+
+def _ranks() -> Ranks:
+    return Ranks(default_group(), error=WriteError, undone="nothing is written", call="Trainer.fit")
 
 
 def expected_size(strategy: Strategy) -> int:
@@ -101,6 +114,11 @@ def _pickle(contents: Any, path: str) -> None:
 
     It is done twice, once for the size alone: nothing of it is held in memory.
     """
+    with atomic_output(path, _size(contents), overwrite=True) as output:
+        torch.save(contents, _Written(output.write))  # type: ignore[arg-type]
+
+
+def _size(contents: Any) -> int:
     counted = _Counted()
     try:
         torch.save(contents, counted)  # type: ignore[arg-type]
@@ -108,5 +126,4 @@ def _pickle(contents: Any, path: str) -> None:
         raise TrainingError(
             f"the module cannot be pickled: {error}", hint="--save full needs no class"
         ) from error
-    with atomic_output(path, counted.size, overwrite=True) as output:
-        torch.save(contents, _Written(output.write))  # type: ignore[arg-type]
+    return counted.size

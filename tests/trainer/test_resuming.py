@@ -1,0 +1,254 @@
+"""Going on from a checkpoint: which one, and what of it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.errors import CorruptFile, FileMissing, MatchError, TrainingError
+from tests.trainer.runs import (
+    Crash,
+    Told,
+    assert_same_run,
+    crash_at,
+    data,
+    differences,
+    held,
+    lines,
+    net,
+    run,
+)
+
+
+def without(told):
+    (event,) = told.of("Resumed")
+    return event.without
+
+
+def cut_off(out, *, step=6, **options):
+    """A run that has ended in a crash, with a checkpoint of each step before."""
+    with pytest.raises(Crash):
+        run(out, crash_at(step), **{"save_every": 1, "keep": 9, **options})
+
+
+def resumed(out, told=None, **options):
+    """The weights that a run begins with which goes on, and takes no step."""
+    model = net(seed=5)
+    told = told or Told()
+    run(out, told, model=model, max_steps=0, **options)
+    return model
+
+
+def test_auto_begins_anew_where_nothing_is_there(tmp_path):
+    told = Told()
+    run(tmp_path / "a", told, resume="auto", epochs=1)
+    assert told.notes == [
+        f"{tmp_path / 'a'} holds no checkpoint to go on from: training begins anew"
+    ]
+    assert told.of("Resumed") == []
+    run(tmp_path / "b", epochs=1)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_auto_takes_the_newest(tmp_path):
+    cut_off(tmp_path, step=6)  # after the end of an epoch with step 3
+    told = Told()
+    run(tmp_path, told, resume="auto")
+    assert told.of("Resumed")[0].path == str(tmp_path / "step-00000005.pth")
+    assert without(told) == ()
+    assert told.notes == []
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=4)
+    assert told.of("Resumed")[0].path == str(tmp_path / "last.pth")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "text"])
+def test_auto_passes_over_what_is_damaged(tmp_path, damage):
+    run(tmp_path / "whole", save_every=1, keep=9)
+    cut_off(tmp_path / "cut")
+    path = tmp_path / "cut" / "step-00000005.pth"
+    content = bytearray(path.read_bytes())
+    at = content.index(held(path)["state_dict"]["0.weight"].numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(
+        {"cut": content[:-40], "empty": b"", "flipped": content, "text": b"not a file"}[damage]
+    )
+    told = Told()
+    run(tmp_path / "cut", told, resume="auto", save_every=1, keep=9)
+    (note,) = told.notes
+    assert note.startswith(f"{path}: ")
+    assert note.endswith(": passed over")
+    assert told.of("Resumed")[0].step == 4
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_auto_says_where_all_are_damaged(tmp_path):
+    run(tmp_path, epochs=1)
+    for name in ("last.pth", "best.pth"):
+        (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(TrainingError, match=r"no checkpoint in .* can be read: "):
+        run(tmp_path, resume="auto")
+    assert (tmp_path / "last.pth").read_bytes() == b"PK"
+    told = Told()
+    run(tmp_path, told, resume="auto", overwrite=True, epochs=1)
+    assert told.notes[0].endswith("training begins anew")
+    assert held(tmp_path / "last.pth")["epoch"] == 1
+
+
+def test_a_named_file_that_is_missing_or_damaged(tmp_path):
+    with pytest.raises(FileMissing):
+        run(tmp_path / "a", resume=str(tmp_path / "none.pth"))
+    run(tmp_path / "b", epochs=1)
+    path = tmp_path / "b" / "last.pth"
+    content = bytearray(path.read_bytes())
+    content[content.index(held(path)["state_dict"]["0.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    model = net(seed=3)
+    with pytest.raises(CorruptFile):
+        run(tmp_path / "c", resume=path, model=model)
+    assert not differences(model.state_dict(), net(seed=3).state_dict())
+
+
+@pytest.mark.parametrize("kind", ["full", "wrapped", "unwrapped", "module"])
+def test_another_architecture_is_told_with_its_report(tmp_path, kind):
+    run(tmp_path / "a", save=kind, epochs=1)
+    model = net(seed=3, width=9)
+    with pytest.raises(MatchError) as caught:
+        run(tmp_path / "b", resume=str(tmp_path / "a" / "last.pth"), model=model)
+    assert caught.value.report.mismatched
+    assert not differences(model.state_dict(), net(seed=3, width=9).state_dict())
+    assert not list((tmp_path / "b").iterdir())
+
+
+def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
+    run(tmp_path, epochs=1)
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2, seed=4, batch_size=5, clip=0.5, keep=2)
+    assert told.notes == [
+        "the checkpoint is of a run with seed 0, batch_size 4, clip none; "
+        "this one has seed 4, batch_size 5, clip 0.5"
+    ]
+
+
+def test_how_long_it_is_to_be_is_told_where_the_rate_follows_from_it(tmp_path):
+    run(tmp_path, epochs=1, schedule="linear")
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2, schedule="linear")
+    assert told.notes == ["the checkpoint is of a run with epochs 1; this one has epochs 2"]
+
+
+def test_an_epoch_of_other_batches_begins_anew(tmp_path):
+    cut_off(tmp_path)
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2, given=data(30))
+    assert told.notes == ["epoch 2 begins anew: its batches are others now"]
+    assert [event.samples for event in told.of("Stepped")] == [8, 8, 8, 6]
+    assert [line["step"] for line in lines(tmp_path)] == [3, 9]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_wrapped_gives_weights_and_optimizer(tmp_path, optimizer):
+    options = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
+    run(tmp_path / "full", epochs=2, model=alike(), **options)
+    run(tmp_path / "wrapped", save="wrapped", epochs=1, model=alike(), **options)
+    told = Told()
+    path = str(tmp_path / "wrapped" / "last.pth")
+    run(tmp_path / "on", told, resume=path, epochs=2, model=alike(), **options)
+    assert without(told) == ("scheduler", "rng", "progress")
+    assert told.notes == [
+        f"{path} does not name the optimizer's parameters: their order is trusted"
+    ]
+    one, other = (held(tmp_path / name / "last.pth") for name in ("full", "on"))
+    for name in ("state_dict", "optimizer", "scheduler", "step", "epoch"):
+        assert not differences(one[name], other[name])
+
+
+def alike():
+    """A model whose parameters cannot be told apart by their shapes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("kind", ["unwrapped", "module", "safetensors", "foreign"])
+def test_weights_alone_begin_an_epoch(tmp_path, kind):
+    model = net()
+    run(tmp_path / "a", model=model, epochs=1, save=kind if kind[0] in "um" else "full")
+    path = tmp_path / "a" / "last.pth"
+    if kind == "safetensors":
+        ckptool.convert(path, path := tmp_path / "last.safetensors", model_only=True)
+    if kind == "foreign":
+        tree = {"net": {f"module.{key}": one for key, one in model.state_dict().items()}}
+        torch.save({**tree, "epoch": 7}, path := tmp_path / "theirs.pt")
+    told = Told()
+    loaded = resumed(tmp_path / "b", told, resume=path, ema=0.9, amp="fp16", epochs=9)
+    assert not differences(loaded.state_dict(), model.state_dict())
+    assert without(told) == ("optimizer", "scheduler", "scaler", "ema", "rng", "progress")
+    assert told.of("Resumed")[0].epoch == (7 if kind == "foreign" else 0)
+
+
+def test_another_optimizer_begins_anew(tmp_path):
+    run(tmp_path, epochs=1)
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2, optimizer="sgd")
+    assert without(told) == ("optimizer",)
+    assert told.notes == [
+        "the checkpoint is of a run with optimizer adam; this one has optimizer sgd"
+    ]
+
+
+def test_what_an_earlier_run_did_without_begins_with_its_weights(tmp_path):
+    model = net()
+    run(tmp_path, model=model, epochs=1)
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2, ema=0.0)
+    assert without(told) == ("ema",)
+    after = held(tmp_path / "last.pth")
+    assert not differences(list(after["ema"].values()), list(after["state_dict"].values()))
+
+
+def test_random_numbers_of_other_processes_are_of_no_use(tmp_path):
+    run(tmp_path, epochs=1)
+    path = tmp_path / "last.pth"
+    tree = torch.load(path, weights_only=True)
+    tree["rng"] *= 2
+    torch.save(tree, path)
+    told = Told()
+    run(tmp_path, told, resume="auto", epochs=2)
+    assert without(told) == ("rng",)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 3}, {"patience": 1, "lr": 1e-12}])
+def test_a_run_that_is_done_says_so(tmp_path, options):
+    result = run(tmp_path, **options)
+    before = (tmp_path / "last.pth").read_bytes(), (tmp_path / "metrics.jsonl").read_bytes()
+    told = Told()
+    assert run(tmp_path, told, resume="auto", **options) == result
+    (note,) = told.notes
+    assert note.startswith("nothing is left to train: ")
+    assert not told.of("Stepped")
+    assert (
+        (tmp_path / "last.pth").read_bytes(),
+        (tmp_path / "metrics.jsonl").read_bytes(),
+    ) == before
+
+
+def test_figures_of_epochs_that_come_again_go(tmp_path):
+    run(tmp_path / "whole", save_every=1, keep=9)
+    cut_off(tmp_path / "cut", step=5)
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"epoch": 2, "step": 6}) + '\n[1]\nnull\n{"epoch": 3, "st')
+    run(tmp_path / "cut", resume="auto", save_every=1, keep=9)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("there", ["single", "dp"])
+@pytest.mark.parametrize("back", ["single", "dp"])
+def test_strategies_go_on_from_each_other(tmp_path, there, back):
+    run(tmp_path / "whole", save_every=1, keep=9)
+    cut_off(tmp_path / "cut", strategy=there)
+    told = Told()
+    run(tmp_path / "cut", told, resume="auto", strategy=back, save_every=1, keep=9)
+    assert without(told) == ()
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
