@@ -191,7 +191,7 @@ def _read(path: Path) -> _Failure:
     return _Failure(
         rank=int(path.parent.name),
         code=1,
-        time=float(extra["timestamp"]),
+        time=float(extra.get("time", extra["timestamp"])),
         message=told["message"],
         hint=extra.get("hint"),
         traceback=extra["py_callstack"] if extra.get("is_unforeseen", True) else "",
@@ -220,7 +220,8 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         shown = traceback.format_exc() if is_unforeseen else sentence
         extra = {
             "py_callstack": shown if hint is None else f"{shown}\nhint: {hint}",
-            "timestamp": str(time.time()),
+            "timestamp": str(int(time.time())),  # torch reads whole seconds
+            "time": time.time(),
             "hint": hint,
             "is_unforeseen": is_unforeseen,
             "is_lost_peer": isinstance(error, PeerLost),
