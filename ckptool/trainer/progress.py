@@ -50,7 +50,8 @@ class Progress:
         self.epoch += 1
         self.begin_epoch()
         is_best = loss < self.best
-        self.best = min(loss, self.best)
+        if is_best:
+            self.best = loss  # never NaN, than which nothing is lower
         self.since_best = 0 if is_best else self.since_best + 1
         return is_best
 

@@ -1,0 +1,182 @@
+"""Epochs, steps, the end: what a run does when, and what it writes."""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import TrainingError
+from ckptool.trainer import TrainData
+from ckptool.trainer.batches import Batches
+from ckptool.trainer.data.datasets import Rows
+from tests.trainer.runs import Told, data, differences, held, lines, net, run
+
+
+def files(out):
+    return sorted(name for name in os.listdir(out) if name.endswith(".pth"))
+
+
+def test_the_figures_are_means_over_samples(tmp_path):
+    model, given, told = net(dropout=0.0), data(), Told()
+    run(tmp_path, told, model=model, given=given, epochs=1, lr=1e-30)
+    (line,) = lines(tmp_path)
+    for name, rows in (("train_loss", given.train), ("val_loss", given.validation)):
+        wanted = nn.functional.mse_loss(net()[0:2].append(net()[3])(rows.inputs), rows.targets)
+        assert line[name] == pytest.approx(wanted.item(), rel=1e-6)
+    steps = told.of("Stepped")
+    assert [(one.epoch, one.step, one.samples) for one in steps] == [
+        (1, 1, 8),
+        (1, 2, 8),
+        (1, 3, 6),
+    ]
+    mean = sum(one.loss * one.samples for one in steps) / 22
+    assert line["train_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_the_best_epoch_stays(tmp_path):
+    result = run(tmp_path, epochs=6, lr=0.5)
+    figures = lines(tmp_path)
+    best = min(figures, key=lambda line: line["val_loss"])
+    assert held(tmp_path / "best.pth")["epoch"] == best["epoch"]
+    assert held(tmp_path / "last.pth")["epoch"] == 6
+    assert result.best == best["val_loss"]
+
+
+def test_the_best_is_not_overwritten_by_the_weights_that_come_after(tmp_path):
+    """A state dict is references: what is saved must be the weights of that moment."""
+    kept = {}
+
+    def act(event):
+        if type(event).__name__ == "Saved" and event.path.endswith("best.pth"):
+            kept.update({name: one.clone() for name, one in model.state_dict().items()})
+
+    model = net()
+    run(tmp_path, Told(act), model=model, epochs=4, lr=0.5)
+    assert not differences(dict(held(tmp_path / "best.pth")["state_dict"]), kept)
+
+
+def test_without_validation_the_training_loss_decides(tmp_path):
+    result = run(tmp_path, given=data(validation=0), epochs=2)
+    assert [line["val_loss"] for line in lines(tmp_path)] == [None, None]
+    assert result.best == min(line["train_loss"] for line in lines(tmp_path))
+
+
+def test_every_so_many_steps(tmp_path):
+    run(tmp_path, save_every=2, keep=3)
+    assert files(tmp_path) == [
+        "best.pth",
+        "last.pth",
+        "step-00000004.pth",
+        "step-00000006.pth",
+        "step-00000008.pth",
+    ]
+    assert held(tmp_path / "step-00000004.pth")["sampler"]["position"] == 1
+
+
+def test_every_so_many_seconds(tmp_path, monkeypatch):
+    clock = itertools.count(step=10.0)  # every look at it is ten seconds later
+    monkeypatch.setattr("ckptool.trainer.checkpoints.time.monotonic", lambda: next(clock))
+    run(tmp_path / "often", save_seconds=0.1, keep=9, epochs=1)
+    assert len(files(tmp_path / "often")) == 5
+    run(tmp_path / "never", save_seconds=1e9, keep=9, epochs=1)
+    assert len(files(tmp_path / "never")) == 2
+
+
+def test_training_ends_where_nothing_becomes_better(tmp_path):
+    told = Told()
+    result = run(tmp_path, told, epochs=20, patience=2, lr=1e-12)
+    assert result.epoch == 3
+    assert told.notes == [
+        f"training ends after epoch 3: 2 epochs have brought no lower loss than {result.best:g}"
+    ]
+    assert held(tmp_path / "last.pth")["progress"]["since_best"] == 2
+
+
+@pytest.mark.parametrize(("limit", "epochs"), [(1, 0), (3, 1), (4, 1), (6, 2), (99, 3)])
+def test_the_last_step_is_evaluated_and_saved(tmp_path, limit, epochs):
+    told = Told()
+    result = run(tmp_path, told, max_steps=limit)
+    step = min(limit, 9)
+    assert (result.epoch, result.step) == (epochs, step)
+    assert lines(tmp_path)[-1]["step"] == step
+    assert held(tmp_path / "last.pth")["step"] == step
+    assert [event.step for event in told.of("Stepped")] == list(range(1, step + 1))
+    assert result.best == min(line["val_loss"] for line in lines(tmp_path))
+
+
+def test_the_schedule_ends_with_the_last_step(tmp_path):
+    run(tmp_path, max_steps=5, schedule="linear", lr=0.01)
+    assert lines(tmp_path)[-1]["lr"] == pytest.approx(0.01 / 5)
+
+
+def poisoned(row):
+    given = data()
+    inputs = given.train.inputs.clone()
+    inputs[row] = math.nan
+    return TrainData(Rows(inputs, given.train.targets), given.validation, given.loss, (3,), 1)
+
+
+def test_a_loss_that_is_no_number_stops_before_the_weights_change(tmp_path):
+    bad = next(Batches(22, 4, 2, 0).of_epoch(0, first=2))[0][0]  # in the third step
+    after_two = net()
+    run(tmp_path / "two", model=after_two, max_steps=2)
+    model = net()
+    with pytest.raises(TrainingError, match=r"^the loss is nan at step 3$") as caught:
+        run(tmp_path / "bad", model=model, given=poisoned(bad), save_every=1)
+    assert "--lr" in caught.value.hint
+    assert not differences(model.state_dict(), after_two.state_dict())
+    assert files(tmp_path / "bad") == ["step-00000001.pth", "step-00000002.pth"]
+    kept = held(tmp_path / "bad" / "step-00000002.pth")["state_dict"]
+    assert not differences(dict(kept), dict(after_two.state_dict()))
+
+
+class Root(nn.Module):
+    """Its output at 0 is 0, and its gradient there no number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.weight.sqrt() * 0 + x.sum(1, keepdim=True) * 0
+
+
+def test_a_gradient_that_is_no_number_stops_as_well(tmp_path):
+    model = Root()
+    with pytest.raises(TrainingError, match=r"^a gradient is no number at step 1$"):
+        run(tmp_path, model=model)
+    assert model.weight.tolist() == [0.0]
+    assert files(tmp_path) == []
+
+
+def test_an_infinite_gradient_of_fp16_is_skipped(tmp_path):
+    """The first scale is 65536: losses above 1 are infinite in half precision."""
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(30.0)
+    told = Told()
+    result = run(tmp_path, told, model=model, amp="fp16", schedule="linear", ema=0.5)
+    tree = held(tmp_path / "last.pth")
+    assert result.step == 9
+    skipped = 9 - tree["scheduler"]["last_epoch"]
+    assert skipped > 0
+    assert tree["scaler"]["scale"] == 65536.0 / 2**skipped
+
+
+def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
+    given = data()
+    held_out = Rows(given.validation.inputs * math.nan, given.validation.targets)
+    given = TrainData(given.train, held_out, given.loss, (3,), 1)
+    result = run(tmp_path, given=given, epochs=2)
+    assert [line["val_loss"] for line in lines(tmp_path)] == ["nan", "nan"]
+    assert files(tmp_path) == ["last.pth"]
+    assert result.best == math.inf
+
+
+@pytest.mark.parametrize("options", [{"amp": "bf16"}, {"clip": 0.1}, {"accumulate": 5}])
+def test_all_of_it_at_once_trains(tmp_path, options):
+    result = run(tmp_path, epochs=30, model=net(dropout=0.0), **options)
+    assert result.best < lines(tmp_path)[0]["val_loss"]
