@@ -227,7 +227,9 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
             "is_lost_peer": isinstance(error, PeerLost),
         }
         told = {"message": {"message": sentence, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(told), encoding="utf-8")
+        beside = Path(f"{path}.tmp")
+        beside.write_text(json.dumps(told), encoding="utf-8")
+        beside.replace(path)
         raise SystemExit(2) from error
 
 
