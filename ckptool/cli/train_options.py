@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckptool.errors import UsageError
 from ckptool.trainer.config import CHOICES, TrainConfig
 from ckptool.trainer.launching import recorded
 
@@ -83,9 +84,10 @@ class TrainCommand(click.Command):
         ctx.meta[ARGUMENTS] = list(args)
         try:
             return super().parse_args(ctx, args)
-        except click.UsageError:
+        except click.UsageError as error:
+            message, hint = in_words(error)
             with recorded(in_words):
-                raise
+                raise UsageError(message, hint=hint) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options, section by section."""

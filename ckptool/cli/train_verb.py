@@ -107,7 +107,7 @@ def _list_devices(*, as_json: bool) -> None:
 def _config(given: dict[str, Any]) -> TrainConfig:
     """The run that the options are."""
     if given["out"] is None:
-        raise click.UsageError("Missing option '--out'.", click.get_current_context())
+        raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if given["batch_size"] is None:
         given["batch_size"] = usual_batch_size(given["data"])
     check(given, as_option)
@@ -141,10 +141,12 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, once it is known that there is something to train on and to write to."""
     from ckptool.trainer.data import data_of
-    from ckptool.trainer.folder import require_writable
+    from ckptool.trainer.folder import refuse_earlier, require_writable
     from ckptool.trainer.launching import launch
 
     require_writable(config.out)
+    if config.resume is None and not config.overwrite:
+        refuse_earlier(config.out, origin=None, step=0)
     data_of(config)
     arguments = click.get_current_context().meta[ARGUMENTS]
     settle(launch(["train", *arguments], nproc=nproc or 1, port=port))

@@ -46,9 +46,8 @@ class Teller(Observer):
         quiet: bool,
     ) -> None:
         """`rank` is None in a process that no launcher has started."""
-        self._config, self._rank, self._as_json = config, rank, as_json
-        self._quiet = quiet or bool(rank)
-        self._bar = Progress(quiet=self._quiet)
+        self._config, self._rank, self._as_json, self._quiet = config, rank, as_json, quiet
+        self._bar = Progress(quiet=quiet or bool(rank))
         self._started: Started | None = None
         self._resumed: Resumed | None = None
         self._epochs: list[EpochEnded] = []

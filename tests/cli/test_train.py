@@ -15,18 +15,19 @@ import torch
 import ckptool as library
 from ckptool.cli import train_options
 from ckptool.cli.training import Teller
+from ckptool.trainer import launching
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced
 from tests.cli.test_group import command_of
 from tests.sources import PROJECT
 
-TIMEOUT = 120
+TIMEOUT = 300
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A process that no launcher has started, and whose environment is as it was afterwards."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "")  # what a test sets is taken back, too
@@ -175,12 +176,6 @@ def test_a_second_run_in_the_same_folder_is_refused_with_what_helps(ckptool, out
     assert ckptool("train", "--out", out, "--epochs", 1, "--overwrite").code == 0
 
 
-def test_an_epoch_without_validation_has_no_figure_for_it(ckptool, out):
-    done = ckptool("train", "--out", out, "--epochs", 1, "--data", "random")
-    assert done.code == 0
-    assert len(done.out.splitlines()[1].split()) in (5, 6)
-
-
 def test_batches_are_traced_in_the_words_of_the_tutorial(ckptool, out):
     words = ["--data", "random", "--model", "linear", "--strategy", "dp", "--epochs", "1"]
     done = ckptool("train", "--out", out, *words, "--trace-batches", "--device", "cpu")
@@ -238,10 +233,86 @@ def test_a_trace_is_no_part_of_a_document(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """What was to be started, which is not, and ends with the exit code of SIGTERM."""
+    calls = []
+
+    def launch(words, *, nproc, port):
+        calls.append((words, nproc, port))
+        return 143
+
+    monkeypatch.setattr(launching, "launch", launch)
+    return calls
+
+
+def test_several_processes_get_the_same_words(ckptool, out, launched):
+    words = ["--out", str(out), "--strategy", "ddp", "--nproc", "3", "--port", "4711", "-q"]
+    done = ckptool("train", *words)
+    assert (done.code, done.out, done.err) == (143, "", "")
+    assert launched == [(["train", *words], 3, 4711)]
+
+
+def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, launched):
+    words = ["--strategy", "ddp", "--nproc", "2"]
+    assert "nowhere.csv" in ckptool("train", "--out", out, "--data", "csv:nowhere.csv", *words).err
+    assert ckptool("train", "--out", out, "--epochs", "1", "-q").code == 0
+    assert "holds an earlier run" in ckptool("train", "--out", out, *words).err
+    file = out / "last.pth"
+    assert "is a file, and a run wants a folder" in ckptool("train", "--out", file, *words).err
+    assert launched == []
+
+
+def test_workers_leave_what_is_wrong_to_their_launcher(ckptool, out, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for words, said in ((["--epochs", "0"], "--epochs 0 must be"), (["--seed", "x"], "--seed")):
+        with pytest.raises(SystemExit) as ended:
+            ckptool("train", "--out", out, *words)
+        assert ended.value.code == 2
+        assert said in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
+def run(out, *words, launcher=()):
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "ckptool", "train", *words],
+        cwd=out.parent,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def test_two_processes_train_as_one_and_one_of_them_tells(out):
+    words = ["--out", "run", "--strategy", "ddp", "--device", "cpu", "--batch-size", "200"]
+    done = run(out, *words, "--epochs", "1", "--nproc", "2", "--trace-batches")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "ddp on 2 processes, cpu: 753 parameters, 400 samples, 2 steps an epoch\n"
+    lines = done.stdout.splitlines()
+    for rank in (0, 1):
+        seen = "In Model: input size torch.Size([100, 10]) output size torch.Size([100, 1])"
+        assert lines.count(f"[rank {rank}] \t{seen}") == 2
+    assert sum(line.startswith("epoch") for line in lines) == 1
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    more = run(out, *words, "--epochs", "2", "--resume", "auto", launcher=torchrun)
+    assert more.returncode == 0, more.stderr
+    assert [line.split()[:2] for line in more.stdout.splitlines()[:2]][1] == ["2", "4"]
+    assert len(more.stdout.splitlines()) == 5
+    assert more.stderr.count("goes on from run/last.pth, step 2\n") == 1
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_says_how_to_go_on(out, number):
-    words = ["train", "--out", "run", "--epochs", "1000000", "--batch-size", "400"]
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [
+        (signal.SIGTERM, []),
+        (signal.SIGINT, []),
+        (signal.SIGTERM, ["--strategy", "ddp", "--nproc", "2", "--device", "cpu"]),
+    ],
+)
+def test_a_signal_saves_and_says_how_to_go_on(out, number, more):
+    words = ["train", "--out", "run", "--epochs", "1000000", "--batch-size", "400", *more]
     running = subprocess.Popen(
         [sys.executable, "-m", "ckptool", *words],
         cwd=out.parent,

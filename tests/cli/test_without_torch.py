@@ -63,6 +63,7 @@ def test_the_shadow_works(process, tmp_path, torchless):
         ["convert", "MODEL", "out.safetensors"],
         ["convert", "MODEL", "out.pth", "--model-only", "--to", "cuda:0"],
         ["convert", "MODEL", "out.pth", "--like", "MODEL"],
+        ["train", "--help"],
     ],
     ids=" ".join,
 )
@@ -89,6 +90,23 @@ def test_a_diagnosis_is_made_without_torch(torchless, model, more):
     done = torchless("doctor", model, *(model if word == "MODEL" else word for word in more))
     assert (done.code, done.err) == (1, "")
     assert "1. fails: " in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "run", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--out", "run", "--batch-size", "many"], "'--batch-size': 'many' is not a valid integer"),
+        (["--out", "run", "--nproc", "2"], "--nproc 2 is for ddp"),
+        (["--out", "run", "--gpus", "one"], "'one' is no GPU's number"),
+        (["--epochs", "2"], "Missing option '--out'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_of_train_is_told_without_torch(torchless, arguments, said):
+    done = torchless("train", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
 
 
 def test_help_imports_no_verb(process):
