@@ -32,6 +32,7 @@ from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files.refusals import worded
 from ckptool.files.system import sync_folder
 from ckptool.loading.live.ranks import Ranks
+from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance
 
 __all__ = [
@@ -62,8 +63,9 @@ def damage(path: str) -> str | None:
         _metadata(path)
     except CheckpointError as error:
         return str(error)
-    problems = ckptool.verify(os.path.join(path, _VALUES)).problems
-    return f"{path}: {problems[0].text}" if problems else None
+    values = os.path.join(path, _VALUES)
+    problems = ckptool.verify(values).problems
+    return f"{values}: {problems[0].text}" if problems else None
 
 
 def write(
@@ -95,9 +97,19 @@ def write(
     new = _hidden(path, "new")
     ranks.first(lambda: _cleared(path))
     with ranks.reached():
-        _write_parts(state, new)
+        _write_parts(state if ranks.own == 0 else _parts_in(state), new)
     ckptool.save(os.path.join(new, _VALUES), **rest)
     ranks.first(lambda: _take_place(new, path))
+
+
+def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
+    """What is dealt out: what each process has whole, buffers that may differ, rank 0 writes."""
+    found = {
+        name: _parts_in(one) if isinstance(one, dict) else one
+        for name, one in state.items()
+        if isinstance(one, dict) or is_spread(one)
+    }
+    return {name: one for name, one in found.items() if not isinstance(one, dict) or one}
 
 
 def _write_parts(state: dict[str, Any], path: str) -> None:

@@ -1,0 +1,53 @@
+"""Processes of one run that connect through a file, and what each of them was told."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.sources import PROJECT
+
+needs_gloo = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available() or os.name == "nt", reason="needs gloo"
+)
+
+
+def by_ranks(module, folder, size):
+    """What each process of `python -m module FOLDER RANK SIZE` leaves, by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, folder, str(rank), str(size)],
+            cwd=PROJECT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=200)
+        assert rank.returncode == 0, errors
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
+def main(scenes):
+    """Go through the scenes, functions of the folder, connected; keep what each returns."""
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=100),
+    )
+    told = {scene.__name__: scene(folder) for scene in scenes}
+    (folder / f"rank{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()

@@ -1,0 +1,167 @@
+"""What processes do that shard a model: `python -m tests.trainer.strategies.fsdp_scenes`."""
+
+import contextlib
+import sys
+
+import torch
+from torch import nn
+
+from ckptool.errors import CheckpointError
+from tests.trainer.ranks import main
+from tests.trainer.runs import Crash, Told, crash_at, net, run
+
+EXACT = {"dtype": "float64", "epochs": 7, "max_steps": 20}
+"""Three steps an epoch of 4 + 4 samples, the last of 4 + 2: of three processes one has none."""
+AGREEING = {
+    "plain": EXACT,
+    "all": {
+        **EXACT,
+        "clip": 0.1,
+        "ema": 0.9,
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "schedule": "step",
+        "step_size": 2,
+        "warmup": 3,
+    },
+    "sgd": {**EXACT, "optimizer": "sgd"},
+    "bf16": {**EXACT, "amp": "bf16", "clip": 0.1},
+    "fp16": {**EXACT, "amp": "fp16", "clip": 0.1},
+}
+RESUMING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "save_every": 2, "epochs": 2}
+
+
+class Summing(nn.Module):
+    """A buffer that the samples of this process change, and that changes what comes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.sum += x.detach().sum()
+        return x + self.sum.tanh()
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a parameter of its own, one that is frozen, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.ModuleList([nn.Linear(3, 3), Summing(), nn.Linear(3, 3)])
+        self.inside[2].weight = self.inside[0].weight
+        self.head = nn.Linear(3, 1)
+        self.head.bias.requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        for layer in self.inside:
+            x = layer(x).tanh()
+        return self.head(x * self.factor)
+
+
+def tied():
+    torch.manual_seed(5)
+    return Tied()
+
+
+def losses(out, **options):
+    told = Told()
+    run(out, told, **options)
+    return [event.loss for event in told.of("Stepped")]
+
+
+def cut(out, step, model, **options):
+    """A run that crashes at a step, and goes on."""
+    with contextlib.suppress(Crash):
+        run(out, crash_at(step), model=model(), **options)
+    told = Told()
+    run(out, told, model=model(), resume="auto", **options)
+    return told.notes
+
+
+def error(out, **options):
+    try:
+        run(out, strategy="fsdp", **options)
+    except CheckpointError as refused:
+        return {"kind": type(refused).__name__, "text": str(refused)}
+    return None
+
+
+def agreeing(folder):
+    return {
+        kind: losses(folder / kind, strategy="fsdp", model=net(dropout=0.0), **options)
+        for kind, options in AGREEING.items()
+    }
+
+
+def going_on(folder):
+    """Runs that are cut and go on, beside those that are not."""
+    found = {}
+    for kind, sharded in (("file", False), ("folder", True)):
+        for name, model in (("net", net), ("tied", tied)):
+            options = {**RESUMING, "strategy": "fsdp", "sharded": sharded}
+            run(folder / f"{kind}_{name}", model=model(), **options)
+            found[f"{kind}_{name}"] = cut(folder / f"{kind}_{name}_cut", 5, model, **options)
+    return found
+
+
+def kinds(folder):
+    for save in ("wrapped", "unwrapped"):
+        run(folder / save, strategy="fsdp", save=save, epochs=1)
+    return error(folder / "module", save="module", epochs=1)
+
+
+def refused(folder):
+    paths = {"file": folder / "file_net" / "last.pth", "folder": folder / "folder_net" / "last"}
+    return {
+        kind: error(folder / f"{kind}_other", model=net(width=9), resume=str(path), **RESUMING)
+        for kind, path in paths.items()
+    }
+
+
+def damaged(folder):
+    """The newest of a run has lost a part: an older one is gone on from."""
+    out = folder / "damaged"
+    with contextlib.suppress(Crash):
+        run(out, crash_at(6), strategy="fsdp", sharded=True, **RESUMING)
+    torch.distributed.barrier()
+    newest = max(out.glob("step-*"))
+    (newest / "__0_0.distcp").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    text = error(folder / "elsewhere", resume=str(newest), **RESUMING)
+    told = Told()
+    run(out, told, strategy="fsdp", sharded=True, resume="auto", **RESUMING)
+    return {"text": text, "notes": told.notes, "newest": newest.name}
+
+
+def elsewhere(folder):
+    """Half of a run, by other processes than those of the rest: by one, by two, by three."""
+    half = AGREEING["all"]
+    if torch.distributed.get_world_size() == 2:
+        for kind, sharded in (("file", False), ("folder", True)):
+            out, model = folder / f"half_{kind}", net(dropout=0.0)
+            run(out, strategy="fsdp", sharded=sharded, model=model, **{**half, "max_steps": 10})
+        return {}
+    sources = {
+        "single": folder.parent / "single" / "last.pth",
+        "file": folder.parent / "two" / "half_file" / "last.pth",
+        "folder": folder.parent / "two" / "half_folder" / "last",
+    }
+    return {
+        kind: losses(
+            folder / f"from_{kind}",
+            strategy="fsdp",
+            resume=str(path),
+            model=net(dropout=0.0),
+            **half,
+        )
+        for kind, path in sources.items()
+    }
+
+
+if __name__ == "__main__":
+    main([agreeing, elsewhere] if sys.argv[3] == "3" else [
+        agreeing, going_on, kinds, refused, damaged, elsewhere
+    ])  # fmt: skip

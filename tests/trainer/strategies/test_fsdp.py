@@ -1,0 +1,145 @@
+"""Models whose parameters are dealt out over two and three processes, against one process."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptool
+from ckptool.errors import TrainingError
+from tests.trainer.ranks import by_ranks, needs_gloo
+from tests.trainer.runs import assert_same_run, differences, held, lines, net, run
+from tests.trainer.strategies.fsdp_scenes import AGREEING, losses
+
+pytestmark = needs_gloo
+SCENES = "tests.trainer.strategies.fsdp_scenes"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return by_ranks(SCENES, folder / "two", 2)
+
+
+@pytest.fixture(scope="module")
+def three(folder, two):
+    """Three processes, which go on from what two, and one, have written as well."""
+    half = {**AGREEING["all"], "max_steps": 10}
+    run(folder / "single", model=net(dropout=0.0), **half)
+    return by_ranks(SCENES, folder / "three", 3)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, {
+        kind: losses(folder / kind, model=net(dropout=0.0), **options)
+        for kind, options in AGREEING.items()
+    }
+
+
+@pytest.mark.parametrize("kind", AGREEING)
+@pytest.mark.parametrize("size", ["two", "three"])
+def test_losses_and_weights_are_those_of_one_process(request, folder, alone, size, kind):
+    told = request.getfixturevalue(size)
+    assert told[0]["agreeing"] == told[-1]["agreeing"]
+    assert told[0]["agreeing"][kind] == pytest.approx(alone[1][kind], rel=1e-9)
+    one, other = (held(place / kind / "last.pth") for place in (folder / size, alone[0]))
+    for section in ("state_dict", "ema"):
+        for name, value in other.get(section, {}).items():
+            torch.testing.assert_close(one[section][name], value, rtol=1e-9, atol=1e-12)
+    assert one.get("scaler") == other.get("scaler")
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize("model", ["net", "tied"])
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(folder, two, model):
+    assert_same_run(folder / "two" / f"file_{model}", folder / "two" / f"file_{model}_cut")
+    whole, cut = (folder / "two" / f"folder_{model}{end}" for end in ("", "_cut"))
+    assert not differences(lines(whole), lines(cut))
+    assert not differences(in_one_file(whole / "last"), in_one_file(cut / "last"))
+
+
+@pytest.mark.parametrize("model", ["net", "tied"])
+def test_torch_reads_a_folder_as_what_is_in_one_file(folder, two, model):
+    run_of_files = folder / "two" / f"file_{model}"
+    file = held(run_of_files / "last.pth")
+    parts = in_one_file(folder / "two" / f"folder_{model}" / "last")
+    for name, value in file["state_dict"].items():
+        assert torch.equal(parts["state_dict"][name], value)
+        assert torch.equal(parts["ema"][name], file["ema"][name])
+    names = [name for group in file["optimizer"]["param_groups"] for name in group["param_names"]]
+    for number, state in file["optimizer"]["state"].items():
+        for word, value in state.items():
+            assert torch.equal(parts["optimizer"][names[number]][word], value)
+    values = ckptool.load(folder / "two" / f"folder_{model}" / "last" / "run.pth")
+    assert len(values["rng"]) == 2
+    assert values["step"] == file["step"]
+
+
+def in_one_file(path):
+    whole = path.with_suffix(".whole")
+    dcp_to_torch_save(path, whole)
+    return torch.load(whole, weights_only=True)
+
+
+@pytest.mark.parametrize("origin", ["single", "file", "folder"])
+def test_other_processes_go_on(three, alone, origin):
+    assert three[0]["elsewhere"][origin] == pytest.approx(alone[1]["all"][10:], rel=1e-9)
+
+
+def test_one_process_goes_on_from_parts_that_were_gathered(tmp_path, folder, two, alone):
+    source = folder / "two" / "half_file" / "last.pth"
+    found = losses(tmp_path, model=net(dropout=0.0), resume=str(source), **AGREEING["all"])
+    assert found == pytest.approx(alone[1]["all"][10:], rel=1e-9)
+
+
+def test_one_process_cannot_go_on_from_a_folder(tmp_path, folder, two):
+    with pytest.raises(ckptool.UnsupportedFormat, match="a distributed checkpoint") as caught:
+        run(tmp_path, resume=str(folder / "two" / "half_folder" / "last"))
+    assert "dcp_to_torch" in caught.value.hint
+
+
+def test_only_so_many_folders_are_kept_and_nothing_is_left_beside_them(folder, two):
+    names = sorted(path.name for path in (folder / "two" / "folder_net").iterdir())
+    assert [name for name in names if not name.endswith(".whole")] == [
+        "best", "last", "metrics.jsonl", "step-00000002", "step-00000004", "step-00000006",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("save", ["wrapped", "unwrapped"])
+def test_what_scripts_write_is_whole_and_has_the_names_of_the_model(folder, two, save):
+    tree = torch.load(folder / "two" / save / "last.pth", weights_only=True)
+    model = net()
+    model.load_state_dict(tree["state_dict" if save == "wrapped" else "state_dict_model"])
+    if save == "wrapped":
+        torch.optim.Adam(model.parameters()).load_state_dict(tree["optim_dict"])
+
+
+def test_a_module_in_parts_is_not_pickled(two):
+    for rank in two:
+        assert rank["kinds"]["text"].endswith("each process has parts")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_another_architecture_is_refused_with_the_report(two, kind):
+    for rank in two:
+        assert rank["refused"][kind]["kind"] == "MatchError"
+        assert "0.weight [8, 3] for [9, 3]" in rank["refused"][kind]["text"]
+
+
+def test_a_folder_that_lacks_a_part_is_passed_over(two):
+    for rank in two:
+        found = rank["damaged"]
+        assert found["text"]["kind"] == "CorruptFile"
+        assert found["text"]["text"].endswith("its __0_0.distcp is missing")
+        assert found["notes"] == [f"{found['text']['text']}: passed over"]
+
+
+def test_without_a_launcher_it_is_told_how_to_start(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(TrainingError, match="several processes"):
+        run(tmp_path, strategy="fsdp")

@@ -1,0 +1,98 @@
+"""Folders of parts: what a kill leaves of them, and what is missing."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ckptool
+from ckptool.trainer import sharded
+
+
+def folder(path, *, whole=True, text=""):
+    path.mkdir()
+    (path / "__0_0.distcp").write_text(text)
+    if whole:
+        (path / "run.pth").write_text(text)
+    return path
+
+
+def left(path):
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_a_folder_that_was_being_written_is_removed(tmp_path):
+    folder(tmp_path / "last", text="old")
+    folder(tmp_path / ".last.new", whole=False)
+    sharded.settle(str(tmp_path))
+    assert left(tmp_path) == {"last"}
+    assert (tmp_path / "last" / "run.pth").read_text() == "old"
+
+
+@pytest.mark.parametrize(("whole", "text"), [(True, "new"), (False, "old")])
+def test_a_folder_that_had_not_its_name_yet_gets_it(tmp_path, whole, text):
+    folder(tmp_path / ".last.old", text="old")
+    folder(tmp_path / ".last.new", whole=whole, text="new")
+    sharded.settle(str(tmp_path))
+    assert left(tmp_path) == {"last"}
+    assert (tmp_path / "last" / "run.pth").read_text() == text
+
+
+def test_an_old_folder_whose_name_is_taken_is_removed(tmp_path):
+    folder(tmp_path / ".step-00000012.old", text="old")
+    folder(tmp_path / "step-00000012", text="new")
+    sharded.settle(str(tmp_path))
+    assert left(tmp_path) == {"step-00000012"}
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    folder(tmp_path / ".mine.old")
+    sharded.settle(str(tmp_path))
+    sharded.settle(str(tmp_path / "nowhere"))
+    assert left(tmp_path) == {".mine.old"}
+
+
+@pytest.fixture
+def whole(tmp_path):
+    path = tmp_path / "last"
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        save({"state_dict": {"weight": torch.ones(1000)}}, checkpoint_id=path)
+    ckptool.save(path / "run.pth", step=3)
+    return path
+
+
+def test_a_whole_folder_has_no_damage(whole):
+    assert sharded.is_sharded(whole)
+    assert sharded.damage(str(whole)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run.pth", "its run.pth, which is written last, is missing"),
+        (".metadata", "its .metadata cannot be read"),
+        ("__0_0.distcp", "its __0_0.distcp is missing"),
+    ],
+)
+def test_a_file_that_is_missing_is_named(whole, name, told):
+    (whole / name).unlink()
+    assert told in sharded.damage(str(whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run.pth", "run.pth"),
+        (".metadata", "its .metadata cannot be read"),
+        ("__0_0.distcp", "its __0_0.distcp ends after 2,000 of"),
+    ],
+)
+def test_a_file_that_was_cut_is_named(whole, name, told):
+    data = (whole / name).read_bytes()
+    (whole / name).write_bytes(data[:2000] if len(data) > 2000 else data[:100])
+    assert told in sharded.damage(str(whole))
+
+
+def test_another_folder_is_none(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert not sharded.is_sharded(tmp_path)
+    assert not sharded.is_sharded({"weight": torch.ones(1)})
