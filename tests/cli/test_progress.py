@@ -46,6 +46,22 @@ def test_then_bytes_done_of_total_and_in_the_end_nothing(clock):
     assert stream.getvalue() == drawn + "\r" + " " * (len(drawn) - 1) + "\r"
 
 
+def test_a_text_stands_in_the_place_of_bytes_and_a_wiped_bar_comes_again(clock):
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock) as bar:
+        clock.now += 1
+        bar(1, 2, "step 1 of 2")
+        bar.wipe()
+        bar.wipe()
+        clock.now += 1
+        bar(2, 2, "step 2 of 2")
+    first, second = (
+        f"[{bar}] step {n} of 2" for n, bar in ((1, "#" * 12 + "-" * 12), (2, "#" * 24))
+    )
+    gone = f"\r{' ' * len(first)}\r"
+    assert stream.getvalue() == f"\r{first}{gone}\r{second}{gone}"
+
+
 def test_it_is_not_drawn_more_often_than_anyone_can_read(clock):
     stream = Terminal()
     with Progress(stream=stream, clock=clock) as bar:

@@ -1,6 +1,7 @@
 """`train`: its options, what it prints, how it ends. What training does is in tests/trainer."""
 
 import gc
+import io
 import json
 import os
 import signal
@@ -219,6 +220,27 @@ def test_only_rank_0_tells(capsys):
     assert told[0].err.startswith("ddp on 2 processes, cpu: 10 parameters, 100 samples, 4 steps an")
     assert "note: said" in told[0].err
     assert told[1] == ("", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_a_bar_shows_the_step_and_is_gone_before_a_line_is_printed(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("ckptool.cli.progress._PATIENCE", 0)
+    for name in ("COLUMNS", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    one = teller()
+    for event in EVENTS[:2]:
+        one.tell(event)
+    line = "[######------------------] step 1 of 4, loss 0.5"
+    assert screen.getvalue().endswith(f"\r{line}")
+    one.tell(EVENTS[3])
+    assert f"\r{line}\r{' ' * len(line)}\r\x1b[1mepoch" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("rank", "front"), [(None, ""), (0, "[rank 0] "), (1, "[rank 1] ")])
