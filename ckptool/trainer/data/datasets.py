@@ -93,4 +93,8 @@ def data_of(config: TrainConfig) -> TrainData:
         from ckptool.trainer.data.friedman import friedman
 
         return friedman(config)
+    if word == "random":
+        from ckptool.trainer.data.random_features import random_features
+
+        return random_features(config)
     raise UsageError(f"data is {config.data!r}, and not random, friedman, digits or csv:PATH")
