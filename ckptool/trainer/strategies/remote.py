@@ -72,9 +72,9 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Released:
-    """There is nothing more to do; `is_orderly`: all the others end in peace, too."""
+    """There is nothing more to do; `all_here`: every process is there to part from."""
 
-    is_orderly: bool
+    all_here: bool
     is_server_gone: bool = False
 
 
@@ -114,6 +114,7 @@ class Workers:
     def __init__(self, ranks: Sequence[int]) -> None:
         """All of them have nothing to do yet."""
         self.free = set(ranks)
+        self._all_here = True
 
     @classmethod
     @contextmanager
@@ -124,12 +125,11 @@ class Workers:
             TrainingError: they cannot be reached.
         """
         _connect(_SERVER, 0, size)
-        is_orderly = False
+        workers = cls(range(1, size))
         try:
-            yield cls(range(1, size))
-            is_orderly = True
+            yield workers
         finally:
-            _release(size, is_orderly=is_orderly)
+            _release(size, all_here=workers._all_here)
 
     def hand_out(self, task: Task) -> None:
         """To the first worker that is free."""
@@ -149,6 +149,7 @@ class Workers:
         except Empty:
             return None
         if isinstance(outcome, _Failure):
+            self._all_here = False
             text = f"\n{outcome.traceback}" if outcome.traceback else ""
             raise TrainingError(f"worker {rank} {outcome.what}{text}", hint=outcome.hint)
         self.free.add(rank)
@@ -160,7 +161,7 @@ class Service:
 
     def __init__(self) -> None:
         """Not released yet."""
-        self._end = _Released(is_orderly=False)
+        self._end = _Released(all_here=False)
 
     @classmethod
     @contextmanager
@@ -181,7 +182,7 @@ class Service:
                 _tell(_failure(rank, error))
             raise
         finally:
-            _leave(is_graceful=service._end.is_orderly)
+            _leave(is_graceful=service._end.all_here)
 
     def tasks(self) -> Iterator[tuple[Task, Callable[[Answer], None]]]:
         """Every task, and what to call with its answer.
@@ -207,9 +208,9 @@ def _ask(task: Task) -> Future[Answer]:
     return answer
 
 
-def _end_service(is_orderly: bool) -> None:
+def _end_service(all_here: bool) -> None:
     """In a worker: there is nothing more to do."""
-    _post.inbox.put(_Released(is_orderly))
+    _post.inbox.put(_Released(all_here))
 
 
 @async_execution  # type: ignore[untyped-decorator]
@@ -245,19 +246,19 @@ def _connect(name: str, rank: int, size: int) -> None:
         raise TrainingError(f"the other processes cannot be reached: {line}") from error
 
 
-def _release(size: int, *, is_orderly: bool) -> None:
-    """Let the workers go; those that are gone already keep nobody waiting."""
+def _release(size: int, *, all_here: bool) -> None:
+    """Let the workers go when they have done what they are at; those that are gone are passed."""
     told = [
-        rpc.rpc_async(_name(rank), _end_service, args=(is_orderly,), timeout=_PATIENCE)
+        rpc.rpc_async(_name(rank), _end_service, args=(all_here,), timeout=_PATIENCE)
         for rank in range(1, size)
     ]
     for one in told:
         try:
             one.wait()
         except RuntimeError:
-            is_orderly = False
+            all_here = False
     _post.over.set_result(None)
-    _leave(is_graceful=is_orderly)
+    _leave(is_graceful=all_here)
 
 
 def _leave(*, is_graceful: bool) -> None:
@@ -271,15 +272,15 @@ def _outcome(rank: int, done: Future[Answer]) -> Answer | _Failure:
         return done.value()
     except Exception as error:
         line = str(error).partition(" (this error")[0]
-        return _Failure(rank, f"has ended without a word: its connection says {line!r}")
+        return _Failure(rank, f"is gone, its connection has ended ({line})")
 
 
 def _end_of(over: Future[None]) -> _Released:
     try:
         over.value()
     except Exception:
-        return _Released(is_orderly=False, is_server_gone=True)
-    return _Released(is_orderly=True)
+        return _Released(all_here=False, is_server_gone=True)
+    return _Released(all_here=True)
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:

@@ -1,0 +1,192 @@
+"""A server and its workers: the same numbers as one process, or numbers as old as is allowed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import TrainingError
+from ckptool.trainer.strategies.remote import launched_as
+from tests.sources import PROJECT
+from tests.trainer.runs import assert_same_run, held, net, run
+from tests.trainer.served_cases import EXACT, LIMITS
+
+TIMEOUT = 300
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def launched(out, scene, processes):
+    """The exit codes of the processes of `served.py`, by rank, and what they said."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(PROJECT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+    }
+    command = [sys.executable, "-m", "tests.trainer.served", str(out), scene]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=PROJECT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        said = [one.communicate(timeout=TIMEOUT)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    return [one.returncode for one in started], said
+
+
+def records(out, rank):
+    """What one process was told of each run, the last one of a name."""
+    lines = (out / f"rank{rank}.jsonl").read_text().splitlines()
+    return {record["case"]: record for record in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    codes, said = launched(folder, "all", 3)
+    assert codes == [0, 3, 0], "\n".join(said)  # worker 1 is ended by `dies`
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(out):
+    return records(out, 0)
+
+
+@pytest.mark.parametrize("case", [*EXACT, "normed"])
+def test_without_staleness_it_is_the_run_of_one_process_to_the_bit(out, case):
+    assert_same_run(out / f"{case}-single", out / case)
+
+
+def test_one_worker_is_never_stale_whatever_is_allowed(out, server):
+    assert_same_run(out / "all-single", out / "one-worker")
+    assert set(server["one-worker"]["staleness"]) == {0}
+
+
+def test_a_run_with_dropout_goes_on_as_if_it_had_not_been_cut(out):
+    assert_same_run(out / "whole", out / "cut")
+
+
+@pytest.mark.parametrize("case", ["to-single", "from-single"])
+def test_a_run_changes_between_one_process_and_a_server(out, case):
+    assert_same_run(out / "plain-single", out / case)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_asynchronous_training_gets_to_the_synchronous_loss(server, limit):
+    synchronous = server["friedman-single"]["val_loss"][-1]
+    assert server[f"friedman-{limit}"]["val_loss"][-1] == pytest.approx(synchronous, rel=0.05)
+    assert max(server[f"friedman-{limit}"]["staleness"]) <= limit
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_slow_worker_is_waited_for_before_its_gradient_is_too_old(server, limit):
+    ages = server[f"slow-{limit}"]["staleness"]
+    assert ages[: limit + 1] == [0] * limit + [limit]
+    assert max(ages) == limit
+
+
+def test_a_checkpoint_in_the_middle_has_all_that_was_handed_out(out, server):
+    steps = [torch.load(path)["step"] for path in sorted((out / "saving").glob("step-*.pth"))]
+    assert steps == [10, 11, 12]
+    assert server["saving"]["result"]["step"] == 12
+
+
+def test_its_checkpoint_loads_into_a_plain_model(out):
+    model = net(dropout=0)
+    model.load_state_dict(ckptool.load_state_dict(out / "plain" / "last.pth"), strict=True)
+    assert held(out / "plain" / "last.pth")["optimizer"]["state"]
+
+
+def test_all_processes_are_told_of_and_only_the_server_takes_steps(out, server):
+    assert server["plain"]["processes"] == [3]
+    worker = records(out, 2)["plain"]
+    assert worker["result"]["step"] == 0
+    assert worker["staleness"] == []
+
+
+def test_a_loss_that_is_no_number_stops_it_at_its_step(server):
+    assert server["nan"]["error"].startswith("the loss is nan at step ")
+
+
+def test_a_worker_that_raises_is_named_with_its_traceback(out, server):
+    first, *rest = server["raises"]["error"].splitlines()
+    assert first == "worker 1 has failed with ValueError: that is no picture"
+    assert rest[0] == "Traceback (most recent call last):"
+    assert any(line.strip().startswith("raise ValueError") for line in rest)
+    assert records(out, 1)["raises"]["error"] == "ValueError('that is no picture')"
+    assert "error" not in records(out, 2)["raises"]
+
+
+def test_a_worker_without_its_device_says_so_through_the_server(server):
+    assert server["no-device"]["error"].startswith("worker 1 cannot go on: cuda:7 is not here")
+    assert server["no-device"]["hint"] == "--device cpu works everywhere"
+
+
+def test_after_an_error_the_same_processes_train_again(out):
+    assert_same_run(out / "plain-single", out / "after")
+
+
+def test_a_signal_to_a_worker_ends_the_run_with_a_checkpoint(out, server):
+    assert server["signal"]["result"]["stopped"] == 15
+    assert torch.load(out / "signal" / "last.pth")["step"] == server["signal"]["result"]["step"]
+
+
+def test_a_worker_that_dies_is_named(server):
+    assert server["dies"]["error"].startswith("worker 1 is gone, its connection has ended")
+
+
+def test_workers_end_when_the_server_dies(tmp_path):
+    codes, said = launched(tmp_path, "server-dies", 2)
+    assert codes == [4, 0], "\n".join(said)
+    assert records(tmp_path, 1)["dies"]["error"].startswith("the server, rank 0, is gone")
+
+
+def test_a_process_that_nobody_launched_is_told_what_does(tmp_path):
+    with pytest.raises(TrainingError, match="several processes") as raised:
+        run(tmp_path, strategy="parameter-server")
+    assert "torchrun" in raised.value.hint
+
+
+def test_a_server_without_a_worker_is_refused(monkeypatch):
+    named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TrainingError, match="2 processes or more, and this is 1") as raised:
+        launched_as()
+    assert "--nproc 3" in raised.value.hint
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        named = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**named, "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(TrainingError, match="cannot be reached") as raised:
+            run(tmp_path, strategy="parameter-server")
+    assert "\n" not in str(raised.value)
+    assert str(port) in str(raised.value)
