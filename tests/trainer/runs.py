@@ -72,7 +72,7 @@ def held(path):
     """A checkpoint, but for what another run of the same has otherwise."""
     tree = torch.load(path, weights_only=True)
     del tree["progress"]["seconds"]
-    for name in ("out", "resume", "save_every", "overwrite", "strategy", "max_steps"):
+    for name in ("out", "resume", "save_every", "overwrite", "strategy", "max_steps", "staleness"):
         tree["config"].pop(name)
     return tree
 
