@@ -58,8 +58,8 @@ def net(*, seed=0, width=8, dropout=0.3):
 
 def trainer(out, observer=None, *, model=None, given=None, **options):
     """One that trains `net` on `data`: 3 steps an epoch, the last a smaller one."""
-    options = {"epochs": 3, "batch_size": 4, "accumulate": 2, "device": "cpu", **options}
-    config = TrainConfig(out=str(out), tensorboard=False, **options)
+    defaults = {"epochs": 3, "batch_size": 4, "accumulate": 2, "device": "cpu"}
+    config = TrainConfig(out=str(out), **{**defaults, "tensorboard": False, **options})
     given = given or data(dtype=config.dtype)
     return Trainer(config, model=model or net(), data=given, observer=observer)
 

@@ -1,7 +1,10 @@
-"""`python -m tests.trainer.stepping OUT OPTIONS`: a run that prints the number of each step."""
+"""`python -m tests.trainer.stepping {OUT: OPTIONS, ...}`: runs that print the number of a step."""
 
 import json
+import os
 import sys
+
+import torch.distributed as dist
 
 from tests.trainer.runs import Told, run
 
@@ -12,4 +15,9 @@ def told(event):
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Told(told), **json.loads(sys.argv[2]))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")  # one for all runs
+    for out, options in json.loads(sys.argv[1]).items():
+        run(out, Told(told), **options)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -59,43 +59,46 @@ def test_a_run_of_fewer_steps_goes_on_as_one_of_more(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def started(out, *, world=0, **options):
-    """The processes of a run, which tell their steps on a pipe."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spread = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.stepping", str(out), json.dumps(options)],
-            cwd=PROJECT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **({k: str(v) for k, v in spread.items()} if world else {}),
-                **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {}),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world or 1)
-    ]
+@pytest.fixture
+def started():
+    """Starts the processes of some runs, options by folder, which tell their steps on a pipe."""
+    children = []
 
+    def start(runs, *, world=0):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spread = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "tests.trainer.stepping", json.dumps(runs)]
+        begun = []
+        for rank in range(world or 1):
+            own = {**spread, "RANK": rank, "LOCAL_RANK": rank} if world else {}
+            variables = {name: str(value) for name, value in own.items()}
+            child = subprocess.Popen(
+                command,
+                cwd=PROJECT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            begun.append(child)
+        children.extend(begun)
+        return begun
 
-def finished(processes):
-    for one in processes:
-        _, errors = one.communicate(timeout=120)
-        assert one.returncode == 0, errors
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-def test_a_run_that_is_killed_at_any_moment(tmp_path):
+def test_a_run_that_is_killed_at_any_moment(tmp_path, started):
     options = {**EVERYTHING, "epochs": 8}
     run(tmp_path / "whole", **options)
     moments = random.Random(5)
     for step in sorted(moments.sample(range(2, 24), 2)):
-        (child,) = started(tmp_path / "cut", resume="auto", **options)
+        (child,) = started({str(tmp_path / "cut"): {"resume": "auto", **options}})
         for line in child.stdout:
             if int(line) == step:
                 break
@@ -108,10 +111,10 @@ def test_a_run_that_is_killed_at_any_moment(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-def test_two_processes_of_which_one_is_killed(tmp_path):
+def test_two_processes_of_which_one_is_killed(tmp_path, started):
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     options = {**EVERYTHING, "strategy": "ddp", "amp": "bf16"}
-    finished(started(tmp_path / "whole", world=2, **options))
-    both = started(tmp_path / "cut", world=2, **options)
+    both = started({cut: options}, world=2)
     for line in both[1].stdout:
         if int(line) == 5:
             break
@@ -119,5 +122,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path):
     for one in both:
         one.communicate(timeout=60)
         assert one.returncode != 0
-    finished(started(tmp_path / "cut", world=2, resume="auto", **options))
+    for one in started({cut: {"resume": "auto", **options}, whole: options}, world=2):
+        _, errors = one.communicate(timeout=120)
+        assert one.returncode == 0, errors
     assert_same_run(tmp_path / "whole", tmp_path / "cut")

@@ -5,6 +5,7 @@ import pytest
 from ckptool.trainer import TrainConfig
 from ckptool.trainer.events import EpochEnded
 from ckptool.trainer.scalars import Scalars
+from tests.trainer.runs import lines, run
 
 FIGURES = {"loss/train": 0.5, "loss/validation": 0.25, "lr": 0.125, "samples_per_s": 64.0}
 
@@ -61,3 +62,13 @@ def test_where_it_is_not_wanted_nothing_is_written(tmp_path, options):
     scalars.add(EpochEnded(1, 3, 0.5, None, 0.125, 64.0))
     scalars.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_shows_its_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(tmp_path, strategy="dp", tensorboard=True)
+    figures = lines(tmp_path)
+    told = shown(tmp_path)
+    for tag, name in (("loss/train", "train_loss"), ("loss/validation", "val_loss"), ("lr", "lr")):
+        wanted = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in figures]
+        assert told[tag] == wanted
