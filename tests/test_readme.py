@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -123,9 +124,10 @@ def test_a_shell_block_runs(block, folder):
         assert "Traceback" not in done.stderr
         assert done.stdout.strip() or done.stderr.strip()
     for path in set(folder.iterdir()) - before - {folder / "__pycache__"}:  # of net.py
-        files = path.iterdir() if path.is_dir() else [path]
+        files = filter(Path.is_file, path.rglob("*")) if path.is_dir() else [path]
         for file in files:
-            assert file.suffix in (".json", ".html") or loads(file), f"{file.name} is empty"
+            is_text = file.suffix in (".json", ".jsonl", ".html") or "tfevents" in file.name
+            assert is_text or loads(file), f"{file.name} is empty"
 
 
 @pytest.mark.parametrize("block", blocks("python"))
