@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.trainer.world import World
@@ -19,6 +23,8 @@ __all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "require_launcher"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 """How long processes wait for each other."""
+_RUNS = count()
+"""Numbers the runs of a script, the same in all of its processes."""
 
 
 class Processes(World):
@@ -85,7 +91,9 @@ def connected(device: torch.device) -> Iterator[Processes]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store, rank, size = _meeting_point()
+        met = PrefixStore(f"run {next(_RUNS)}", store)
+        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise _not_reached(error) from error
     try:
@@ -96,6 +104,16 @@ def connected(device: torch.device) -> Iterator[Processes]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _meeting_point() -> tuple[Store, int, int]:
+    """Where the launcher has the processes meet, this one's rank, and how many there are.
+
+    Once a process: what an earlier run has left there, addresses for one, is not another run's.
+    """
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    return store, rank, size
 
 
 def _not_reached(error: BaseException) -> TrainingError:
