@@ -169,6 +169,11 @@ def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
 
 def _optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
     parameters = [one for one in module.parameters() if one.requires_grad]
+    if not parameters:
+        raise TrainingError(
+            "the model has no parameter to train",
+            hint="requires_grad_() for those that are, or a model that has some",
+        )
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **options)

@@ -260,7 +260,18 @@ class Strategy:
     # Losses.
 
     def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
-        """What the steps are over; called once, after `wrap`."""
+        """What the steps are over; called once, after `wrap`.
+
+        Raises:
+            TrainingError: there are more processes than a batch has samples.
+        """
+        size, processes = self.config.batch_size, self.world.size
+        if size < processes:
+            raise TrainingError(
+                f"a batch of {size} sample{'s' * (size > 1)} is not to be shared by {processes} "
+                "processes",
+                hint=f"--batch-size {processes} or more, or fewer processes",
+            )
         self._train, self._validation, self._loss = dataset, validation, loss
 
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
@@ -285,7 +296,8 @@ class Strategy:
     def _loss_of(
         self, dataset: Dataset, rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
-        inputs, targets = moved(collated(dataset, rows or [0]), self.device)
+        dtype = getattr(torch, self.config.dtype)
+        inputs, targets = moved(collated(dataset, rows or [0], dtype), self.device)
         if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):
