@@ -1,0 +1,86 @@
+"""Every strategy takes the steps that one process takes, to rounding."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.sources import PROJECT
+from tests.trainer.agreeing import HERE, KINDS, SPREAD, losses
+from tests.trainer.ranks import by_ranks, needs_gloo
+
+pytestmark = needs_gloo
+TABLE = [
+    *((strategy, None) for strategy in HERE),
+    *((strategy, size) for strategy in SPREAD for size in ("two", "three")),
+    ("ddp", "nodes"),
+]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    return {kind: losses(folder, kind, "single") for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return by_ranks("tests.trainer.agreeing", tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return by_ranks("tests.trainer.agreeing", tmp_path_factory.mktemp("three"), 3)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """Two agents of torchrun, which meet on loopback as two machines would; a process each."""
+    folder = tmp_path_factory.mktemp("nodes")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+                *("--node-rank", str(number), "--nproc-per-node", "1"),
+                *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+                *("-m", "tests.trainer.node", str(folder)),
+            ],
+            cwd=PROJECT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        for agent in agents:
+            _, errors = agent.communicate(timeout=100)
+            assert agent.returncode == 0, errors
+    finally:
+        for agent in agents:
+            agent.terminate()
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("strategy", "processes"), TABLE)
+def test_losses_are_those_of_one_process(request, tmp_path, single, strategy, processes, kind):
+    if processes is None:
+        told = losses(tmp_path, kind, strategy)
+    else:
+        ranks = request.getfixturevalue(processes)
+        told, *others = (rank["spread"][f"{strategy} {kind}"] for rank in ranks)
+        assert all(other == told for other in others)
+    assert len(told) > 20
+    assert told == pytest.approx(single[kind], rel=1e-6, abs=0)
+
+
+def test_two_nodes_of_one_process_are_one_node_of_two(two, nodes):
+    for kind in KINDS:
+        assert nodes[0]["spread"][f"ddp {kind}"] == two[0]["spread"][f"ddp {kind}"]
