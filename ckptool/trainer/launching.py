@@ -239,6 +239,7 @@ def _surroundings(nproc: int) -> Iterator[None]:
     environment = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ROOM_TO_SAVE)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of every process that ends
     logger = logging.getLogger("torch.distributed")
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False

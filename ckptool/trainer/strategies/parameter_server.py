@@ -77,7 +77,8 @@ class ParameterServer(Strategy):
         """Hand out the step, and wait until there may be another one.
 
         Raises:
-            TrainingError: a loss is no number any more, or a worker is gone.
+            TrainingError: a loss is no number any more.
+            PeerLost: a worker has failed, or is gone.
         """
         scaler = self.tuning.scaler
         self.tuning.scaled(torch.zeros(()))  # a scaler begins to be one with its first loss

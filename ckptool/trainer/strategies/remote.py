@@ -20,7 +20,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
-from ckptool.errors import CheckpointError, TrainingError
+from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.trainer.processes import TIMEOUT, require_launcher
 from ckptool.trainer.strategies.base import Step
 
@@ -142,7 +142,7 @@ class Workers:
         """The next answer; None: there is none yet, and this does not wait.
 
         Raises:
-            TrainingError: a worker has failed, or is gone; the message has its traceback.
+            PeerLost: a worker has failed, or is gone; the message has its traceback.
         """
         try:
             rank, outcome = _post.inbox.get(waits)
@@ -151,7 +151,7 @@ class Workers:
         if isinstance(outcome, _Failure):
             self._all_here = False
             text = f"\n{outcome.traceback}" if outcome.traceback else ""
-            raise TrainingError(f"worker {rank} {outcome.what}{text}", hint=outcome.hint)
+            raise PeerLost(f"worker {rank} {outcome.what}{text}", hint=outcome.hint)
         self.free.add(rank)
         return outcome  # type: ignore[no-any-return]
 
@@ -188,13 +188,13 @@ class Service:
         """Every task, and what to call with its answer.
 
         Raises:
-            TrainingError: the server is gone.
+            PeerLost: the server is gone.
         """
         while isinstance(message := _post.inbox.get(), _Asked):
             yield message.task, message.answer.set_result
         self._end = message
         if message.is_server_gone:
-            raise TrainingError("the server, rank 0, is gone: nobody is there to work for")
+            raise PeerLost("the server, rank 0, is gone: nobody is there to work for")
 
 
 # What is called in another process.
