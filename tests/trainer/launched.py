@@ -1,0 +1,41 @@
+"""A worker that ends as it is asked to, at the third step of its run."""
+
+import os
+import sys
+
+from ckptool.errors import TrainingError
+from ckptool.trainer.launching import recorded
+from tests.trainer.runs import Told, net, run
+
+HOW, OUT, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+
+
+def end(event):
+    kind = type(event).__name__
+    if kind == "Stepped" and event.step == 3:
+        if RANK == 0 and HOW == "forever":
+            print("under way", flush=True)
+        elif RANK == 1 and HOW == "killed":
+            os.kill(os.getpid(), 9)
+        elif RANK == 1 and HOW == "exits":
+            os._exit(3)
+        elif RANK == 1 and HOW == "bug":
+            raise ZeroDivisionError("nobody foresaw this")
+        elif RANK == 1 and HOW == "terminated":
+            os.kill(os.getpid(), 15)
+
+
+def main():
+    if HOW == "refuses":
+        raise TrainingError("a sentence", hint="what helps")
+    if HOW == "words":
+        assert sys.argv[3:] == ["$$", "${local_rank}", "a b"]
+        assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+        return 0
+    epochs = 1_000_000 if HOW == "forever" else 3
+    result = run(OUT, Told(end), strategy="ddp", model=net(), epochs=epochs)
+    return 0 if result.stopped is None else 128 + result.stopped
+
+
+with recorded(lambda error: (str(error), getattr(error, "hint", None))):
+    sys.exit(main())

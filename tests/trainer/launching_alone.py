@@ -1,0 +1,7 @@
+"""A launcher as the command line is one."""
+
+import sys
+
+from ckptool.trainer.launching import launch
+
+sys.exit(launch(["forever", sys.argv[1]], nproc=2, program=("-m", "tests.trainer.launched")))

@@ -1,0 +1,100 @@
+"""Processes that are started, and how they end."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ckptool.errors import TrainingError, WorkerFailed
+from ckptool.trainer.launching import launch, recorded
+from tests.sources import PROJECT
+from tests.trainer.ranks import needs_gloo
+
+pytestmark = needs_gloo
+PROGRAM = ("-m", "tests.trainer.launched")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_project(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT))
+
+
+def launched(how, out, *more, nproc=2):
+    return launch([how, str(out), *more], nproc=nproc, program=PROGRAM)
+
+
+def test_words_go_through_as_they_are_and_all_is_as_it_was(tmp_path, capfd):
+    handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    before, logger = dict(os.environ), logging.getLogger("torch.distributed")
+    shown = logger.handlers
+    assert launched("words", tmp_path, "$$", "${local_rank}", "a b") == 0
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert dict(os.environ) == before
+    assert logger.handlers is shown
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "hint"),
+    [
+        ("refuses", "a sentence", "what helps"),
+        ("killed", "rank 1 was ended by signal 9 (Killed)", None),
+        ("exits", "rank 1 ended with exit code 3", None),
+        ("bug", "rank 1 ended with ZeroDivisionError: nobody foresaw this", None),
+    ],
+)
+def test_what_one_worker_ends_with_is_said_once(tmp_path, capfd, how, message, hint):
+    with pytest.raises(WorkerFailed) as failed:
+        launched(how, tmp_path)
+    assert (str(failed.value), failed.value.hint) == (message, hint)
+    assert ("nobody foresaw this" in failed.value.traceback) is (how == "bug")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_worker_that_is_asked_to_end_ends_all_of_them_saved(tmp_path):
+    assert launched("terminated", tmp_path) == 143
+    assert torch.load(tmp_path / "last.pth", weights_only=True)["step"] >= 3
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(TrainingError, match=f"port {port} of 127.0.0.1: it is taken"):
+            launch(["words", str(tmp_path)], nproc=2, port=port, program=PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("sent", "times", "code"),
+    [(signal.SIGTERM, 1, 143), (signal.SIGINT, 2, 130), (signal.SIGKILL, 1, -9)],
+)
+def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, sent, times, code):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.launching_alone", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("under way")
+    for _ in range(times):  # as a terminal sends Ctrl-C, to the whole group
+        os.killpg(process.pid, sent)
+    _, errors = process.communicate(timeout=100)  # to the end of the workers: they have the pipes
+    assert process.returncode == code
+    assert errors == ""
+    held = torch.load(tmp_path / "last.pth", weights_only=True)
+    assert held["progress"]["position"] == held["step"] % 3
+
+
+def test_nothing_is_recorded_where_no_launcher_asks_for_it(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(ZeroDivisionError), recorded(lambda error: (str(error), None)):
+        raise ZeroDivisionError
