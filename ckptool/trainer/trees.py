@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["device_in", "emptied", "moved", "shape", "sum_of"]
+__all__ = ["as_dtype", "device_in", "emptied", "moved", "shape", "sum_of"]
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same, with every tensor on `device`."""
     return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), value)
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """The same, with every floating-point tensor of another type as that one."""
+
+    def cast(one: torch.Tensor) -> torch.Tensor:
+        return one.to(dtype) if one.is_floating_point() else one
+
+    return tree_map_only(torch.Tensor, cast, value)
 
 
 def emptied(value: Any) -> Any:

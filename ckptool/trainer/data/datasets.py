@@ -9,17 +9,19 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import default_collate
 
-from ckptool.errors import UsageError
+from ckptool.errors import TrainingError
 from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.trees import as_dtype
+from ckptool.trainer.words import csv_path
 
-__all__ = ["Dataset", "Loss", "Rows", "TrainData", "collated", "data_of"]
+__all__ = ["Dataset", "Loss", "Rows", "TrainData", "collated", "data_of", "split"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Outputs and targets of some samples to a scalar, their mean."""
 
 
 class Dataset(Protocol):
-    """A map-style dataset, as `torch.utils.data` has it: pairs of inputs and targets."""
+    """A map-style dataset, as `torch.utils.data` has it: pairs of inputs and targets, or dicts."""
 
     def __len__(self) -> int:
         """How many samples there are."""
@@ -73,28 +75,72 @@ class TrainData:
     statistics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def collated(dataset: Dataset, rows: Sequence[int]) -> tuple[Any, Any]:
-    """Inputs and targets of some samples, stacked."""
+def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Inputs and targets of some samples, stacked; what is no whole number as `dtype`.
+
+    A sample that is a dict is both: the model is given the batch of them, and so is the loss.
+
+    Raises:
+        TrainingError: samples are not alike, or no pairs.
+    """
     if isinstance(dataset, Rows):
         return dataset.__getitems__(rows)
-    inputs, targets = default_collate([dataset[row] for row in rows])
+    samples = [dataset[row] for row in rows]
+    pairs = [(one, one) if isinstance(one, Mapping) else one for one in samples]
+    for row, pair in zip(rows, pairs, strict=True):
+        if not (isinstance(pair, Sequence) and len(pair) == 2):
+            raise TrainingError(
+                f"sample {row} of the dataset is {_said(pair)}, and no pair of inputs and targets",
+                hint="return inputs, targets; or one dict, which model and loss are both given",
+            )
+    try:
+        batch: tuple[Any, Any] = tuple(default_collate(pairs))
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise TrainingError(
+            f"samples {_listed(rows)} of the dataset cannot be stacked to one batch: {said}",
+            hint="give every sample the same shapes and types",
+        ) from error
+    inputs, targets = (as_dtype(one, dtype) for one in batch)
     return inputs, targets
+
+
+def _said(sample: Any) -> str:
+    kind = type(sample).__name__
+    return f"a {kind} of {len(sample)}" if isinstance(sample, (list, tuple)) else f"a {kind}"
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join([*map(str, rows[:4]), *(["..."] if len(rows) > 4 else [])])
+
+
+def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows to learn from, four fifths of all, and the others, chosen by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(samples, generator=generator)
+    return order[: samples * 4 // 5], order[samples * 4 // 5 :]
 
 
 def data_of(config: TrainConfig) -> TrainData:
     """The data that `config.data` names.
 
     Raises:
-        UsageError: no such data.
-        TrainingError: a file that cannot be learned from; the message says in which line why.
+        FileMissing, FileDenied: a file cannot be read.
+        TrainingError: it cannot be learned from; the message says in which line why.
     """
-    word = config.data.partition(":")[0]
-    if word == "friedman":
-        from ckptool.trainer.data.friedman import friedman
+    path = csv_path(config.data)
+    if path is not None:
+        from ckptool.trainer.data.columns import csv_columns
 
-        return friedman(config)
-    if word == "random":
+        return csv_columns(config, path)
+    if config.data == "digits":
+        from ckptool.trainer.data.digits import digits
+
+        return digits(config)
+    if config.data == "random":
         from ckptool.trainer.data.random_features import random_features
 
         return random_features(config)
-    raise UsageError(f"data is {config.data!r}, and not random, friedman, digits or csv:PATH")
+    from ckptool.trainer.data.friedman import friedman
+
+    return friedman(config)

@@ -1,0 +1,162 @@
+"""What samples come out of which dataset, and which data a word means."""
+
+import collections
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ckptool.errors import TrainingError, UsageError
+from ckptool.trainer import TrainConfig, TrainData, Trainer
+from ckptool.trainer.data import data_of
+from ckptool.trainer.data.datasets import Rows, collated, split
+
+Pair = collections.namedtuple("Pair", "inputs targets")
+
+
+def batch(samples, rows=(0, 1), dtype=torch.float32):
+    return collated(samples, rows, dtype)
+
+
+def test_tensors_are_stacked_in_the_order_of_the_rows():
+    x = torch.arange(12.0).view(6, 2)
+    for dataset in (Rows(x, x + 1), TensorDataset(x, x + 1), list(zip(x, x + 1, strict=True))):
+        inputs, targets = batch(dataset, [4, 0, 5])
+        assert torch.equal(inputs, x[[4, 0, 5]])
+        assert torch.equal(targets, x[[4, 0, 5]] + 1)
+
+
+def test_numbers_arrays_tuples_and_dicts_become_tensors_of_the_runs_type():
+    numpy = pytest.importorskip("numpy")
+    sample = {"x": numpy.ones(2), "pair": (torch.zeros(3, dtype=torch.float16), 1)}, 0.5
+    inputs, targets = batch([sample, sample], dtype=torch.float64)
+    assert [inputs["x"].dtype, inputs["pair"][0].dtype, targets.dtype] == [torch.float64] * 3
+    assert inputs["pair"][1].dtype == torch.int64  # a number of something stays whole
+    assert inputs["x"].shape == (2, 2)
+
+
+def test_a_dict_is_given_to_both_model_and_loss():
+    inputs, targets = batch([{"x": torch.ones(2), "y": 1.0}] * 2)
+    assert list(inputs) == list(targets) == ["x", "y"]
+
+
+@pytest.mark.parametrize("pair", [[1.0, 2.0], Pair(1.0, 2.0)], ids=["list", "namedtuple"])
+def test_a_pair_may_be_any_sequence(pair):
+    assert [one.tolist() for one in batch([pair, pair])] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+UNLIKE = {
+    "no pair": ([torch.ones(2)] * 2, "sample 0 of the dataset is a Tensor, and no pair"),
+    "three": ([(1, 2, 3)] * 2, "sample 0 of the dataset is a tuple of 3, and no pair"),
+    "nothing": ([None, None], "sample 0 of the dataset is a NoneType, and no pair"),
+    "ragged": ([(torch.ones(2), 0), (torch.ones(3), 0)], "samples 0, 1 of the dataset cannot be"),
+    "other keys": ([({"a": 1}, 0), ({"b": 1}, 0)], "samples 0, 1 of the dataset cannot be"),
+    "other lengths": ([((1, 2), 0), ((1,), 0)], "samples 0, 1 of the dataset cannot be stacked"),
+    "objects": ([(object(), 0)] * 2, "samples 0, 1 of the dataset cannot be stacked"),
+}
+
+
+@pytest.mark.parametrize(("samples", "told"), UNLIKE.values(), ids=UNLIKE)
+def test_samples_that_make_no_batch_are_told(samples, told):
+    with pytest.raises(TrainingError) as caught:
+        batch(samples)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_of_many_samples_the_first_are_named():
+    ragged = [(torch.ones(size), 0) for size in range(9)]
+    with pytest.raises(TrainingError, match=r"samples 8, 7, 6, 5, \.\.\. of the dataset"):
+        batch(ragged, [8, 7, 6, 5, 4, 3])
+
+
+class Regression(nn.Module):
+    """Takes dicts, and gives them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+
+    def forward(self, batch):
+        return {"y": self.fc(batch["x"])}
+
+
+def test_a_trainer_takes_dicts_and_a_loss_of_ones_own(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 3, generator=generator)
+    samples = [{"x": one, "y": one.sum().item()} for one in x]
+    config = TrainConfig(
+        out=str(tmp_path), epochs=20, batch_size=8, lr=0.1, device="cpu", tensorboard=False
+    )
+
+    def loss(outputs, batch):
+        return nn.functional.l1_loss(outputs["y"].squeeze(1), batch["y"])
+
+    result = Trainer(config, model=Regression(), data=samples, loss=loss).fit()
+    assert result.step == 100
+    assert result.best < 0.3
+
+
+def test_data_without_a_loss_are_refused(tmp_path):
+    config = TrainConfig(out=str(tmp_path), device="cpu", tensorboard=False)
+    with pytest.raises(UsageError, match="no loss"):
+        Trainer(config, data=[(torch.ones(1), torch.ones(1))]).fit()
+
+
+@pytest.mark.parametrize("samples", [1, 5, 22, 1797])
+def test_a_split_has_every_row_once(samples):
+    learned, held = split(samples, 3)
+    assert len(learned) == samples * 4 // 5
+    assert sorted([*learned.tolist(), *held.tolist()]) == list(range(samples))
+    assert torch.equal(split(samples, 3)[0], learned)
+
+
+@pytest.mark.parametrize("word", ["random", "friedman"])
+def test_generated_data_follow_from_the_seed_alone(word):
+    first, again, other = (
+        data_of(TrainConfig(out="-", data=word, seed=seed, dtype="float64")) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first.train.inputs, again.train.inputs)
+    assert not torch.equal(first.train.inputs, other.train.inputs)
+    half = data_of(TrainConfig(out="-", data=word, seed=1))
+    assert torch.equal(half.train.inputs, first.train.inputs.float())
+    assert isinstance(first, TrainData)
+
+
+def test_random_data_are_those_of_the_tutorial():
+    found = data_of(TrainConfig(out="-", data="random"))
+    assert found.train.inputs.shape == (100, 5)
+    assert found.train.targets.shape == (100, 2)
+    assert abs(found.train.inputs.mean().item()) < 0.15
+    assert abs(found.train.inputs.std().item() - 1) < 0.15
+
+
+def test_friedmans_function_is_what_its_paper_says():
+    found = data_of(TrainConfig(out="-", dtype="float64"))
+    x, y = found.train.inputs, found.train.targets.squeeze(1)
+    signal = 10 * (torch.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2
+    noise = y - signal - 10 * x[:, 3] - 5 * x[:, 4]
+    assert abs(noise.mean().item()) < 0.15
+    assert abs(noise.std().item() - 1) < 0.15
+    assert len(found.validation) == 100
+
+
+def test_digits_are_images_of_8_x_8():
+    pytest.importorskip("sklearn")
+    found = data_of(TrainConfig(out="-", data="digits"))
+    assert found.train.inputs.shape == (1437, 1, 8, 8)
+    assert found.train.inputs.dtype == torch.float32
+    assert (found.train.inputs.min().item(), found.train.inputs.max().item()) == (0, 1)
+    assert found.train.targets.dtype == torch.int64
+    assert sorted(set(found.validation.targets.tolist())) == list(range(10))
+    assert found.inputs == (1, 8, 8)
+    assert found.outputs == 10
+
+
+def test_digits_need_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(TrainingError, match="scikit-learn") as caught:
+        data_of(TrainConfig(out="-", data="digits"))
+    assert caught.value.hint == "pip install 'ckptool[trainer]'"
