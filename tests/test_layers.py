@@ -21,6 +21,7 @@ ROOMS = [
     "checkpoint",
     "rebuilding",
     "paths",
+    "factories",
     "patterns",
     "wrappers",
     "statedict",

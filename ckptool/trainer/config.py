@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptool.errors import UsageError
+from ckptool.trainer.words import csv_path, data_fault, model_fault
 
 __all__ = [
     "CHOICES",
@@ -89,10 +90,19 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"
                 )
+    if values["target"] is not None and csv_path(values["data"]) is None:
+        raise UsageError(
+            f"{spelled('target', values['target'])} is for {spelled('data', 'csv:PATH')}, and this "
+            f"is {spelled('data', values['data'])}"
+        )
 
 
 def _fault(name: str, value: Any) -> str | None:
     """What is wrong with an option by itself."""
+    if name == "data":
+        return data_fault(value)
+    if name == "model":
+        return model_fault(value)
     if name in CHOICES and value not in CHOICES[name]:
         return f"is none of {', '.join(CHOICES[name])}"
     if isinstance(value, float) and not math.isfinite(value):

@@ -10,6 +10,8 @@ from torch import nn
 from ckptool.errors import UsageError
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import TrainData
+from ckptool.trainer.models.own import own_model
+from ckptool.trainer.words import hidden_widths
 
 __all__ = ["model_of"]
 
@@ -18,16 +20,43 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
     """The model that `config.model` names, for `data`, its weights as torch's random state has it.
 
     Raises:
-        UsageError: no such model, or none for such data.
+        UsageError: none can be made for such data; or the user's own code raised.
+        TrainingError: the user's own model does not take these data.
     """
-    word, _, rest = config.model.partition(":")
-    features = math.prod(data.inputs)
-    if word == "linear" and not rest:
-        return nn.Sequential(nn.Flatten(), nn.Linear(features, data.outputs))
-    if word == "mlp":
-        widths = [int(width) for width in rest.split(",")] if rest else [16, 32]
-        layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in pairwise([features, *widths]):
+    if config.model == "cnn":
+        return _cnn(data)
+    widths = [] if config.model == "linear" else hidden_widths(config.model)
+    return own_model(config, data) if widths is None else _mlp(data, widths)
+
+
+def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
+    """Hidden layers of these widths, each with a ReLU; without any it is linear."""
+    sizes = [math.prod(data.inputs), *widths]
+    layers: list[nn.Module] = [nn.Flatten()]
+    try:
+        for before, after in pairwise(sizes):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(widths[-1], data.outputs))
-    raise UsageError(f"model is {config.model!r}, and not linear, mlp:16,32, cnn or module:factory")
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], data.outputs))
+    except (RuntimeError, MemoryError) as error:
+        raise UsageError(f"layers of {', '.join(map(str, widths))} do not fit in memory") from error
+
+
+def _cnn(data: TrainData) -> nn.Sequential:
+    """Two convolutions of 3 x 3, each halving height and width after it, and a linear layer."""
+    if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
+        raise UsageError(
+            "model cnn takes images (channels x height x width, from 4 x 4 on), and a sample of "
+            f"the data is {' x '.join(map(str, data.inputs)) or 'of unknown shape'}",
+            hint="--data digits, or --model mlp:16,32",
+        )
+    channels, height, width = data.inputs
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * (height // 4) * (width // 4), data.outputs),
+    )

@@ -1,0 +1,99 @@
+"""The user's own code that a word names, `module:factory`: imported, run, its faults told.
+
+It is imported and called because the user named it; nothing of a file ever comes here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ckptool.errors import CheckpointError, TorchMissing, UsageError
+from ckptool.paths import printable
+
+__all__ = ["FACTORY", "HINT", "a_class", "at_home", "named", "run"]
+
+FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+"""What `module:factory` looks like."""
+HINT = "a function without arguments that returns the model: def build(): return Net(...)"
+
+
+@contextmanager
+def at_home() -> Iterator[None]:
+    """Around the user's code: the working directory is on the path, what is printed is on stderr.
+
+    The directory is at the front, as `python -m` has it.
+    """
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.path[:] = before
+
+
+def named(text: str) -> Any:
+    """The object that `module:name` names, the module imported.
+
+    Raises:
+        TorchMissing: the module needs torch, which is not installed.
+        UsageError: there is none; or importing it raised.
+    """
+    found = FACTORY.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{printable(text)!r} is not of the form module:factory", hint="net:Net")
+    module, attribute = found.groups()
+    node = run(lambda: import_module(module), f"{text}: importing {module} raised", _found(module))
+    for part in attribute.split("."):
+        node = run(partial(_attribute, text, node, part), f"{text} raised", HINT)
+    return node
+
+
+def _attribute(text: str, node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except AttributeError as error:
+        raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
+
+
+def _found(module: str) -> str:
+    stem = module.removesuffix(".py")
+    return f"{stem}:..., without .py" if stem != module else "modules are looked for from here on"
+
+
+def run(make: Callable[[], Any], what: str, hint: str) -> Any:
+    """What the user's code returns; its faults are told in a sentence that begins with `what`.
+
+    Raises:
+        TorchMissing: it needs torch, which is not installed.
+        UsageError: it raised anything else.
+    """
+    try:
+        return make()
+    except CheckpointError:
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it raises, it is its own
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise TorchMissing(
+                f"{what} ModuleNotFoundError: torch is not installed", hint="pip install torch"
+            ) from error
+        said = " ".join(str(error).split())
+        text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
+        raise UsageError(text, hint=hint) from error
+
+
+def a_class(node: Any) -> str:
+    """`an int`, `a Net`, `None`."""
+    name = type(node).__name__
+    if node is None:
+        return "None"
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"

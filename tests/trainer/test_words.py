@@ -1,0 +1,65 @@
+"""What the words for data and models may be."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ckptool.errors import UsageError
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.words import csv_path, data_fault, hidden_widths, model_fault
+
+
+@pytest.mark.parametrize("word", ["random", "friedman", "digits", "csv:a.csv", "csv:C:\\a.csv"])
+def test_data_that_there_are(word):
+    assert data_fault(word) is None
+    assert TrainConfig(out="-", data=word).data == word
+
+
+@pytest.mark.parametrize("word", ["", "csv", "csv:", "Digits", "random:", "a.csv"])
+def test_data_that_there_are_not(word):
+    with pytest.raises(UsageError, match="is none of random, friedman, digits, csv:PATH"):
+        TrainConfig(out="-", data=word)
+
+
+def test_a_path_may_have_colons():
+    assert csv_path("csv:C:\\a.csv") == "C:\\a.csv"
+
+
+WIDTHS = {"mlp": [16, 32], "mlp:7": [7], "mlp:16,32,8": [16, 32, 8]}
+
+
+@pytest.mark.parametrize("word", WIDTHS)
+def test_widths_are_read(word):
+    assert hidden_widths(word) == WIDTHS[word]
+
+
+@pytest.mark.parametrize("word", ["linear", "cnn", "net:Net", "a.b:C.d", "mlp:Net", "linear:f"])
+def test_other_models(word):
+    assert model_fault(word) is None
+    assert hidden_widths(word) is None
+
+
+NO_WIDTHS = ["mlp:", "mlp:0", "mlp:-1", "mlp:1,,2", "mlp:1,", "mlp:1.5", "mlp:\u0663"]
+
+
+@pytest.mark.parametrize("word", [*NO_WIDTHS, pytest.param(f"mlp:{'9' * 5000}", id="long")])
+def test_widths_that_are_none(word):
+    with pytest.raises(UsageError, match="whole numbers from 1 on, as in mlp:16,32"):
+        TrainConfig(out="-", model=word)
+
+
+@pytest.mark.parametrize("word", ["", "vgg", "net.py", "a b:c", ":f", "cnn:3"])
+def test_models_that_there_are_not(word):
+    with pytest.raises(UsageError, match="is none of linear, mlp:16,32, cnn, module:factory"):
+        TrainConfig(out="-", model=word)
+
+
+def test_a_target_is_a_column():
+    with pytest.raises(UsageError, match="target='price' is for data='csv:PATH', and this is"):
+        TrainConfig(out="-", target="price")
+
+
+def test_no_word_needs_torch():
+    code = "import sys, ckptool.trainer.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
