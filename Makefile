@@ -1,5 +1,6 @@
 # make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
-# Both set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
+# make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
+# All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +8,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO = build/demo
 
-.PHONY: demo test lint bench compat soak clean
+.PHONY: demo test lint fixtures bench compat soak clean
 
 # Made once, renewed when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -34,6 +35,9 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fixtures: $(VENV)/.ready
+	$(BIN)/python fixtures/make/trained.py fixtures/trained
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks $(ARGS)
