@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -121,12 +121,14 @@ class Trainer:
 
     def _data_given(self) -> TrainData:
         if self._data is None:
-            return data_of(self._config)
-        if isinstance(self._data, TrainData):
-            return self._data
-        if self._loss is None:
+            data = data_of(self._config)
+        elif isinstance(self._data, TrainData):
+            data = self._data
+        elif self._loss is None:
             raise UsageError("data are given, and no loss: loss=torch.nn.functional.mse_loss")
-        return TrainData(self._data, None, self._loss)
+        else:
+            data = TrainData(self._data, None, self._loss)
+        return data if self._loss is None else replace(data, loss=self._loss)
 
     def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
         """Give the strategy model, optimizer and data."""
@@ -139,12 +141,7 @@ class Trainer:
             steps=min(config.epochs * batches.steps, config.max_steps or 1 << 62),
             epoch=batches.steps,
         )
-        loss = self._loss or data.loss
-        strategy.attend(
-            data.train,
-            data.validation,
-            getattr(nn.functional, loss) if isinstance(loss, str) else loss,
-        )
+        strategy.attend(data.train, data.validation, data.mean_loss)
 
     def _started(self, strategy: Strategy, batches: Batches) -> Started:
         return Started(

@@ -48,6 +48,13 @@ def test_its_commands_run(block, run):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("block", blocks("python"))
+def test_its_code_gives_what_it_says(block, run):
+    (said,) = re.findall(r"# (.*)$", block, re.MULTILINE)
+    done = run(f'"{sys.executable}" - <<"EOF"\n{block}EOF\n')
+    assert (done.stdout.strip(), done.stderr) == (said, "")
+
+
 @pytest.mark.parametrize("block", blocks("console"))
 def test_its_transcript_is_what_comes_out(block, run):
     command, _, shown = block.removeprefix("$ ").partition("\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch.nn import functional
 from torch.utils.data import default_collate
 
-from ckptool.errors import TrainingError
+from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.trees import as_dtype
 from ckptool.trainer.words import csv_path
@@ -73,6 +74,40 @@ class TrainData:
     inputs: tuple[int, ...] = ()
     outputs: int = 1
     statistics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there is something to learn from.
+
+        Raises:
+            TrainingError: a dataset is not map-style, or there is no sample to learn from.
+        """
+        for dataset in [self.train, *([] if self.validation is None else [self.validation])]:
+            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+                raise TrainingError(
+                    f"a {type(dataset).__name__} is no map-style dataset: it needs a length, and "
+                    "samples by number",
+                    hint="a torch.utils.data.Dataset with __len__ and __getitem__; batches are "
+                    "made of it here",
+                )
+        if not len(self.train):
+            raise TrainingError("the dataset to learn from has no sample")
+
+    @property
+    def mean_loss(self) -> Loss:
+        """The loss as a function.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        loss: Any = (
+            getattr(functional, self.loss, None) if isinstance(self.loss, str) else self.loss
+        )
+        if not callable(loss):
+            raise UsageError(
+                f"loss is {self.loss!r}, and no function of torch.nn.functional",
+                hint="a function of outputs and targets, or a name as mse_loss",
+            )
+        return cast("Loss", loss)
 
 
 def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:

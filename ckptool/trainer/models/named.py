@@ -8,6 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from ckptool.errors import UsageError
+from ckptool.factories import FACTORY
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import TrainData
 from ckptool.trainer.models.own import own_model
@@ -23,6 +24,12 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
         UsageError: none can be made for such data; or the user's own code raised.
         TrainingError: the user's own model does not take these data.
     """
+    if not data.inputs and not FACTORY.fullmatch(config.model):
+        raise UsageError(
+            f"how large a model {config.model} is to be follows from the data, and their shape is "
+            "not known",
+            hint="Trainer(model=...), or TrainData(inputs=(10,), outputs=1, ...)",
+        )
     if config.model == "cnn":
         return _cnn(data)
     widths = [] if config.model == "linear" else hidden_widths(config.model)
@@ -46,7 +53,7 @@ def _cnn(data: TrainData) -> nn.Sequential:
     if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
         raise UsageError(
             "model cnn takes images (channels x height x width, from 4 x 4 on), and a sample of "
-            f"the data is {' x '.join(map(str, data.inputs)) or 'of unknown shape'}",
+            f"the data is {' x '.join(map(str, data.inputs))}",
             hint="--data digits, or --model mlp:16,32",
         )
     channels, height, width = data.inputs

@@ -2,16 +2,18 @@
 
 import collections
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
 from ckptool.trainer.data import data_of
 from ckptool.trainer.data.datasets import Rows, collated, split
+from tests.trainer.runs import Told
 
 Pair = collections.namedtuple("Pair", "inputs targets")
 
@@ -103,6 +105,41 @@ def test_data_without_a_loss_are_refused(tmp_path):
     config = TrainConfig(out=str(tmp_path), device="cpu", tensorboard=False)
     with pytest.raises(UsageError, match="no loss"):
         Trainer(config, data=[(torch.ones(1), torch.ones(1))]).fit()
+
+
+NO_DATA = {
+    "empty": ([], "the dataset to learn from has no sample"),
+    "an iterator": (iter([(1, 2)]), "a list_iterator is no map-style dataset"),
+    "a loader": (DataLoader([(1, 2)]), "a DataLoader is no map-style dataset"),
+}
+
+
+@pytest.mark.parametrize(("samples", "told"), NO_DATA.values(), ids=NO_DATA)
+def test_what_is_no_dataset_is_told(samples, told):
+    with pytest.raises(TrainingError, match=told):
+        TrainData(samples, None, "mse_loss")
+
+
+def test_a_validation_set_is_a_dataset_too_and_may_be_empty():
+    with pytest.raises(TrainingError, match="no map-style dataset"):
+        TrainData([(1, 2)], iter([]), "mse_loss")
+    assert TrainData([(1, 2)], [], "mse_loss").validation == []
+
+
+@pytest.mark.parametrize("loss", ["mse", "__name__", 3])
+def test_a_loss_that_there_is_not_is_told(loss):
+    with pytest.raises(UsageError, match=f"loss is {loss!r}, and no function"):
+        assert TrainData([(1, 2)], None, loss).mean_loss
+
+
+def test_a_loss_that_is_given_takes_the_place_of_that_of_the_data(tmp_path):
+    config = TrainConfig(out=str(tmp_path), max_steps=1, device="cpu", tensorboard=False)
+    given = data_of(config)
+    one, other = Told(), Told()
+    Trainer(config, data=given, observer=one).fit()
+    config = replace(config, overwrite=True)
+    Trainer(config, data=given, loss="l1_loss", observer=other).fit()
+    assert one.of("Stepped")[0].loss > 2 * other.of("Stepped")[0].loss
 
 
 @pytest.mark.parametrize("samples", [1, 5, 22, 1797])

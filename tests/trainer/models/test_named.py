@@ -54,10 +54,17 @@ def test_a_cnn_takes_images_of_any_size():
     assert model("cnn", data(3, 5, 11, outputs=2))(torch.zeros(4, 3, 5, 11)).shape == (4, 2)
 
 
-@pytest.mark.parametrize("inputs", [(13,), (), (8, 8), (1, 3, 8)])
+@pytest.mark.parametrize("inputs", [(13,), (8, 8), (1, 3, 8)])
 def test_a_cnn_takes_images_alone(inputs):
     with pytest.raises(UsageError, match="model cnn takes images"):
         model("cnn", data(*inputs))
+
+
+@pytest.mark.parametrize("word", ["linear", "mlp:3", "cnn"])
+def test_of_data_of_unknown_shape_no_model_is_made(word):
+    with pytest.raises(UsageError, match="their shape is not known") as caught:
+        model(word, data())
+    assert caught.value.hint.startswith("Trainer(model=...)")
 
 
 def test_widths_that_no_machine_holds_are_told():
