@@ -104,10 +104,11 @@ LAZY_IMPORTS = {
     "formats/__init__.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "factories.py": "import_module(module)",
     "trainer/strategies/__init__.py": "import_module(f'{__name__}.{home}')",
+    "trainer/strategies/xla.py": "import_module('torch_xla.core.xla_model')",
 }
-"""The package's own modules, imported by names that stand in its own source; and the user's code.
+"""The package's own modules, and torch_xla, imported by names that stand in its own source.
 
-That is what `module:factory` names, as `--like` of the command line and `model` of the trainer.
+And the user's code, which `module:factory` names: `--like` and `--model` of the command line.
 """
 
 
