@@ -99,7 +99,7 @@ class _Rows:
     def _next(self) -> list[str] | None:
         """The next one that is not blank."""
         try:
-            return next((row for row in self._reader if row), None)
+            return next((row for row in self._reader if len(row) > 1 or "".join(row).strip()), None)
         except csv.Error as error:
             raise self._error(f"is no CSV ({error})") from error
 
@@ -143,10 +143,11 @@ def _delimiter(lines: Sequence[str]) -> str:
 
     Where none does, the lines are no table; then the one that finds most cells tells it best.
     """
-    counts = {
-        one: [len(row) for row in csv.reader(lines, delimiter=one, skipinitialspace=True) if row]
-        for one in _DELIMITERS
-    }
+    counts: dict[str, list[int]] = {one: [] for one in _DELIMITERS}
+    for one, found in counts.items():
+        with suppress(csv.Error):  # whoever reads the lines says it
+            rows = csv.reader(lines, delimiter=one, skipinitialspace=True)
+            found.extend(len(row) for row in rows if row)
     for one, found in counts.items():
         if len(set(found)) == 1 and found[0] > 1:
             return one
