@@ -15,13 +15,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ckptool.errors import CheckpointError, TorchMissing, UsageError
+from ckptool.errors import CheckpointError, FileMissing, TorchMissing, UsageError
 from ckptool.loading.live.on_meta import on_meta
-from ckptool.paths import printable
+from ckptool.paths import listed, printable
 
 __all__ = ["built", "is_factory", "referred"]
 
 _FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+_FORMS = "a checkpoint, or code of yours that builds the model: module:factory, as in net:build"
+_MOST_NAMED = 6
 _HINT = "a function without arguments that returns the model: def build(): return Net(...)"
 
 
@@ -34,9 +36,17 @@ def referred(text: str) -> Any:
     """What a word of the command line stands for: what `module:factory` builds, else a path.
 
     Raises:
-        TorchMissing, UsageError: as `built`.
+        TorchMissing, UsageError: as `built`; or it is a script, without the factory.
+        FileMissing: it is neither.
     """
-    return built(text) if is_factory(text) else text
+    if is_factory(text):
+        return built(text)
+    if text.endswith(".py") and os.path.isfile(text):
+        stem = os.path.basename(text).removesuffix(".py")
+        raise UsageError(f"{printable(text)} is a Python script", hint=f"{stem}:factory; {_HINT}")
+    if not os.path.lexists(text):
+        raise FileMissing("there is no such file", file=text, hint=_FORMS)
+    return text
 
 
 def built(text: str) -> Any:
@@ -91,7 +101,19 @@ def _attribute(text: str, node: Any, name: str) -> Any:
     try:
         return getattr(node, name)
     except AttributeError as error:
-        raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
+        raise UsageError(f"{text}: {error}", hint=_there(node)) from error
+
+
+def _there(node: Any) -> str:
+    """What of a module, or a class, may have been meant."""
+    home = getattr(node, "__name__", "")
+    own = [
+        name
+        for name, value in getattr(node, "__dict__", {}).items()
+        if not name.startswith("_")
+        and (_is_model(value) or (callable(value) and getattr(value, "__module__", "") == home))
+    ]
+    return f"there is {listed(own, _MOST_NAMED)}" if own else "module:name, as in net:Net"
 
 
 def _found(module: str) -> str:

@@ -65,7 +65,7 @@ def match(
     require_torch()
     check_lists(rules=rules, prefixes=prefixes)
     target = target_like(like, key=like_key)
-    with stated(state_dict, key=key) as state:
+    with stated(state_dict, key=key, wanted=target.slots) as state:
         found = planned(state, target, rules=rules, prefixes=prefixes)
         fitting = OrderedDict((name, state.value(own)) for name, own in found.pairs.items())
         fitting.update((name, state.value(own)) for name, own in found.beyond.items())
