@@ -189,16 +189,17 @@ class _Matching:
             return
         # Imported here: of most files wrappers and a front are all that differs.
         from ckptool.matching.inference import applied, inferred
+        from ckptool.matching.repeated import inferred_by_few
 
         mine = _told(self.way.have, self.old_mine)
         wanted = _told(self.way.want, self.old_wanted)
         for name in [name for name in self.met if name not in wanted]:
             del self.met[name]
         for _ in range(_MOST_ROUNDS):
-            found = inferred(mine, wanted, self.met)
-            self._found = [
-                one for one in found.ambiguous if not any(map(self.closed.below, one.names))
-            ]
+            args = mine, wanted, self.met
+            found = inferred_by_few(*args) or inferred(*args)
+            below = self.closed.below
+            self._found = [one for one in found.ambiguous if not any(map(below, one.names))]
             self.notes = (_CUT_SHORT,) * found.is_cut_short
             if not self._accept(found):
                 renamed, met = applied(mine, self.met)  # names are equal now that were not
