@@ -79,6 +79,7 @@ def inputs(size: int, tensors: int) -> Inputs:
         make("single", FOLDER / f"other-{size}.pth", size),
         edited,
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
+        make("renamed", FOLDER / f"renamed-{tensors}.pth", tensors),
         FOLDER,
         size,
     )

@@ -158,6 +158,17 @@ print(time.perf_counter() - start)
 assert report.coverage == 1.0
 """
 
+MATCH = """
+import sys, torch
+file, model = (torch.load(path, map_location="cpu", mmap=True) for path in sys.argv[1:])
+file = {
+    name.replace("module.", "").replace("layers.", "blocks."): tensor
+    for name, tensor in file.items()
+}
+print(sorted(set(model) - set(file)), sorted(set(file) - set(model)))
+print([name for name in set(file) & set(model) if file[name].shape != model[name].shape])
+"""
+
 CONSUME = """
 import sys, time, torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "shapes", "single"]
+__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "renamed", "shapes", "single"]
 
 LAYERS = 37
 """With six tensors each, and three beside them: 225."""
@@ -91,10 +91,18 @@ def hollow(path: Path, size: int) -> None:
 
 def many(path: Path, count: int) -> None:
     """A state dict of `count` small float32 tensors, a storage each, tagged cuda:3."""
+    save_tagged(_small("module.layers", count), path)
+
+
+def renamed(path: Path, count: int) -> None:
+    """The names of a model that `many` is of, but for a wrapper and what its list is called."""
+    save_tagged(_small("blocks", count), path)
+
+
+def _small(front: str, count: int) -> dict[str, Any]:
     import torch
 
-    state = {f"module.layers.{index}.weight": torch.rand(2, 3) for index in range(count)}
-    save_tagged(state, path)
+    return {f"{front}.{index}.weight": torch.rand(2, 3) for index in range(count)}
 
 
 def save_tagged(state: dict[str, Any], path: Path) -> None:
@@ -107,6 +115,5 @@ def save_tagged(state: dict[str, Any], path: Path) -> None:
 
 if __name__ == "__main__":
     kind, target, amount = sys.argv[1:]
-    {"hollow": hollow, "large": large, "many": many, "single": single}[kind](
-        Path(target), int(amount)
-    )
+    kinds = {"hollow": hollow, "large": large, "many": many, "renamed": renamed, "single": single}
+    kinds[kind](Path(target), int(amount))

@@ -36,6 +36,8 @@ class Inputs:
     edited: dict[int, Path]
     """By bytes; the largest is hollow."""
     many: dict[int, Path]
+    renamed: Path
+    """Of as many tensors as the largest of those, under other names."""
     folder: Path
     size: int
     """Bytes that the large files were made for."""
@@ -148,7 +150,7 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         *value_rows(inputs),
         *load_rows(inputs.large),
         *fill_rows(inputs.large, inputs.size),
-        match_row(inputs.many),
+        *match_rows(inputs.many, inputs.renamed),
     )
 
 
@@ -373,11 +375,22 @@ def fill_rows(source: Path, size: int) -> Iterator[Row]:
     yield Row("`load_into(model)` on `meta`, large file", source, (ours, theirs), most_seconds=1.0)
 
 
-def match_row(many: dict[int, Path]) -> Row:
-    """Names alone: a wrapper and a prefix to take off each."""
+def match_rows(many: dict[int, Path], renamed: Path) -> Iterator[Row]:
+    """Names alone: a wrapper and a prefix to take off each, or a rule to be found."""
     count = max(many)
     ours = Command.program("match", idioms.CKPTOOL_MATCH, count, tells=True)
     theirs = Command.program(
         "consume_prefix_in_state_dict_if_present, told both", idioms.CONSUME, count, tells=True
     )
-    return Row(f"`match`, {count:,} names", many[count], (ours, theirs), most_seconds=2.0)
+    yield Row(f"`match`, {count:,} names", many[count], (ours, theirs), most_seconds=2.0)
+    idiom = Command.program(
+        "torch.load(mmap=True) of both, replace, told the names", idioms.MATCH, many[count], renamed
+    )
+    yield Row(
+        f"`match --like` another file, {count:,} names",
+        many[count],
+        (Command.ckptool("match", many[count], "--like", renamed), idiom),
+        second=renamed,
+        beside=idiom.label,
+        most_times=1.0,
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+from ckptool._collecting import uncollected
 
 __all__ = ["importer"]
 
@@ -24,24 +24,9 @@ def importer(
         home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with _uncollected():
+        with uncollected():
             value = getattr(import_module(f"{package}.{home}"), name)
         namespace[name] = value
         return value
 
     return imported
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Put off garbage collection: what modules make stays, and there is all of torch to look at.
-
-    A collection that an import sets off takes longer than the import itself.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
-from ckptool.paths import printable
+from ckptool.paths import listed, printable
 
-__all__ = ["FACTORY", "HINT", "a_class", "at_home", "named", "run"]
+__all__ = ["FACTORY", "HINT", "a_class", "at_home", "is_model", "named", "run"]
 
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 """What `module:factory` looks like."""
+_MOST_NAMED = 6
 HINT = "a function without arguments that returns the model: def build(): return Net(...)"
 
 
@@ -60,7 +61,19 @@ def _attribute(text: str, node: Any, name: str) -> Any:
     try:
         return getattr(node, name)
     except AttributeError as error:
-        raise UsageError(f"{text}: {error}", hint="module:name, as in net:Net") from error
+        raise UsageError(f"{text}: {error}", hint=_there(node)) from error
+
+
+def _there(node: Any) -> str:
+    """What of a module, or a class, may have been meant."""
+    home = getattr(node, "__name__", "")
+    own = [
+        name
+        for name, value in getattr(node, "__dict__", {}).items()
+        if not name.startswith("_")
+        and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == home))
+    ]
+    return f"there is {listed(own, _MOST_NAMED)}" if own else "module:name, as in net:Net"
 
 
 def _found(module: str) -> str:
@@ -89,6 +102,12 @@ def run(make: Callable[[], Any], what: str, hint: str) -> Any:
         said = " ".join(str(error).split())
         text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
         raise UsageError(text, hint=hint) from error
+
+
+def is_model(node: Any) -> bool:
+    """Whether it is a state dict or an `nn.Module`; whoever has one of those has imported torch."""
+    torch = sys.modules.get("torch")
+    return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))
 
 
 def a_class(node: Any) -> str:

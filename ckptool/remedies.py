@@ -16,7 +16,10 @@ Argument = tuple[str, Given]
 
 
 class Remedy(NamedTuple):
-    """What to give a function of the library, and what is said of that; as text it is Python."""
+    """What to give a function of the library, and what is said of that; as text it is Python.
+
+    Arguments stand in backticks where anything else is said: what is inside can be given as it is.
+    """
 
     arguments: tuple[Argument, ...] = ()
     """To be given together."""
@@ -32,14 +35,19 @@ class Remedy(NamedTuple):
         return bool(self.arguments or self.note or self.lead or self.instead)
 
     def __str__(self) -> str:
-        """`rules=['a=>b'], allow_missing=True; or key='ema'`."""
+        """`rules=['a=>b'], allow_missing=True`, or of two ways each in backticks of its own."""
         return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
 
     def told(self, spelled: Callable[[str, Given], str], between: str) -> str:
         """The text, its arguments as they are spelled, with something between any two."""
+        return self._told(spelled, between, "`" if self != Remedy(self.arguments) else "")
+
+    def _told(self, spelled: Callable[[str, Given], str], between: str, tick: str) -> str:
         given = between.join(spelled(name, value) for name, value in self.arguments)
-        others = (other.told(spelled, between) for other in self.instead)
-        return self.lead + "; or ".join(filter(None, (given + self.note, *others)))
+        fence = 2 * tick if "`" in given else tick
+        own = f"{fence}{given}{fence}{self.note}" if given else self.note
+        others = (other._told(spelled, between, tick) for other in self.instead)
+        return self.lead + "; or ".join(filter(None, (own, *others)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
         """The same for a function that calls some arguments otherwise."""

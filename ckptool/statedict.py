@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module, module_state, unread_submodules
-from ckptool.paths import held_items, listed, name_of, printable, resolve, walk
+from ckptool.paths import counted, held_items, listed, name_of, printable, resolve, walk
 from ckptool.remedies import Remedy
 from ckptool.wrappers import wrappers_of
 
@@ -31,6 +32,8 @@ __all__ = [
     "wrapped_names",
 ]
 
+_MOST_TOLD = 8
+"""Of several state dicts, the keys that a hint has."""
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
 OF_THE_MODEL = "_ckptool_model"
@@ -300,13 +303,18 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=Remedy((("key", found[0].name),), lead="choose one: "),
+            hint=_either(section.name for section in found),
         )
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",
         file=file,
         hint=f"ckptool info {file}" if file else None,
     )
+
+
+def _either(names: Iterable[str]) -> Remedy:
+    first, *others = (Remedy((("key", name),)) for name in islice(names, _MOST_TOLD))
+    return first._replace(lead="choose one: ", instead=tuple(others))
 
 
 def _marked(found: list[Section]) -> list[Section]:
@@ -322,7 +330,7 @@ def is_the_models(section: Section) -> bool:
 
 
 def _counted(section: Section) -> str:
-    return f"{section.name or 'the root'} ({len(section.tensors())} tensors)"
+    return f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
 
 
 def _what_there_is(checkpoint: Checkpoint) -> Iterator[str]:

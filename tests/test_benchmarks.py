@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.decoder import decoder
-from benchmarks.inputs import hollow, large, many, shapes, single
+from benchmarks.inputs import hollow, large, many, renamed, shapes, single
 from benchmarks.report import growth, refresh, table
 from benchmarks.rows import MB, Inputs, Result, Row, clear, rows
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
@@ -88,6 +88,18 @@ def test_the_tensors_of_the_many_have_a_storage_each_and_a_tag(tmp_path):
     )
     assert tags == ["cuda:3"] * 7
     assert len({tensor.data_ptr() for tensor in state.values()}) == 7
+
+
+def test_names_of_the_many_are_those_of_the_renamed_after_a_rule(tmp_path):
+    import torch
+
+    import ckptool
+
+    renamed(tmp_path / "renamed.pth", 7)
+    state = {f"module.layers.{index}.weight": torch.rand(2, 3) for index in range(7)}
+    _, report = ckptool.match(state, tmp_path / "renamed.pth")
+    assert (report.fitting, report.names) == (7, 7)
+    assert {one.kind for one in report.renamed} == {"wrapper", "inferred"}
 
 
 def test_commands_take_turns(tmp_path):
@@ -185,7 +197,7 @@ def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    inputs = Inputs(*files, edited, many, Path("out"), 20 * MB)
+    inputs = Inputs(*files, edited, many, Path("renamed"), Path("out"), 20 * MB)
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)

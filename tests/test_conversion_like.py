@@ -162,7 +162,7 @@ def test_of_several_the_one_that_fits_is_proposed(made, slots):
     root = {"critic": nn.Linear(9, 9).state_dict(), "model": nn.DataParallel(net()).state_dict()}
     with pytest.raises(MatchError, match="critic") as caught:
         fitted(made(root), slots(net()))
-    assert caught.value.hint == "key='model' takes the state dict alone that fits"
+    assert caught.value.hint == "`key='model'` takes the state dict alone that fits"
     assert caught.value.report.missing_keys
 
 

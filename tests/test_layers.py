@@ -9,6 +9,7 @@ from tests.sources import calls, imports, room, trees
 
 ROOMS = [
     "_version",
+    "_collecting",
     "_lazy",
     "remedies",
     "errors",

@@ -153,8 +153,8 @@ def test_several_are_listed_with_their_tensors_and_never_guessed_between():
     root = {"model": state_dict(["a", "b"]), "model_ema": state_dict(["a"])}
     with pytest.raises(AmbiguousName) as caught:
         model_state_dict(checkpoint(root))
-    assert "model (2 tensors), model_ema (1 tensors)" in str(caught.value)
-    assert caught.value.hint == "choose one: key='model'"
+    assert "model (2 tensors), model_ema (1 tensor)" in str(caught.value)
+    assert caught.value.hint == "choose one: `key='model'`; or `key='model_ema'`"
     assert model_state_dict(checkpoint(root), "model_ema").node is root["model_ema"]
 
 

@@ -6,15 +6,16 @@ No function of the library that reads files takes such a word.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
 from typing import Any
 
-from ckptool.errors import UsageError
-from ckptool.factories import FACTORY, HINT, a_class, at_home, named, run
+from ckptool.errors import FileMissing, UsageError
+from ckptool.factories import FACTORY, HINT, a_class, at_home, is_model, named, run
 from ckptool.loading.live.on_meta import on_meta
+from ckptool.paths import printable
 
 __all__ = ["built", "is_factory", "referred"]
+
+_FORMS = "a checkpoint, or code of yours that builds the model: module:factory, as in net:build"
 
 
 def is_factory(text: str) -> bool:
@@ -26,9 +27,17 @@ def referred(text: str) -> Any:
     """What a word of the command line stands for: what `module:factory` builds, else a path.
 
     Raises:
-        TorchMissing, UsageError: as `built`.
+        TorchMissing, UsageError: as `built`; or it is a script, without the factory.
+        FileMissing: it is neither.
     """
-    return built(text) if is_factory(text) else text
+    if is_factory(text):
+        return built(text)
+    if text.endswith(".py") and os.path.isfile(text):
+        stem = os.path.basename(text).removesuffix(".py")
+        raise UsageError(f"{printable(text)} is a Python script", hint=f"{stem}:factory; {HINT}")
+    if not os.path.lexists(text):
+        raise FileMissing("there is no such file", file=text, hint=_FORMS)
+    return text
 
 
 def built(text: str) -> Any:
@@ -44,7 +53,7 @@ def built(text: str) -> Any:
     """
     with at_home():
         node = named(text)
-        if _is_model(node):
+        if is_model(node):
             return node
         if not callable(node):
             raise UsageError(
@@ -53,12 +62,6 @@ def built(text: str) -> Any:
         made = on_meta(node)
         if made is None:
             made = run(node, f"{text} raised", HINT)
-    if not _is_model(made):
+    if not is_model(made):
         raise UsageError(f"{text} returned {a_class(made)}, and no model", hint=HINT)
     return made
-
-
-def _is_model(node: Any) -> bool:
-    """Whether it is a state dict or an `nn.Module`; whoever has one of those has imported torch."""
-    torch = sys.modules.get("torch")
-    return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))

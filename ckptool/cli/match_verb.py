@@ -87,7 +87,7 @@ def command(
     """
     named = referred(like)
     wanted = target_like(named, key=like_key)
-    with stated(file, key=key) as state:
+    with stated(file, key=key, wanted=wanted.slots) as state:
         by_type = named is like  # of a file the header is all that is asked
         match = planned(state, wanted, rules=regexes, prefixes=prefixes, by_type=by_type)
         given = [*_used(regexes, state), *_allowing(allowance)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+from ckptool._collecting import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.files import FileSource
@@ -59,9 +59,9 @@ REGISTRY = (
     Entry("torch-zip", "torch_zip", zipped=True, writable=True),
     Entry("torchscript", "torchscript", zipped=True),
     Entry("pt2", "pt2", zipped=True),
+    Entry("safetensors", "safetensors", writable=True),
     Entry("torch-legacy", "torch_legacy", writable=True),
     Entry("torch-tar", "torch_tar"),
-    Entry("safetensors", "safetensors", writable=True),
     Entry("pickle", "pickle_file"),
     Entry("safetensors-sharded", "sharded", indexed=True),
     Entry("torch-sharded", "sharded", indexed=True),
@@ -130,7 +130,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
             from ckptool.formats.model_folder import of_model_file  # a file needs none of it
 
             probe = of_model_file(probe)
-        with _collector_paused():
+        with uncollected():
             checkpoint = _read(probe)
     except CheckpointError as error:
         changed = probe.source is not None and probe.source.changed() is not None
@@ -166,22 +166,6 @@ def candidates(probe: Probe) -> Iterator[Format]:
     for entry in REGISTRY:
         if indexed if entry.indexed else entry.zipped is zipped:
             yield entry.load()
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile.
-
-    A reader makes a million objects that all live; searching them for dead ones again and again
-    takes a third of its time.
-    """
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.enable()
 
 
 def writer(name: str) -> WritableFormat:

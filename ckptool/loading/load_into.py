@@ -133,7 +133,9 @@ def load_into(
             target = target_of(model)
             mapped = any(tensor.is_meta for tensor in target.entries.values())
             place = map_location if mapped or assign else "cpu"
-            state = held.enter_context(stated(source, key=key, map_location=place, mmap=mapped))
+            state = held.enter_context(
+                stated(source, key=key, wanted=target.slots, map_location=place, mmap=mapped)
+            )
             match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
             installation = Installation(
                 model,

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptool._collecting import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.loading.arguments import check_lists
 from ckptool.loading.fitting.likes import target_like
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["match"]
 
 
+@uncollected()
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
     like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,
@@ -65,7 +67,7 @@ def match(
     require_torch()
     check_lists(rules=rules, prefixes=prefixes)
     target = target_like(like, key=like_key)
-    with stated(state_dict, key=key) as state:
+    with stated(state_dict, key=key, wanted=target.slots) as state:
         found = planned(state, target, rules=rules, prefixes=prefixes)
         fitting = OrderedDict((name, state.value(own)) for name, own in found.pairs.items())
         fitting.update((name, state.value(own)) for name, own in found.beyond.items())

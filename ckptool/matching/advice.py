@@ -41,6 +41,7 @@ __all__ = [
 _LITTLE = 4
 """A share of which one in so many is next to nothing."""
 _MOST_RULES = 3
+_MOST_MOVED = 2
 _NAMED = (None, (), (1,))
 """Shapes that say nothing of what a tensor is."""
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -108,22 +109,20 @@ def ruling(unclear: Sequence[Ambiguity], rest: Callable[[Sequence[str]], Remedy 
     firsts = tuple(rule for one in unclear for rule in one.rules[:1])[:_MOST_RULES]
     others = unclear[0].rules[1:_MOST_RULES] if len(unclear) == 1 else ()
     ways = [firsts, *((rule,) for rule in others)] if firsts else []
-    found = [(("rules", rules), left) for rules in ways if (left := rest(rules)) is not None]
-    if not found:
-        return Remedy()
-    (first, left), *more = found
-    instead = [
-        Remedy((rules,), note=" instead")
-        if other.arguments == left.arguments
-        else Remedy((rules, *other.arguments), other.note)
-        for rules, other in more
+    found = [
+        Remedy((("rules", rules), *left.arguments), left.note)
+        for rules in ways
+        if (left := rest(rules)) is not None
     ]
-    return Remedy((first, *left.arguments), left.note, instead=tuple(instead))
+    return found[0]._replace(instead=tuple(found[1:])) if found else Remedy()
 
 
 def deciding(question: Remedy) -> Remedy:
     """The first of the ways to decide a question, as one that names alone do not speak for."""
-    return Remedy(question.arguments, f"{question.note} where that is the same layer")
+    rules = dict(question.arguments).get("rules")
+    is_one = not isinstance(rules, tuple) or len(rules) == 1
+    same = "that is the same layer" if is_one else "those are the same layers"
+    return Remedy(question.arguments, f"{question.note} where {same}")
 
 
 def tried(
@@ -255,13 +254,16 @@ def naming(report: MatchReport, again: Again | None) -> Remedy:
     return NAMES if is_named_otherwise(report, again) else OTHER
 
 
-def renumbering(allowed: Remedy) -> Remedy:
-    """What helps where layers have other numbers: no rule for just one of them."""
-    equal = Remedy(allowed.arguments, " where equal numbers are the same layers")
-    return Remedy(
-        note="give the layers of the file their new numbers first, all of the list",
-        instead=(equal,) if allowed.arguments else (),
-    )
+def renumbering(moved: Sequence[str], rules: Remedy | None) -> Remedy:
+    """What helps where layers have other numbers: rules for all of a list, and none for just one.
+
+    Nothing is allowed: what is taken for the same layer by its number is as likely another.
+    """
+    lead = f"{'; '.join(moved[:_MOST_MOVED])}: "
+    if rules is None:
+        return Remedy(lead=lead, instead=(Remedy((ANY_RULE,), " for each layer of the list"),))
+    note = f"{rules.note} where they are the same layers, in this order"
+    return Remedy(lead=lead, instead=(rules._replace(note=note),))
 
 
 def by_torch(kind: str) -> Remedy:

@@ -18,6 +18,8 @@ class Again(NamedTuple):
     have: Mapping[str, Slot]
     """All that the file has."""
     want: Mapping[str, Slot]
+    renumbering: Callable[[], Sequence[str]] = tuple
+    """Rules that give lists of layers the numbers of the model's, in their order."""
     maker: str = ""
     """What loads the file as those do who wrote it, in words; empty: nothing that is known."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import NamedTuple
 
 from ckptool.matching.accounts import Account, Ledger, OutOfBudget
@@ -28,7 +29,8 @@ def contradicted(ledger: Ledger, done: Sequence[_Found]) -> list[_Found]:
 
     Either word stays what it is on both sides elsewhere; or the two differ as words do that are
     made to be told apart; or, of a rule found in one place alone, both parts have something left
-    over, or what is left elsewhere is as much like one of them. What is below falls with it.
+    over, or what is left elsewhere is as much like one of them; or something is left, and others
+    are made like the part that was found. What is below falls with it.
     """
     leads = Counter(segment for segment, _ in {(s.parts[1:], s.parts[0]) for s, _ in done})
     stand: set[tuple[Head, Head]] = set()
@@ -86,8 +88,8 @@ class _Change(NamedTuple):
 
     @property
     def has_opposites(self) -> bool:
-        """Whether the last of them differ as words do that are made to be told apart."""
-        return are_opposite(self.old[-1] or "", self.new[-1] or "")
+        """Whether the first or the last differ as words do that are made to be told apart."""
+        return any(are_opposite(self.old[at] or "", self.new[at] or "") for at in (0, -1))
 
 
 class _Left:
@@ -95,24 +97,32 @@ class _Left:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._all: tuple[Counter[object], ...] | None = None
         self._own, self._wanted = (
             _kinds(*side)
             for side in zip(ledger.left(), (ledger.have.slots, ledger.want.slots), strict=True)
         )
 
+    @cached_property
+    def _every(self) -> tuple[Counter[object], ...]:
+        """What kinds of tensors there are on either side."""
+        ledger = self._ledger
+        ledger.spend(len(ledger.have.slots) + len(ledger.want.slots))
+        return tuple(_kinds(side, side) for side in (ledger.have.slots, ledger.want.slots))
+
     def keeps_words(self, change: _Change) -> bool:
-        """Whether the file has names below one of the two parts that stay as they are."""
+        """Whether names of the file below one of the two parts are met below the same part."""
         met = self._ledger.met
-        return any(met.get(name) == name for head in change.parts for name in self._below(head))
+        for head in change.parts:
+            own = self._below(head)
+            same = frozenset(self._ledger.want.under(head)) if own else frozenset()
+            if any(met.get(name) in same for name in own):
+                return True
+        return False
 
     def are_unique(self, pairs: Mapping[str, str]) -> bool:
         """Whether each module has a tensor of a shape that nothing else has, on both sides."""
         ledger = self._ledger
-        if self._all is None:
-            ledger.spend(len(ledger.have.slots) + len(ledger.want.slots))
-            self._all = tuple(_kinds(side, side) for side in (ledger.have.slots, ledger.want.slots))
-        own, wanted = self._all
+        own, wanted = self._every
         modules = {name.rpartition(".")[0] for name in pairs}
         known = {
             name.rpartition(".")[0]
@@ -122,28 +132,59 @@ class _Left:
         return modules == known
 
     def has_as_good(self, change: _Change, account: Account, pairs: Mapping[str, str]) -> bool:
-        """Whether both parts lack something, or much of one is left in others as well.
+        """Whether both parts lack something, or much of one is in others as well.
+
+        What is met in others counts where something is left: of one part, or on both sides.
 
         What has the same name then and another shape is no such thing, nor what may be the rest
         of each other's under a third name, where the shapes of what was found leave no choice.
         """
         ledger = self._ledger
-        mine, theirs = change.parts
-        wanted = ledger.want.under(theirs)
-        ledger.spend(len(wanted) + 2 * len(pairs))
+        ledger.spend(2 * len(pairs))
         unfit = {name for pair in account.unfit for name in pair}
+        in_file, in_model = self._parts(change)
         lost = (
-            [n for n in self._below(mine) if n not in ledger.met and n not in unfit],
-            [n for n in wanted if n not in ledger.pairs and n not in unfit],
+            [n for n in in_file if n not in ledger.met and n not in unfit],
+            [n for n in in_model if n not in ledger.pairs and n not in unfit],
         )
         own, missing = map(_kinds, lost, (ledger.have.slots, ledger.want.slots))
         if own and missing and (own != missing or not self.are_unique(pairs)):
+            return True
+        is_left = own or missing or (self._own and self._wanted)
+        if is_left and self._has_twin(change, pairs):
             return True
         sides = (
             (_kinds(pairs.values(), ledger.have.slots), self._own),
             (_kinds(pairs, ledger.want.slots), self._wanted),
         )
         return any(2 * (kinds & left).total() >= kinds.total() for kinds, left in sides)
+
+    def _has_twin(self, change: _Change, pairs: Mapping[str, str]) -> bool:
+        """Whether the better part of what was found is as well outside the part, on a side."""
+        ledger = self._ledger
+        for found, head, side, every in zip(
+            (pairs.values(), pairs),
+            change.parts,
+            (ledger.have, ledger.want),
+            self._every,
+            strict=True,
+        ):
+            inside = _kinds(side.under(head), side.slots)
+            kinds = set(_kinds(found, side.slots))
+            ledger.spend(len(pairs) + inside.total())
+            if 2 * sum(every[kind] > inside[kind] for kind in kinds) >= len(kinds):
+                return True
+        return False
+
+    def _parts(self, change: _Change) -> tuple[set[str], set[str]]:
+        """The names of either side in the two parts, whichever of the two they are called by."""
+        ledger = self._ledger
+        own, wanted = (
+            {name for head in change.parts for name in side.under(head)}
+            for side in (ledger.have, ledger.want)
+        )
+        ledger.spend(len(own) + len(wanted))
+        return own, wanted
 
     def _below(self, head: Head) -> list[str]:
         names = self._ledger.have.under(head)

@@ -7,6 +7,7 @@ import re
 __all__ = ["Families", "Family", "Numbers", "numbers_of"]
 
 _NUMBER = re.compile("[0-9]+")
+_NUMBERS = re.compile("([0-9]+)")
 _TOKEN = re.compile("[0-9]+|[^0-9]+")
 
 Family = tuple[str | None, ...]
@@ -20,6 +21,7 @@ class Families:
     def __init__(self) -> None:
         """None is known yet."""
         self._known: dict[str, Family] = {}
+        self._modules: dict[str, tuple[Family, Numbers]] = {}
 
     def of(self, name: str) -> tuple[Family, Numbers]:
         """That of the module of a tensor, and the numbers in its name."""
@@ -27,12 +29,15 @@ class Families:
         if end < 0:
             return (), ()
         module = name[:end]
-        numbers = numbers_of(module)
-        text = _NUMBER.sub("0", module) if numbers else module
-        family = self._known.get(text)
-        if family is None:
-            family = self._known[text] = tuple(_tokens(text))
-        return family, numbers
+        found = self._modules.get(module)
+        if found is None:
+            parts = _NUMBERS.split(module)
+            text = "0".join(parts[::2])
+            family = self._known.get(text)
+            if family is None:
+                family = self._known[text] = tuple(_tokens(text))
+            found = self._modules[module] = family, tuple(parts[1::2])
+        return found
 
 
 def numbers_of(name: str) -> Numbers:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ckptool.matching.slots import Slot
@@ -25,6 +25,9 @@ _MOST_NAMES = 20_000
 """Of more left over than these elements are not counted."""
 _MOST_SHOWN = 3
 
+_T = TypeVar("_T")
+_Place = tuple[str, str]
+"""The path of a module, and the tensor's own name."""
 Reformed = tuple[str, str]
 """What is seen, and what helps."""
 
@@ -41,25 +44,28 @@ def reformed(
     `names`: what the model itself calls its own, by the names that are given here. `as_a_whole`:
     what is left may be told to be the same altogether, and not just that of a module.
     """
-    of_file = [*_parametrized(unused, missing)]
-    of_model = [*_parametrized(missing, unused)]
+    of_file, of_model = (
+        dict(_parametrized(*sides)) for sides in ((unused, missing), (missing, unused))
+    )
     told = []
-    for (kind, weight), paths in _by_kind(of_model):
+    for (kind, weight), paths in _by_kind(of_model, besides=of_file):
         own = [full for bare, full in names.items() if bare.startswith((*_fronts(paths),))]
         told.append(_as_in_model(kind, weight, paths, by_hooks=any(map(_HOOKS.match, own))))
-    told += [_as_in_file(kind, weight, paths) for (kind, weight), paths in _by_kind(of_file)]
+    told += [_as_in_file(*key, paths) for key, paths in _by_kind(of_file, besides=of_model)]
+    both = {place: (of_file[place], of_model[place]) for place in of_file if place in of_model}
+    told += [_as_in_both(*key, paths) for key, paths in _by_kind(both)]
     return tuple(told) or tuple(_in_other_tensors(unused, missing, as_a_whole=as_a_whole))
 
 
 def _parametrized(
     inside: Mapping[str, Slot], others: Mapping[str, Slot]
-) -> Iterator[tuple[tuple[str, str], str]]:
-    """By kind and the tensor's own name the modules that have it so, and the others otherwise."""
+) -> Iterator[tuple[_Place, str]]:
+    """The tensors that are so on the one side, and otherwise on the other, each with the kind."""
     parts, theirs = _parts(inside), _parts(others)
     for (path, weight), rests in parts.items():
         plain = f"{path}.{weight}" if path else weight
         if plain in others or (path, weight) in theirs:
-            yield (_KINDS.get(frozenset(rests), "a parametrization"), weight), path
+            yield (path, weight), _KINDS.get(frozenset(rests), "a parametrization")
 
 
 def _parts(side: Mapping[str, Slot]) -> dict[tuple[str, str], set[str]]:
@@ -72,11 +78,13 @@ def _parts(side: Mapping[str, Slot]) -> dict[tuple[str, str], set[str]]:
 
 
 def _by_kind(
-    found: Iterable[tuple[tuple[str, str], str]],
-) -> list[tuple[tuple[str, str], list[str]]]:
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for kind, path in found:
-        kinds.setdefault(kind, []).append(path)
+    found: Mapping[_Place, _T], *, besides: Container[_Place] = ()
+) -> list[tuple[tuple[_T, str], list[str]]]:
+    """By kind and the tensor's own name the modules that have it so, but for some."""
+    kinds: dict[tuple[_T, str], list[str]] = {}
+    for (path, weight), kind in found.items():
+        if (path, weight) not in besides:
+            kinds.setdefault((kind, weight), []).append(path)
     return [*kinds.items()]
 
 
@@ -97,6 +105,16 @@ def _as_in_file(kind: str, weight: str, paths: list[str]) -> Reformed:
     )
 
 
+def _as_in_both(kinds: tuple[str, str], weight: str, paths: list[str]) -> Reformed:
+    where, (mine, theirs) = _modules(paths), kinds
+    other = theirs if theirs != mine else "another"
+    text = f"the file has {mine} on {where}, and the model has {other}"
+    return text, (
+        f"load into a model that has {mine} on {where}{_of(weight)} instead, as the file has, "
+        f"remove that and put {theirs} on then: no rule makes the one of the other"
+    )
+
+
 def _as_in_model(kind: str, weight: str, paths: list[str], *, by_hooks: bool) -> Reformed:
     where = _modules(paths)
     text = f"the model has {kind} on {where}, and the file has not"
@@ -106,6 +124,10 @@ def _as_in_model(kind: str, weight: str, paths: list[str], *, by_hooks: bool) ->
     if by_hooks and kind == "weight_norm":
         remove = f"torch.nn.utils.remove_weight_norm(module{_named(weight)})"
     return text, f"{remove} on {where} of the model, load, then put {kind} on again"
+
+
+def _of(weight: str) -> str:
+    return "" if weight == "weight" else f" (of {weight!r})"
 
 
 def _named(weight: str) -> str:

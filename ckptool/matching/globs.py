@@ -37,7 +37,7 @@ def globs_of(names: Sequence[str], known: Iterable[str] = ()) -> tuple[str, ...]
         return tuple(map(escaped_glob, dict.fromkeys(names)))
     families: dict[str, dict[str, None]] = {}
     for head in _heads(inside, names, others):
-        families.setdefault(_NUMBER.sub("*", head), {})[head] = None
+        families.setdefault(_NUMBER.sub("\0", head), {})[head] = None
         if len(families) > _MOST_GLOBS:
             return ()
     found = [glob for heads in families.values() for glob in _folded(list(heads), others)]

@@ -29,7 +29,7 @@ from ckptool.matching.again import Again
 from ckptool.matching.change_rules import escaped
 from ckptool.matching.folding import folded, folded_within, labels
 from ckptool.matching.list_rules import list_rules
-from ckptool.matching.nested_rules import nested_rules
+from ckptool.matching.nested_rules import nested_rules, twin_rules
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Argument, Remedy, together
@@ -101,7 +101,8 @@ def judged(
         return Judgement(problems, by_torch(untried))
     if (problems and asked and not (report.moved or _is_reformed(report, problems))) or of_lists:
         beside = _of(problems, "untied", "lossy-cast", "optimizer")
-        remedy = together((question, beside))
+        others = tuple(together((way, beside)) for way in question.instead)
+        remedy = together((question, beside))._replace(instead=others)
     else:
         remedy = _helping(allowance, report, problems, again)
     if missing and unexpected and again is not None and again.maker:
@@ -114,7 +115,10 @@ def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
     problems = judgement.problems
     if not problems:
         return None
-    lines = [_heading(report), *(problem.text for problem in problems[:2])]
+    texts = [problem.text for problem in problems]
+    is_met = bool(report.names) and report.fitting == report.names
+    heading = f"{_said(report)}: {texts.pop(0) if is_met else _share(report)}"
+    lines = [heading, *texts[:2]]
     moved = _moved(report, problems)
     if moved:
         lines[-1] += f"; {moved}"
@@ -285,17 +289,17 @@ def _moved(report: MatchReport, problems: Sequence[Problem]) -> str:
     return listed(told, 2) if told and asked & {"missing", "unexpected"} else ""
 
 
-def _heading(report: MatchReport) -> str:
+def _said(report: MatchReport) -> str:
     file = report.file if report.file.isprintable() else printable(report.file)
-    said = f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
+    return f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
+
+
+def _share(report: MatchReport) -> str:
     if not report.names:
-        return f"{said}: that has no tensors"
-    if report.fitting == report.names:
-        many = f"all of its {report.names:,} tensors are met"
-        return f"{said}: {many if report.names > 1 else 'its 1 tensor is met'}"
+        return "that has no tensors"
     part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
     verb = "fits" if report.fitting == 1 else "fit"
-    return f"{said}: {part} {verb} ({_percent(report.coverage)} of the parameters)"
+    return f"{part} {verb} ({_percent(report.coverage)} of the parameters)"
 
 
 def _percent(share: float) -> str:
@@ -318,10 +322,12 @@ def _helping(
     kinds = {problem.kind: problem for problem in reversed(problems)}
     question, share = kinds.get("ambiguous"), kinds.get("coverage")
     if report.moved and _moved(report, problems):
-        most = is_of_another(
-            report
-        )  # where equal numbers were the same, all the rest would be left
-        return renumbering(_NONE if most else _of(problems, "missing", "unexpected"))
+        rules = again.renumbering() if again is not None else ()
+        rest = _rest(allowance, report, rules, again) if rules else None
+        given = (
+            None if rest is None else Remedy((("rules", tuple(rules)), *rest.arguments), rest.note)
+        )
+        return renumbering(report.moved, given)
     if _is_reformed(report, problems):
         return Remedy(note="; ".join(dict.fromkeys(helps for _, helps in report.reformed)))
     if share is not None and share.remedy:
@@ -336,12 +342,9 @@ def _helping(
     allowed = allowing_all(remedies)
     if not {"missing", "unexpected"} <= kinds.keys():
         return allowed
-    doubts = elsewhere(report, again)
     if question is not None and question.remedy:
-        asked = deciding(question.remedy)
-        if not doubts:
-            return allowed._replace(instead=(asked,))
-        return either(asked, allowed)
+        return either(deciding(question.remedy), allowed)
+    doubts = elsewhere(report, again)
     if doubts:
         return _elsewhere(allowance, report, again, allowed, doubts)
     return allowed._replace(instead=(_RENAMING,)) if allowed.arguments else allowed
@@ -359,6 +362,12 @@ def _elsewhere(
     rest = _rest(allowance, report, rules, again) if rules else None
     if rest is not None:
         return Remedy((("rules", rules), *rest.arguments), rest.note)
+    if again is not None:
+        ours, theirs = again.unmet(report)
+        rules = twin_rules(ours, {name: theirs[name] for name in doubts})
+    rest = _rest(allowance, report, rules, again) if rules else None
+    if rest is not None:
+        return either(deciding(Remedy((("rules", rules), *rest.arguments), rest.note)), allowed)
     if is_named_otherwise(report, again, _MOST) and len(_modules(report.missing_keys)) > 1:
         return naming(report, again)
     return doubted(doubts, allowed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.matching.again import Again
 from ckptool.matching.change_rules import Others, below, escaped, moved_head, regex_of
@@ -12,13 +12,13 @@ from ckptool.matching.closed import Closed
 from ckptool.matching.counters import BATCHES, beside, uncounted
 from ckptool.matching.counting import casts_of, counted
 from ckptool.matching.forms import reformed
-from ckptool.matching.numbering import moved_lists, respelled_lists
+from ckptool.matching.numbering import Move, moved_lists, respelled_lists
 from ckptool.matching.renamings import renamings, rewritten
 from ckptool.matching.report import Ambiguity, MatchReport, Mismatch
 from ckptool.matching.ruling import ruled_names
 from ckptool.matching.shifts import moved_parts
 from ckptool.matching.slots import Slot, fits
-from ckptool.matching.spelling import Respelled, spelled
+from ckptool.matching.spelling import Respelled, spelled, today
 from ckptool.matching.stations import Stations
 from ckptool.matching.unwrapping import is_average_counter
 from ckptool.matching.ways import Side, Way, chosen_way
@@ -32,6 +32,7 @@ __all__ = ["Match", "matched"]
 _MOST_ROUNDS = 8
 """How often rules are looked for: each may leave names that fit together only now."""
 _NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
+_NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _MEAN = "running_mean"
 _CUT_SHORT = "the names left over may be called in too many ways: not all were looked into"
@@ -112,7 +113,7 @@ def matched(
         cast=casts_of(pairs, have, want),
         tied=tied,
         ambiguous=matching.ambiguities(),
-        moved=matching.moved(),
+        moved=tuple(map(str, matching.moved())),
         respelled=matching.respelled(),
         reformed=matching.reformed(),
         left_out=tuple(left_out.items()),
@@ -123,7 +124,8 @@ def matched(
     placed = matching.placed()
     names = {**placed, **{own: name for name, own in direct.items()}}
     renamed = rewritten(have, names, found, rules)
-    return Match(pairs, renamed, report, placed, again=Again(again, have, want))
+    more = Again(again, have, want, matching.renumbering)
+    return Match(pairs, renamed, report, placed, again=more)
 
 
 class _Matching:
@@ -144,8 +146,8 @@ class _Matching:
         self.have, self.want, self.way, self.closed = have, want, way, closed
         self.old_mine = closed.outside(_old(way.have, way.want))
         self.old_wanted = closed.outside(_old(way.want, way.have))
-        self.mine = _today(way.have.names, self.old_mine)
-        self.wanted = _today(way.want.names, self.old_wanted)
+        self.mine = today(way.have.names, self.old_mine)
+        self.wanted = today(way.want.names, self.old_wanted)
         self.files = self.mine
         """Bare names of the file, each with the whole one, before the rules."""
         if own:
@@ -187,16 +189,17 @@ class _Matching:
             return
         # Imported here: of most files wrappers and a front are all that differs.
         from ckptool.matching.inference import applied, inferred
+        from ckptool.matching.repeated import inferred_by_few
 
         mine = _told(self.way.have, self.old_mine)
         wanted = _told(self.way.want, self.old_wanted)
         for name in [name for name in self.met if name not in wanted]:
             del self.met[name]
         for _ in range(_MOST_ROUNDS):
-            found = inferred(mine, wanted, self.met)
-            self._found = [
-                one for one in found.ambiguous if not any(map(self.closed.below, one.names))
-            ]
+            args = mine, wanted, self.met
+            found = inferred_by_few(*args) or inferred(*args)
+            below = self.closed.below
+            self._found = [one for one in found.ambiguous if not any(map(below, one.names))]
             self.notes = (_CUT_SHORT,) * found.is_cut_short
             if not self._accept(found):
                 renamed, met = applied(mine, self.met)  # names are equal now that were not
@@ -264,7 +267,7 @@ class _Matching:
         missing = self.missing()
         free = uncounted(missing, self.pairs, metadata)
         kept = {
-            name: _NOT_COUNTED if name in free else _NO_AVERAGE
+            name: self._why_uncounted(name) if name in free else _NO_AVERAGE
             for name in missing
             if (name in free and beside(name) in self.want) or is_average_counter(name)
         }
@@ -277,6 +280,10 @@ class _Matching:
             elif own.rpartition(".")[2] == BATCHES and beside(own) in near:
                 left_out[own] = "the model's normalisation counts no batches"
         return kept, left_out
+
+    def _why_uncounted(self, counter: str) -> str:
+        near = beside(counter)
+        return _NOT_COUNTED if near in self.pairs or near in self.wrong else _NO_LAYER
 
     def missing(self) -> list[str]:
         """Names of the model that nothing is known of, nor of what they are tied to."""
@@ -295,14 +302,19 @@ class _Matching:
         mine = {name: own for name, own in self.files.items() if own in unused}
         return {mine[name]: full for name, full in self.closed.placed(mine).items()}
 
-    def moved(self) -> tuple[str, ...]:
-        """Lists whose numbers may mean other layers, in words."""
+    def moved(self) -> tuple[Move, ...]:
+        """Lists whose numbers may mean other layers."""
         own, wanted = self._left()
         if not (own and wanted):
             return ()
         return moved_lists(self.files, self.wanted, own, wanted) or moved_parts(
             self.files, self.wanted, own, wanted
         )
+
+    def renumbering(self) -> list[str]:
+        """Rules that give such lists of the file the model's numbers, in their order."""
+        front = self.way.have.outer_front
+        return [below(front, rule) for move in self.moved() for rule in move.rules(self.files)]
 
     def respelled(self) -> tuple[str, ...]:
         """Lists that are called otherwise below their numbers, in words."""
@@ -377,7 +389,7 @@ class _Matching:
 
 def _told(side: Side, old: Mapping[str, Respelled]) -> dict[str, Slot]:
     """What stands under the names, but for the counters of averages, which tell nothing."""
-    found = _today(side.bare, old)
+    found = today(side.bare, old)
     for counter in [name for name in found if name.endswith("n_averaged")]:
         if is_average_counter(counter):
             del found[counter]
@@ -385,14 +397,4 @@ def _told(side: Side, old: Mapping[str, Respelled]) -> dict[str, Slot]:
 
 
 def _old(side: Side, other: Side) -> dict[str, Respelled]:
-    return spelled(side.respelled, other.names) if side.has_old else {}
-
-
-_T = TypeVar("_T")
-
-
-def _today(bare: dict[str, _T], old: Mapping[str, Respelled]) -> dict[str, _T]:
-    """What stands under bare names, under those names as they are spelled today."""
-    if not old:
-        return bare
-    return {(old[name].of(name) if name in old else name): held for name, held in bare.items()}
+    return spelled(side.respelled, other.names, other.respelled) if side.has_old else {}

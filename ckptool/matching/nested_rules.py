@@ -1,13 +1,14 @@
-r"""Rules for modules that the other side has one module deeper: `^head\.=>head.fc.`."""
+r"""Rules for modules by what is in them: `^norm\.=>ln_f.`, or one deeper: `^head\.=>head.fc.`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
 from ckptool.matching.change_rules import escaped
+from ckptool.matching.numbering import ANY_NUMBER
 from ckptool.matching.slots import Slot
 
-__all__ = ["nested_rules"]
+__all__ = ["nested_rules", "twin_rules"]
 
 _MOST = 3
 """More modules that are so are a list's, or nobody's."""
@@ -25,10 +26,29 @@ def nested_rules(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> tup
         own = ours.get(contents, [])
         ends = [(path, end) for path in own for one in wanted if (end := _moved(path, one))]
         if len(ends) == 1:
-            path, end = ends[0]
-            new = end.replace("\\", r"\\")
-            rules.append(rf"^{escaped(path)}\.=>{new}.")
+            rules.append(_rule(*ends[0]))
     return tuple(rules) if len(rules) <= _MOST else ()
+
+
+def twin_rules(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> tuple[str, ...]:
+    """For modules of the file that have what one of the model's lacks, whatever both are called.
+
+    Only where no other module on either side has the same names and shapes, and none gets another
+    number.
+    """
+    ours, theirs = (_by_contents(side) for side in (unused, missing))
+    rules = [
+        _rule(ours[contents][0], wanted[0])
+        for contents, wanted in theirs.items()
+        if len(wanted) == len(ours.get(contents, ())) == 1
+        and ANY_NUMBER.findall(ours[contents][0]) == ANY_NUMBER.findall(wanted[0])
+    ]
+    return tuple(rules) if len(rules) <= _MOST else ()
+
+
+def _rule(path: str, new: str) -> str:
+    new = new.replace("\\", r"\\")
+    return rf"^{escaped(path)}\.=>{new}."
 
 
 def _by_contents(side: Mapping[str, Slot]) -> dict[Hashable, list[str]]:

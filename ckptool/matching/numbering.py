@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ckptool.matching.change_rules import escaped
 from ckptool.matching.words import are_alike
 from ckptool.paths import printable
 
@@ -15,7 +16,14 @@ if TYPE_CHECKING:
     from ckptool.matching.accounts import Account, Ledger
     from ckptool.matching.slots import Slot
 
-__all__ = ["ANY_NUMBER", "moved_lists", "numbered_otherwise", "renumbered", "respelled_lists"]
+__all__ = [
+    "ANY_NUMBER",
+    "Move",
+    "moved_lists",
+    "numbered_otherwise",
+    "renumbered",
+    "respelled_lists",
+]
 
 _Place = TypeVar("_Place")
 """Where a number stands: what is before it, and behind it where that counts."""
@@ -29,6 +37,48 @@ _DEEPEST = 8
 _MOST_NUMBERS = 8
 """Of a list that has gaps; more nobody reads."""
 _MOST_LISTS = 8
+_MOST_LAYERS = 64
+"""Of a list that rules are made for, one for each."""
+
+
+class Move(NamedTuple):
+    """A list of the file that may be one of the model's, by other numbers."""
+
+    own: str
+    """What stands before its numbers."""
+    wanted: str
+    """The same in the model."""
+    mine: Collection[str]
+    theirs: Collection[str]
+    below: str = ""
+    """What of each layer it is about, dot and all; empty: all of it."""
+
+    def __str__(self) -> str:
+        """`layers.{1..4} of the file may be layers.{0..3} of the model, by other numbers`."""
+        own, wanted, below = map(printable, (self.own, self.wanted, self.below))
+        return (
+            f"{own}{_shown(self.mine)}{below} of the file may be "
+            f"{wanted}{_shown(self.theirs)}{below} of the model, by other numbers"
+        )
+
+    def rules(self, names: Iterable[str]) -> list[str]:
+        """What gives each layer the number that is the model's in its place, one after the other.
+
+        `names` are the file's. None where the two have not as many layers, or too many.
+        """
+        if len(self.mine) != len(self.theirs) or len(self.mine) > _MOST_LAYERS:
+            return []
+        both = [*zip(*(sorted(side, key=_order) for side in (self.mine, self.theirs)), strict=True)]
+        up = [pair for pair in both if _order(pair[0]) < _order(pair[1])]
+        first = f"{self.own}{both[0][0]}{self.below}."
+        end, dot = (r"\.", ".") if any(name.startswith(first) for name in names) else ("$", "")
+        made = []
+        for old, new in (*(pair for pair in both if pair not in up), *reversed(up)):
+            head, target = f"{self.own}{old}{self.below}", f"{self.wanted}{new}{self.below}"
+            if head != target:
+                target = target.replace("\\", r"\\")
+                made.append(f"^{escaped(head)}{end}=>{target}{dot}")
+        return made
 
 
 def renumbered(ledger: Ledger, account: Account) -> frozenset[str]:
@@ -69,24 +119,22 @@ def moved_lists(
     want: Iterable[str],
     unused: Mapping[str, Slot],
     missing: Mapping[str, Slot],
-) -> tuple[str, ...]:
-    """Of which lists either side has numbers that the other has not, with both, in words.
+) -> tuple[Move, ...]:
+    """The lists of which either side has numbers that the other has not.
 
     `unused` of the file's names and `missing` of the model's are those that nothing meets.
     """
     moved = numbered_otherwise(have, want, unused, missing, places=_places)
-    told: list[tuple[str, str, set[str], set[str]]] = []
+    told: list[Move] = []
     for start in sorted(moved, key=lambda start: (start.count("."), start)):
-        if not any(start.startswith(one[0]) for one in told):
-            told.append((start, start, *moved[start]))
+        if not any(start.startswith(one.own) for one in told):
+            told.append(Move(start, start, *moved[start]))
     for one in _moved_to_others(unused, missing):
-        if not any(one[0].startswith(own) or one[1].startswith(new) for own, new, *_ in told):
+        if not any(
+            one.own.startswith(known.own) or one.wanted.startswith(known.wanted) for known in told
+        ):
             told.append(one)
-    return tuple(
-        f"{printable(own)}{_shown(mine)} of the file may be "
-        f"{printable(new)}{_shown(wanted)} of the model, by other numbers"
-        for own, new, mine, wanted in told[:_MOST_LISTS]
-    )
+    return tuple(told[:_MOST_LISTS])
 
 
 def numbered_otherwise(
@@ -113,9 +161,7 @@ def numbered_otherwise(
     }
 
 
-def _moved_to_others(
-    unused: Mapping[str, Slot], missing: Mapping[str, Slot]
-) -> Iterator[tuple[str, str, set[str], set[str]]]:
+def _moved_to_others(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> Iterator[Move]:
     """Lists of the file whose layers are like those of one of another name, by other numbers."""
     ours, theirs = (_lists_by_layers(side) for side in (unused, missing))
     for layers, lists in ours.items():
@@ -126,7 +172,7 @@ def _moved_to_others(
             moved = {new: n for new, n in others.items() if n - mine and mine - n and new != own}
             if moved:
                 new = max(moved, key=lambda new: are_alike(own, new))
-                yield own, new, mine, moved[new]
+                yield Move(own, new, mine, moved[new])
 
 
 def _lists_by_layers(side: Mapping[str, Slot]) -> dict[object, dict[str, set[str]]]:
@@ -173,8 +219,12 @@ def _contents(side: Mapping[str, Slot]) -> dict[str, Counter[tuple[str, object]]
     return found
 
 
+def _order(number: str) -> tuple[int, str]:
+    return len(number), number
+
+
 def _shown(numbers: Iterable[str]) -> str:
-    ordered = sorted(numbers, key=lambda number: (len(number), number))
+    ordered = sorted(numbers, key=_order)
     first, last = int(ordered[0][:9]), int(ordered[-1][:9])
     if len(ordered) > 1 and last - first == len(ordered) - 1:
         return f"{{{first}..{last}}}"

@@ -217,14 +217,16 @@ def _ending(
 def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:
     """Whether names, or shapes, say enough.
 
-    Where only leaves agree (`fc.weight` and `weight`) nothing else may be left over. Where no
-    shape is known two modules have to agree, and a single one must leave no doubt.
+    Where only leaves agree (`fc.weight` and `weight`) nothing else may be left over of one side.
+    A single module is not taken out of others, nor put among them, where anything else is left.
+    Where no shape is known two modules have to agree.
     """
     tails = [w if account.swap.old else h for h, w in hits]
     modules = {tail.rpartition(".")[0] for tail in tails}
-    is_all = len(hits) in ledger.count_left()
+    left = ledger.count_left()
     if all(is_number(part) for module in modules for part in module.split(".") if part):
-        return account.full and is_all
+        return account.full and len(hits) in left
     if len(modules) == 1:
-        return (account.full or is_all) and any(ledger.proves(*pair) for pair in hits)
+        is_whole = account.full or left == (len(hits), len(hits))
+        return is_whole and any(ledger.proves(*pair) for pair in hits)
     return ledger.is_apt(account, len(hits))

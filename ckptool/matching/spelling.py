@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ckptool.matching.slots import Slot
 
-__all__ = ["Respelled", "has_old", "respellings", "spelled", "weight_norms"]
+__all__ = ["Respelled", "has_old", "respellings", "spelled", "today", "weight_norms"]
 
 
 class Respelled(NamedTuple):
@@ -143,12 +144,29 @@ def _affine(name: str, known: Collection[str]) -> Respelled | None:
     return Respelled(last, _AFFINE[last])
 
 
-def spelled(found: Respellings, others: Collection[str]) -> dict[str, Respelled]:
+def spelled(
+    found: Respellings, others: Collection[str], theirs: Respellings = MappingProxyType({})
+) -> dict[str, Respelled]:
     """The respellings of one side's names that matching is to go by.
 
-    Not where the other side has the old spelling too: there a name is meant as it is.
+    Not where the other side has the old spelling too: there a name is meant as it is. `theirs`: of
+    the names of the other side what they are today, which may be another (`weight_v`).
     """
-    return {name: how for name, how in found.items() if name not in others}
+    return {
+        name: how
+        for name, how in found.items()
+        if name not in others or theirs.get(name, how) != how
+    }
+
+
+_T = TypeVar("_T")
+
+
+def today(bare: dict[str, _T], old: Respellings) -> dict[str, _T]:
+    """What stands under bare names, under those names as they are spelled today."""
+    if not old:
+        return bare
+    return {(old[name].of(name) if name in old else name): held for name, held in bare.items()}
 
 
 def weight_norms(names: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -147,6 +147,22 @@ class Way:
         """Whether every name of the model is met."""
         return self.score == len(self.want.slots)
 
+    @property
+    def is_likely(self) -> bool:
+        """Whether the greater part of a side is met, or two modules that are not of a list.
+
+        A lone one may be of a part that is made alike, and a layer of another list.
+        """
+        if 2 * self.score >= min(len(self.have.slots), len(self.want.slots)):
+            return True
+        mine, names = self.have.loose, self.want.names
+        met = (
+            name
+            for name, full in names.items()
+            if name in mine and fits(self.have.slots[mine[name]], self.want.slots[full])
+        )
+        return len({name.rpartition(".")[0] for name in met if not name[0].isdigit()}) > 1
+
 
 def without_front(name: str, bare: str) -> str:
     """The name without those of its lost components that are before all else."""
@@ -170,7 +186,8 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
         return best
     if not best.score and _wraps(ways[-1].have) != _wraps(ways[-1].want):
         best = ways[-1]
-    best = max([best, *_fronts(ways[-1])], key=lambda way: way.score)
+    fronts = (way for way in _fronts(ways[-1]) if way.is_likely)
+    best = max([best, *fronts], key=lambda way: way.score)
     return _moved(best) if best.score and not best.is_complete else best
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
+from ckptool.matching.allowance import Allowance
 from ckptool.matching.judging import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
-from ckptool.remedies import Argument, Remedy
+from ckptool.remedies import Remedy
 from ckptool.render.diff_rows import folded, share
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
@@ -56,10 +57,9 @@ def match_lines(
     or as `options` of the command line. Where tables are all that is asked for (`look.fmt`), the
     table alone, no row folded.
     """
-    taken = report.fits if judgement is None else judgement.accepted
     if look.fmt:
         return _table(_rows(report, fold=False), look)
-    heading = _heading(report, look, taken)
+    heading = _heading(report, look, judgement or Allowance().judged(report))
     unseen = _unseen(judgement)
     if _is_plain(report) and not unseen:
         return apart([(*heading, *_ties(report, look)), _optimizer(report, look)])
@@ -82,7 +82,7 @@ def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iter
     """What helps, as options; of what is accepted the `command` that writes it, if there is one."""
     if judgement.remedy:
         yield ""
-        yield from wrapped(f"hint: {clean(as_options(judgement.remedy))}", look.width)
+        yield f"hint: {clean(as_options(judgement.remedy))}"  # broken, no shell would take it
     if judgement.accepted and command:
         yield ""
         yield look.bold("to write it under these names")
@@ -102,7 +102,8 @@ def _notes(
         text = _meaning(status, report, options)
         if text:
             yield from wrapped(f"{status}: {text}", look.width)
-    for note in (*report.notes, *unseen):
+    other_forms = (text for text, _ in report.reformed)
+    for note in (*report.moved, *report.respelled, *other_forms, *report.notes, *unseen):
         yield from wrapped(f"note: {clean(note)}", look.width)
 
 
@@ -112,9 +113,13 @@ def _is_plain(report: MatchReport) -> bool:
     return report.fits and not any((*beside, report.notes))
 
 
-def _heading(report: MatchReport, look: Look, taken: bool) -> Iterator[str]:
-    """`model.pth does not fit ResNet: 60 of its 62 tensors fit (98.1% of the parameters)`."""
+def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[str]:
+    """`model.pth does not fit ResNet: 60 of its 62 tensors fit (98.1% of the parameters)`.
+
+    Where all of them do, the first reason why it is refused all the same.
+    """
     file, model = clean(report.file) or _IN_MEMORY, clean(report.model) or _NO_CLASS
+    taken = judgement.accepted
     verdict = "fits" if taken else "does not fit"
     allowed = " with what is allowed" if taken and not report.fits else ""
     whole = max(report.parameters, 1)
@@ -126,6 +131,8 @@ def _heading(report: MatchReport, look: Look, taken: bool) -> Iterator[str]:
         met = f"{tensors}, {parameters}"
     elif not report.names:
         met = "that has no tensors"
+    elif report.fitting == report.names and not taken:
+        met = clean(judgement.problems[0].text)
     elif report.fitting == report.names:
         met = f"all of its {tensors} are met" if report.names > 1 else "its 1 tensor is met"
     text = f"{file} {verdict} {model}{allowed}: {met}"
@@ -276,11 +283,8 @@ def _label(name: str) -> str:
 
 def _meaning(status: str, report: MatchReport, options: bool) -> str:
     if status == "AMBIGUOUS":
-        lone = all(len(one.rules) == 1 for one in report.ambiguous)
-        why = "names and shapes do not settle it" if lone else "several would do"
-        rule = next((rule for one in report.ambiguous for rule in one.rules), "")
-        decides = _argument(("rules", (rule,)), options) if rule else "a rule of yours"
-        return f"{why}, and none is guessed; {decides} decides it"
+        decides = "a rule of yours" if options else _deciding(report)
+        return f"names and shapes do not settle it, and none is guessed; {decides} decides it"
     if status == "CAST" and not any(cast.lossy for cast in report.cast):
         return "becomes the model's type as it is loaded"
     text = _MEANINGS.get(status, "")
@@ -288,9 +292,11 @@ def _meaning(status: str, report: MatchReport, options: bool) -> str:
     return text.format(f"--{name.replace('_', '-')}" if options else name)
 
 
-def _argument(argument: Argument, options: bool) -> str:
-    remedy = Remedy((argument,))
-    return clean(as_options(remedy) if options else str(remedy))
+def _deciding(report: MatchReport) -> str:
+    """The first rule, if there is one; not where one would be for a single layer of several."""
+    is_more = report.moved or report.respelled or report.reformed
+    rules = [] if is_more else [rule for one in report.ambiguous for rule in one.rules]
+    return f"`{clean(str(Remedy((('rules', tuple(rules[:1])),))))}`" if rules else "a rule of yours"
 
 
 _WHOLE = {
@@ -326,7 +332,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
     if found.problems and found.remedy:
-        yield from wrapped(f"what helps: {clean(found.remedy)}", look.width)
+        yield f"what helps: {clean(found.remedy)}"
     for row in _cut(_cast(found.cast, fold=True)):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
     for note in found.notes:

@@ -162,12 +162,25 @@ def test_a_file_of_that_name_wins(home, tmp_path):
 @pytest.mark.parametrize(
     "word", ["model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"]
 )
-def test_other_words_are_files(word):
+def test_other_words_are_files_and_where_there_is_none_both_forms_are_told(word):
     assert not is_factory(word)
-    assert referred(word) == word
+    with pytest.raises(FileMissing) as caught:
+        referred(word)
+    assert "module:factory" in caught.value.hint
 
 
 def test_the_library_takes_no_such_word(home):
     with pytest.raises(FileMissing):
         target_like(f"{home}:Net")
     assert home not in sys.modules
+
+
+def test_a_script_and_a_name_that_it_has_not_come_with_the_names_that_are_meant(home, tmp_path):
+    (tmp_path / "net.py").write_text("def build(): pass\n")
+    script = tmp_path / "net.py"
+    with pytest.raises(UsageError, match="is a Python script") as caught:
+        referred(str(script))
+    assert caught.value.hint.startswith("net:factory; ")
+    with pytest.raises(UsageError) as caught:
+        built(f"{home}:Gone")
+    assert caught.value.hint.startswith("there is Net, Needy, Box")

@@ -205,12 +205,20 @@ def test_several_state_dicts_are_chosen_between_by_name(ckptool, folder):
     torch.save({"a": net().state_dict(), "b": Outer().state_dict()}, "both.pth")
     done = ckptool("match", "both.pth", "--like", "ref.pth")
     assert (done.code, done.out) == (2, "")
-    assert "hint: choose one: --key a" in done.err
+    assert "hint: choose one: `--key a`; or `--key b`" in done.err
     assert ckptool("match", "both.pth", "--like", "ref.pth", "--key", "a").code == 0
     done = ckptool("match", "ref.pth", "--like", "both.pth")
     assert (done.code, done.out) == (2, "")
-    assert "hint: choose one: --like-key a" in done.err
+    assert "hint: choose one: `--like-key a`; or `--like-key b`" in done.err
     assert ckptool("match", "ref.pth", "--like", "both.pth", "--like-key", "b").code == 0
+
+
+def test_of_several_state_dicts_the_one_that_fits_is_told_first(ckptool, folder):
+    torch.save({"ema": {"n": torch.ones(2)}, "model": net().state_dict()}, "both.pth")
+    done = ckptool("match", "both.pth", "--like", "ref.pth")
+    assert "hint: `--key model` fits; or `--key ema`" in done.err
+    done = ckptool("match", "both.pth", "--like", f"{folder}:net")
+    assert "hint: `--key model` fits; or `--key ema`" in done.err
 
 
 def test_code_that_builds_the_model_is_a_reference(ckptool, folder):
@@ -285,7 +293,7 @@ def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_
     assert done.code == 0
     done = ckptool("match", file, "--like", reference)
     (hint,) = [line for line in done.out.splitlines() if line.startswith("hint: ")]
-    told = shlex.split(hint.removeprefix("hint: ").partition("; or rules")[0])
+    told = shlex.split(hint.split("`")[1])
     assert told[1:] == given
     assert "--allow-missing=$'\\x1b#0m'" in hint
 
@@ -299,16 +307,17 @@ def test_what_is_advised_is_enough(ckptool, tmp_path):
     done = ckptool("match", *words)
     *_, hint = done.out.splitlines()
     assert hint == (
-        "hint: --map '^encoder_q\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_k.*' "
+        "hint: `--map '^encoder_q\\.=>encoder.' --allow-missing=fc "
+        "--allow-unexpected='encoder_k.*'` "
         "(passes over encoder_k.{0..3}.w; leaves fc as the model has it); "
-        "or --map '^encoder_k\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_q.*' "
+        "or `--map '^encoder_k\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_q.*'` "
         "(passes over encoder_q.{0..3}.w; leaves fc as the model has it)"
     )
     remedy = ckptool("match", *words, "--json").document["remedy"]
     assert f"hint: {remedy['text']}" == hint
     assert ckptool("match", *words, *remedy["options"]).code == 0
     done = ckptool("convert", words[0], tmp_path / "out.pth", *words[1:])
-    assert "hint: --rename '^encoder_q\\.=>encoder.' --allow-missing" in done.err
+    assert "hint: `--rename '^encoder_q\\.=>encoder.' --allow-missing" in done.err
 
 
 @pytest.mark.parametrize(

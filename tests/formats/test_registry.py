@@ -21,7 +21,7 @@ def test_an_entry_names_its_format_and_whether_it_can_be_written(entry):
 
 def test_the_writable_ones_are_found_by_name():
     assert [writer(name).name for name in WRITABLE] == list(WRITABLE)
-    with pytest.raises(ckptool.UsageError, match="--format takes torch-zip, torch-legacy"):
+    with pytest.raises(ckptool.UsageError, match="--format takes torch-zip, safetensors"):
         writer("pt2")
 
 

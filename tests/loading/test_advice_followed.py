@@ -1,6 +1,7 @@
 """What a refusal advises, given as it is told, loads; and it says what is not loaded then."""
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 import ckptool
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Slot, matched
+from ckptool.render.remedies import as_options, option_words
 from ckptool.transforms import regex_rule
 from tests.loading.test_renamed_trees import cases
 from tests.loading.test_temptations import BODY, WRONG, built, layers, state_of
@@ -84,8 +86,7 @@ def test_a_rule_that_is_not_all_comes_with_what_makes_it_load(case):
 def test_the_text_is_the_call(case):
     have, want, _ = NOT_ALL[case]
     error = refused(have, want)
-    (call, *_) = re.split(r" \(|; or ", error.hint, maxsplit=1)
-    given = eval(f"dict({call})")
+    given = eval(f"dict({told(error.hint)[0]})")
     assert given == {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in error.remedy.arguments
@@ -102,17 +103,35 @@ def followed(have, want, arguments):
     return Allowance(**allowed).problems(match.report)
 
 
+def told(text):
+    """What of a hint can be given as it stands: what is in backticks, or all of it."""
+    return [found[1] for found in re.findall(r"(`+)(.+?)\1", text)] or [text]
+
+
+def check_texts(remedy):
+    """What is told can be pasted, into Python and into a shell, and is what is meant."""
+    ways = [way for way in (remedy, *remedy.instead) if way.arguments]
+    calls, options = told(str(remedy)), told(as_options(remedy))
+    if not ways:
+        return
+    assert len(ways) == len(calls) == len(options), str(remedy)
+    for way, call, line in zip(ways, calls, options, strict=True):
+        given = {
+            name: [*value] if isinstance(value, tuple) else value for name, value in way.arguments
+        }
+        assert eval(f"dict({call})") == given
+        assert shlex.split(line) == option_words(way)
+
+
 def check_advice(have, want):
     have, want = ({name: Slot(shape) for name, shape in side.items()} for side in (have, want))
     match = matched(have, want)
     remedy = Allowance().judged(match.report, match.again).remedy
+    check_texts(remedy)
     for way in (remedy, *remedy.instead):
         given = dict(way.arguments)
         to_fill_in = not given or "key" in given or given.get("rules") == ("REGEX=>REPL",)
-        note = way.note
-        if note == " instead":
-            given, note = {**dict(remedy.arguments), **given}, remedy.note
-        if to_fill_in or "more is asked then" in note:
+        if to_fill_in or "more is asked then" in way.note:
             continue
         assert followed(have, want, given.items()) == (), str(remedy)
 

@@ -44,3 +44,9 @@ def imported(request, tmp_path_factory):
 def test_it_imports_nothing_that_is_seldom_needed(imported, what):
     assert "ckptool.matching.matched" in imported
     assert not imported.intersection(SELDOM[what])
+
+
+@pytest.mark.parametrize("imported", ["safetensors"], indirect=True)
+def test_of_a_file_without_a_pickle_no_pickle_is_read(imported):
+    assert "ckptool.formats.safetensors" in imported
+    assert not [name for name in imported if name.startswith("ckptool.symbolic")]

@@ -127,10 +127,10 @@ def test_keys_choose_on_both_sides(tmp_path):
     both = {"model": net().state_dict(), "ema": net().state_dict()}
     with pytest.raises(AmbiguousName, match="the dict holds 2 state dicts") as raised:
         ckptool.match(both, net())
-    assert raised.value.hint == "choose one: key='model'"
+    assert raised.value.hint == "choose one: `key='model'`; or `key='ema'`"
     with pytest.raises(AmbiguousName) as raised:
         ckptool.match(net().state_dict(), both)
-    assert raised.value.hint == "choose one: like_key='model'"
+    assert raised.value.hint == "choose one: `like_key='model'`; or `like_key='ema'`"
     with pytest.raises(NotFound, match="the dict holds no state dict"):
         ckptool.match({"epoch": 3}, net())
     state_dict, _ = ckptool.match(both, both, key="ema", like_key="model")

@@ -77,8 +77,9 @@ def test_rules_that_rule_each_other_out_are_all_told():
     rest = Remedy((("allow_unexpected", True),), " (passes over it)")
     other = Remedy((("allow_missing", True),))
     assert str(ruling([unclear], left_over(s=rest, t=rest, u=other))) == (
-        "rules=['^s=>'], allow_unexpected=True (passes over it); or rules=['^t=>'] instead; "
-        "or rules=['^u=>'], allow_missing=True"
+        "`rules=['^s=>'], allow_unexpected=True` (passes over it); "
+        "or `rules=['^t=>'], allow_unexpected=True` (passes over it); "
+        "or `rules=['^u=>'], allow_missing=True`"
     )
 
 
@@ -197,15 +198,15 @@ def test_a_module_is_doubted_of_which_the_file_has_all_shapes_left_over():
 def test_what_is_doubted_is_allowed_where_it_is_not_the_same():
     allowed = Remedy((("allow_missing", ("a.w",)),))
     assert str(doubted(["a.w", "a.b"], allowed)) == (
-        "a.w, a.b may be in the file under another name: rules=['REGEX=>REPL']; "
-        "or allow_missing=['a.w'] where it is not"
+        "a.w, a.b may be in the file under another name: `rules=['REGEX=>REPL']`; "
+        "or `allow_missing=['a.w']` where it is not"
     )
-    assert str(doubted(["a.w"], SCATTERED)).endswith("name: rules=['REGEX=>REPL']")
+    assert str(doubted(["a.w"], SCATTERED)).endswith("name: `rules=['REGEX=>REPL']`")
 
 
 def test_what_wrote_the_file_comes_first():
     allowed = Remedy((("allow_missing", ("a.w",)),))
     assert str(by_who_wrote_it("Net.from_pretrained('x')", allowed)) == (
-        "Net.from_pretrained('x'); or allow_missing=['a.w']"
+        "Net.from_pretrained('x'); or `allow_missing=['a.w']`"
     )
     assert str(by_who_wrote_it("Net.from_pretrained('x')", OTHER)) == "Net.from_pretrained('x')"

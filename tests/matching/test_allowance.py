@@ -150,7 +150,7 @@ def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
     assert first.kind == "ambiguous"
     assert first.text == "not guessed: s.a.w, s.b.w, t.a.w may be a.w, b.w"
     assert str(first.remedy) == (
-        r"rules=[r'^s\.=>'], allow_unexpected=['t.a.w'] (passes over t.a.w)"
+        r"`rules=[r'^s\.=>'], allow_unexpected=['t.a.w']` (passes over t.a.w)"
     )
     assert Allowance().refusal(found).remedy == first.remedy
     assert Allowance().refusal(found).hint == str(first.remedy)
@@ -158,7 +158,7 @@ def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
     assert kinds(Allowance(unexpected=True), found) == ["ambiguous", "missing"]
 
 
-def test_where_a_lone_module_speaks_for_a_rule_allowing_comes_first():
+def test_where_a_lone_module_speaks_for_a_rule_that_comes_first_as_a_question():
     unclear = Ambiguity(("cls.w", "cls.b"), ("pooler.w", "pooler.b"), (r"^cls\.=>pooler.",))
     found = report(
         missing_keys=["pooler.w", "pooler.b"],
@@ -167,8 +167,9 @@ def test_where_a_lone_module_speaks_for_a_rule_allowing_comes_first():
     )
     assert kinds(Allowance(), found) == ["missing", "unexpected", "ambiguous"]
     assert Allowance().refusal(found).hint == (
-        "allow_missing=['pooler.w', 'pooler.b'], allow_unexpected=['cls.w', 'cls.b']; "
-        r"or rules=[r'^cls\.=>pooler.'] where that is the same layer"
+        r"`rules=[r'^cls\.=>pooler.']` where that is the same layer; or "
+        "`allow_missing=['pooler.w', 'pooler.b'], allow_unexpected=['cls.w', 'cls.b']` "
+        "where it is not"
     )
 
 
@@ -237,7 +238,7 @@ def test_what_helps_against_the_optimizers_first_problem_is_in_the_hint():
     assert [str(one.remedy) for one in Allowance(strict=False).problems(found)] == [
         "optimizer_key='a'", "",
     ]  # fmt: skip
-    assert Allowance().refusal(found).hint == "allow_missing=['b'], optimizer_key='a'"
+    assert Allowance().refusal(found).hint == "`allow_missing=['b']`, optimizer_key='a'"
 
 
 def test_a_refusal_is_three_lines_a_hint_and_the_report():
@@ -263,7 +264,7 @@ def test_its_hint_is_what_has_to_be_allowed():
     assert Allowance().refusal(missing).hint == "allow_missing='layers.*'"
     both = report(missing_keys=["a", "b.c", "d", "e"], unexpected_keys=["f"])
     assert Allowance().refusal(both).hint == (
-        "allow_missing=['a', 'b.c', 'd', 'e'], allow_unexpected=['f']; "
+        "`allow_missing=['a', 'b.c', 'd', 'e'], allow_unexpected=['f']`; "
         "or rules of yours, where only names differ"
     )
 
@@ -274,7 +275,7 @@ def test_what_the_hint_says_helps():
     assert (
         Allowance()
         .refusal(found)
-        .hint.startswith("allow_missing='layers.*', allow_unexpected=['b[[]0]']; or")
+        .hint.startswith("`allow_missing='layers.*', allow_unexpected=['b[[]0]']`; or")
     )
 
 
@@ -285,7 +286,7 @@ def test_names_that_look_like_arguments_are_only_names():
         ("allow_missing", (name,)),
         ("allow_unexpected", ("min_coverage",)),
     )
-    assert eval(f"dict({error.hint.partition(';')[0]})")["allow_missing"] == [name]
+    assert eval(f"dict({error.hint.split('`')[1]})")["allow_missing"] == [name]
 
 
 def test_a_name_with_a_control_character_is_in_an_argument_what_it_is():
@@ -303,7 +304,7 @@ def test_of_a_question_without_a_rule_none_is_told_for_the_same_layer():
         ambiguous=(Ambiguity(("a]b.w",), ("b.w",), (r"^a\]b\.=>b.",)),),
     )  # fmt: skip
     hint = Allowance().refusal(ruled).hint
-    assert hint.endswith(r"; or rules=[r'^a\]b\.=>b.'] where that is the same layer")
+    assert hint.startswith(r"`rules=[r'^a\]b\.=>b.']` where that is the same layer; or ")
 
 
 def test_what_could_not_be_tried_is_what_helps_wherever_it_is_refused():

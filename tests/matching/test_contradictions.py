@@ -38,6 +38,9 @@ def changed(have, want):
         ("encoder_q", "encoder_k"),
         ("cross_attn", "self_attn"),
         ("encoder", "decoder"),
+        ("actor", "critic"),
+        ("student", "teacher"),
+        ("decoder.layer", "encoder.blocks"),
     ],
 )
 def test_a_number_or_an_opposite_in_a_word_decides(own, wanted):
@@ -84,6 +87,38 @@ def test_parts_that_both_lack_something_are_not_taken_for_each_other():
     have = layers("teacher.layers") | {"teacher.stem.w": Slot((9, 3)), "other.w": Slot((2, 2))}
     want = layers("student.layers") | {"student.pos.w": Slot((5, 4)), "other.w": Slot((2, 2))}
     assert changed(have, want) == ({}, True)
+
+
+def test_a_part_that_stays_in_another_does_not_give_a_block_away():
+    have = layers("encoder.net") | lone("encoder.head") | {"dec.w": Slot((3, 3))}
+    want = layers("predictor") | lone("encoder.classifier") | {"out.w": Slot((2, 2))}
+    assert changed(have, want) == ({}, True)
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        ({"old.w": Slot((3, 3))}, {"new.w": Slot((2, 2))}),
+        (lone("visual.head"), {}),
+        ({}, lone("image.pos")),
+    ],
+)
+def test_where_another_part_is_made_alike_and_something_is_left_it_is_a_question(have, want):
+    have, want = block("text") | have, block("text") | want
+    assert changed(have | layers("visual"), want | layers("image")) == ({}, True)
+
+
+def test_of_parts_made_alike_one_has_another_word_where_nothing_is_left():
+    pairs, _ = changed(block("text") | layers("visual"), block("text") | layers("image"))
+    assert len(pairs) == 3 * len(BLOCK)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("head", "boxes"), ("backbone.head", "boxes")])
+def test_a_part_of_another_word_beside_a_new_head_is_concluded(mine, theirs):
+    have = layers("backbone") | lone(mine)
+    want = layers("encoder") | {f"{theirs}.w": Slot((9, 4))}
+    pairs, _ = changed(have, want)
+    assert len(pairs) == 3 * len(BLOCK)
 
 
 def test_what_is_called_the_same_then_and_has_another_shape_does_not_speak_against_it():

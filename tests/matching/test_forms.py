@@ -100,11 +100,15 @@ def test_the_old_spectral_norm_which_leaves_a_hook_behind_is_put_on_later():
     )
 
 
-def test_of_two_norms_both_are_told():
-    file, model = generator(NEW.weight_norm), generator(NEW.spectral_norm)
-    first, second = refusal(model, file.state_dict()).report.reformed
-    assert first[0].startswith("the model has spectral_norm on")
-    assert second[0].startswith("the file has weight_norm on")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("theirs", [OLD.spectral_norm, NEW.spectral_norm])
+@pytest.mark.parametrize("mine", [OLD.weight_norm, NEW.weight_norm])
+def test_of_two_norms_both_are_told(mine, theirs):
+    file, model = generator(mine), generator(theirs)
+    (told,) = refusal(model, file.state_dict()).report.reformed
+    assert told[0].startswith("the file has weight_norm on")
+    assert told[0].endswith(", and the model has spectral_norm")
+    assert told[1].startswith("load into a model that has weight_norm on")
 
 
 def test_another_tensor_than_weight_is_named_and_a_parametrization_of_ones_own_is_told():

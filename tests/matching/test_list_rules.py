@@ -74,7 +74,7 @@ def test_what_is_told_of_a_list_loads_all_of_it(number):
 
     judgement = Allowance().judged(unmet, Again(again, have, want))
     assert str(judgement.remedy).startswith(
-        r"rules=[r'^layer_(\d+)\.=>layers.\1.'], allow_unexpected=['old.w'] (passes over old.w)"
+        r"`rules=[r'^layer_(\d+)\.=>layers.\1.'], allow_unexpected=['old.w']` (passes over old.w)"
     )
     given = dict(judgement.remedy.arguments)
     after = again(given["rules"])

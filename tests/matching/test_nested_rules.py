@@ -1,9 +1,9 @@
-"""Modules that one side has one module deeper."""
+"""Modules that one side has one module deeper, or under another name."""
 
 import pytest
 
 from ckptool.matching import Allowance, Slot, matched
-from ckptool.matching.nested_rules import nested_rules
+from ckptool.matching.nested_rules import nested_rules, twin_rules
 
 
 def module(path, size=3):
@@ -49,3 +49,19 @@ def test_a_head_that_is_there_under_another_name_is_not_left_at_random(wrap):
         "rules": (rf"^{wrap}head\.=>{wrap}head.fc.".replace("module.h", r"module\.h", 1),),
         "allow_unexpected": (f"{wrap}index",),
     }
+
+
+def test_a_module_that_alone_has_the_same_is_a_question_with_its_rule():
+    file, model = module("norm"), module("ln_f")
+    assert twin_rules(file, model) == (r"^norm\.=>ln_f.",)
+    assert twin_rules(file | module("x"), model) == ()
+    assert twin_rules({f"l.1.{name}": slot for name, slot in file.items()}, model) == ()
+    more = (
+        {"extra.weight": Slot((7, 7)), "body.weight": Slot((5, 5))},
+        {"other.weight": Slot((8, 8)), "body.weight": Slot((5, 5))},
+    )
+    match = matched(file | more[0], model | more[1])
+    first, second = Allowance().judged(match.report, match.again).remedy.instead
+    assert first.note.endswith(" where that is the same layer")
+    assert dict(first.arguments)["rules"] == (r"^norm\.=>ln_f.",)
+    assert "rules" not in dict(second.arguments)

@@ -6,6 +6,7 @@ from ckptool.matching.allowance import Allowance
 from ckptool.matching.matched import matched
 from ckptool.matching.numbering import moved_lists
 from ckptool.matching.slots import Slot
+from ckptool.transforms.name_rules import regex_rule
 
 
 def report(own, wanted):
@@ -24,9 +25,7 @@ def test_a_list_that_is_counted_from_another_number_is_told_with_both_ranges(fro
     )
     error = Allowance().refusal(found)
     assert str(error).endswith(found.moved[0])
-    assert "all of the list; or allow_missing=['layers.0.a.w', " in error.hint
-    assert error.hint.endswith(" where equal numbers are the same layers")
-    assert "rules=" not in error.hint
+    assert error.hint == f"{found.moved[0]}: `rules=['REGEX=>REPL']` for each layer of the list"
     assert error.remedy.arguments == ()
 
 
@@ -58,14 +57,26 @@ def numbered(*forms, rng=range(4), below=BLOCK):
         ("layers{}", range(1, 5), "x.layers_{}", "layers{1..4} of the file may be x.layers_{0..3}"),
     ],
 )
-def test_lists_of_other_names_or_numbers_in_words_are_told_and_no_rule(own, rng, wanted, told):
+def test_lists_of_other_names_or_numbers_in_words_are_told_and_a_rule_for_each_layer(
+    own, rng, wanted, told
+):
     rest = {"embed.w": Slot((9, 4), "float32")}
     found = matched(rest | numbered(own, rng=rng), rest | numbered(wanted))
     assert found.report.moved == (f"{told} of the model, by other numbers",)
     assert {n for n, h in found.pairs.items() if n != h} == set()
     hint = Allowance().judged(found.report, found.again).remedy
-    assert hint.arguments == ()
-    assert "rules=" not in str(hint)
+    assert (hint.arguments, hint.lead) == ((), f"{told} of the model, by other numbers: ")
+    (asked,) = hint.instead
+    assert asked.note == " where they are the same layers, in this order"
+    rules = map(regex_rule, dict(asked.arguments)["rules"])
+    again = matched(rest | numbered(own, rng=rng), rest | numbered(wanted), rules=rules)
+    assert again.report.fits
+    layer = {wanted.format(n): own.format(at) for n, at in zip(range(4), rng, strict=True)}
+    assert all(
+        again.pairs[f"{new}.{name}"] == f"{old}.{name}"
+        for new, old in layer.items()
+        for name in BLOCK
+    )
 
 
 def test_leaves_with_numbers_are_a_list():
@@ -108,7 +119,7 @@ def test_a_list_that_has_all_under_other_names_is_told_and_is_not_to_stay_at_ran
     error = Allowance().refusal(found)
     assert str(error).endswith(found.respelled[0])
     assert error.hint == (
-        "give the layers' tensors the names that the model has: rules=['REGEX=>REPL']"
+        "give the layers' tensors the names that the model has: `rules=['REGEX=>REPL']`"
     )
     assert error.remedy.arguments == ()
 

@@ -27,7 +27,7 @@ def test_a_part_that_has_moved_is_told_and_not_allowed_before_that(names, front)
     error = Allowance().refusal(match.report, match.again)
     assert str(error).endswith(told)
     assert error.remedy.arguments == ()
-    assert error.hint.startswith("give the layers of the file their new numbers first")
+    assert error.hint.startswith(f"{told}: `rules=[")
 
 
 def test_a_part_that_more_layers_have_has_not_moved():
@@ -53,5 +53,6 @@ def test_where_next_to_nothing_fits_it_is_not_allowed_even_for_equal_numbers():
     match = matched(have | more[0], want | more[1])
     assert match.report.moved
     assert str(Allowance().refusal(match.report, match.again).remedy) == (
-        "give the layers of the file their new numbers first, all of the list"
+        "other.{1..2} of the file may be other.{3..4} of the model, by other numbers: "
+        "`rules=['REGEX=>REPL']` for each layer of the list"
     )

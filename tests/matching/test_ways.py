@@ -38,6 +38,14 @@ def test_wrappers_come_off_where_nothing_meets():
         (["b.x", "b.y"], ["a.b.x", "a.b.y"], "", "a."),
         (["a.b.x", "a.b.y"], ["x", "y"], "a.b.", ""),
         (["a.x", "a.y"], ["c.x", "c.y"], "", ""),
+        (["a.b.0.x", "a.b.1.x", "a.n.x"], ["c.0.x", "c.1.x", "n.x"], "", ""),
+        (["a.0.x", "a.1.x", "a.2.x"], ["c.0.x", "c.1.x", "c.2.x", "0.x"], "", ""),
+        (
+            ["a.p.x", "a.q.x", "a.b.x", "a.c.x", "a.d.x"],
+            ["p.x", "q.x", "e.x", "f.x", "g.x"],
+            "a.",
+            "",
+        ),
     ],
 )
 def test_a_front_comes_off_one_side_and_is_never_replaced(have, want, front, other):

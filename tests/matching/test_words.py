@@ -27,7 +27,14 @@ def test_short_for_one_another_is_alike(one, other):
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("cross_attn", "self_attn"), ("encoder_q", "encoder_k"), ("encoder", "decoder")],
+    [
+        ("cross_attn", "self_attn"),
+        ("encoder_q", "encoder_k"),
+        ("encoder", "decoder"),
+        ("actor", "critic"),
+        ("query", "key"),
+        ("left_arm", "right_hand"),
+    ],
 )
 def test_words_that_are_made_to_be_told_apart_are_opposite(one, other):
     assert are_opposite(one, other)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckptool.matching import (
+    Allowance,
     Ambiguity,
     Cast,
     Judgement,
@@ -140,8 +141,10 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert row.startswith("l.{0..7}.q ")
     assert row.endswith("could be l.{0..7}.a, l.{0..7}.b")
     assert "UNEXPECTED" not in text
-    assert r"rules=[r'\.q$=>.a'] decides it" in text
-    assert r"--map '\.q$=>.a' decides it" in "\n".join(lines(found, options=True))
+    assert r"`rules=[r'\.q$=>.a']` decides it" in text
+    assert "a rule of yours decides it" in "\n".join(lines(found, options=True))  # the hint has it
+    moved = found.with_changes(moved=("l.{1..4} may be l.{0..3}",))
+    assert "a rule of yours decides it\nnote: l.{1..4} may be l.{0..3}" in str(moved)
 
 
 def test_ambiguities_that_do_not_change_in_step_stay_apart():
@@ -270,9 +273,20 @@ def test_numbers_without_end_do_not_make_a_cell_without_end():
     assert max(map(len, lines(found))) < 400
 
 
-def test_where_one_rule_alone_would_do_it_is_not_said_that_several_do():
+def test_a_question_is_not_said_to_have_several_answers():
     one = Ambiguity(("a.w", "a.b"), ("c.w", "c.b"), ("^a=>c",))
     text = str(report(parameters=1000, ambiguous=(one,)))
-    assert "AMBIGUOUS: names and shapes do not settle it, and none is guessed; rules=" in text
-    other = Ambiguity(("a.w",), ("c.w", "d.w"), ("^a=>c", "^a=>d"))
-    assert "several would do" in str(report(parameters=1000, ambiguous=(one, other)))
+    assert "AMBIGUOUS: names and shapes do not settle it, and none is guessed; `rules=" in text
+
+
+def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():
+    cast = Cast("a.w", "a.w", "float64", "float32", lossy=True, loss="2 of 4 overflow")
+    found = report(cast=(cast,), names=9, fitting=9)
+    reason = "1 tensor is changed by a cast: a.w float64 -> float32 (2 of 4 overflow)"
+    assert str(found).splitlines()[0] == f"model.pth does not fit Net: {reason}"
+    error = Allowance().refusal(found)
+    assert str(error) == f"model.pth does not fit Net: {reason}"
+    more = Allowance().refusal(found.with_changes(unexpected_keys=["x"]))
+    assert str(more).splitlines() == [
+        "model.pth does not fit Net: 1 tensor is not in the model: x", reason,
+    ]  # fmt: skip

@@ -48,4 +48,4 @@ def test_what_looks_like_an_option_is_given_to_one():
 def test_words_are_words_whatever_they_look_like():
     said = "allow_missing=True, rules=['a=>b']; min_coverage is"
     remedy = Remedy((("key", "a"),), f" {said}", f"{said}: ", (Remedy(note=said),))
-    assert as_options(remedy) == f"{said}: --key a {said}; or {said}"
+    assert as_options(remedy) == f"{said}: `--key a` {said}; or {said}"

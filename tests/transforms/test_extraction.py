@@ -121,7 +121,7 @@ def test_values_among_the_weights_are_no_weights():
 def test_between_raw_and_averaged_weights_nobody_guesses(run):
     with pytest.raises(AmbiguousName, match=r"model \(3 tensors\), ema \(2 tensors\)") as caught:
         part(run, model_only=True)
-    assert caught.value.hint == "choose one: key='model'"
+    assert caught.value.hint == "choose one: `key='model'`; or `key='ema'`"
     assert list(part(run, key="ema", model_only=True).root) == ["a.w", "b.w"]
     inner = {"run": {"net": state_dict(["w"]), "lr": 1}, "other": state_dict(["v"])}
     assert list(part(inner, key="run", model_only=True).root) == ["w"]

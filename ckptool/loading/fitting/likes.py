@@ -12,6 +12,7 @@ from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.live.slots import live_slots
 from ckptool.matching import EXTRA, Slot, Slots
+from ckptool.paths import printable
 from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
 
@@ -21,6 +22,8 @@ __all__ = ["target_like"]
 _REFERENCE = "the reference"
 """What messages call what has no name."""
 _WHOLE = frozenset((int,))
+_LONGEST = 60
+"""Of a value that is shown."""
 _SHAPES = "of a dict of shapes all are tuples of sizes: {'weight': (4, 3)}"
 _HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
 
@@ -65,8 +68,18 @@ def _of_source(like: Source, key: Any) -> Target:
         if error.remedy is not None:
             error.advise(error.remedy.with_names({"key": "like_key"}))
         elif isinstance(like, Mapping) and error.hint is None:
+            odd = [name for name, value in like.items() if not _is_shape(value)][:1]
+            told = f": {printable(repr(odd[0]))} has {_kind(like[odd[0]])}" if odd else ""
+            error.message = f"{_REFERENCE} is neither a state dict nor a dict of shapes{told}"
             error.advise(_SHAPES)
         raise
+
+
+def _kind(value: Any) -> str:
+    """`None`, `a str`, `(3, None)`."""
+    if value is None or isinstance(value, (tuple, list, int, float)):
+        return printable(repr(value))[:_LONGEST]
+    return f"a {type(value).__name__}"
 
 
 def _is_flat(like: Mapping[Any, Any]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptool._collecting import uncollected
 from ckptool.loading.fitting.contents import loss_of, same_elements
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.overlaps import differing_overlaps
@@ -28,6 +29,7 @@ _UNTRIED = " loads in its own way, which could not be tried beforehand"
 _NO_ENTRY = "a plain value, which no model takes"
 
 
+@uncollected()
 def planned(
     state: State,
     target: Target,

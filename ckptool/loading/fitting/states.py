@@ -20,6 +20,7 @@ from ckptool.loading.objects.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.paths import listed, printable
+from ckptool.remedies import Remedy
 from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
@@ -159,10 +160,14 @@ def stated(
     source: Source | torch.nn.Module,
     *,
     key: Any = None,
+    wanted: Slots | None = None,
     map_location: MapLocation = "cpu",
     mmap: bool = False,
 ) -> Iterator[State]:
     """The one state dict in `source`, or the one under `key`; a file is open meanwhile.
+
+    `wanted`, by which that of several which fits best is told where none is chosen, is not asked
+    otherwise.
 
     `map_location` and `mmap` are for what a file holds; tensors in memory stay where they are.
     A file needs no torch, but where its elements are made.
@@ -176,7 +181,7 @@ def stated(
     options = {"map_location": map_location, "mmap": mmap}
     if isinstance(source, (str, os.PathLike, Checkpoint)):
         with opened(source) as checkpoint:
-            state = _chosen(checkpoint, key, None, options)
+            state = _chosen(checkpoint, key, None, options, wanted)
             if state.section.unread:
                 warn(f"{state.file}: the state dict is read without {listed(state.section.unread)}")
             if not isinstance(source, Checkpoint) and os.path.isdir(source):
@@ -194,14 +199,22 @@ def stated(
             f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
         )
     boxes = Boxes()
-    with closing(_chosen(boxes.checkpoint(source), key, boxes, options)) as state:
+    with closing(_chosen(boxes.checkpoint(source), key, boxes, options, wanted)) as state:
         yield state
 
 
-def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: Mapping[str, Any]) -> State:
+def _chosen(
+    tree: Checkpoint,
+    key: Any,
+    boxes: Boxes | None,
+    options: Mapping[str, Any],
+    wanted: Slots | None,
+) -> State:
     try:
         section = model_state_dict(tree, key)
-    except AmbiguousName:
+    except AmbiguousName as error:
+        if wanted is not None and error.remedy is not None:
+            error.advise(_best_first(error.remedy, tree, wanted))
         raise
     except NotFound:
         if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
@@ -209,6 +222,25 @@ def _chosen(tree: Checkpoint, key: Any, boxes: Boxes | None, options: Mapping[st
         section = Section((), "state_dict", tree.root, tree.root)
     _check_names(section, tree)
     return State(tree, _with_counter(section, tree.root), boxes, options)
+
+
+def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
+    """The keys that may be given, as they stand in the file, after the one that fits best."""
+    from ckptool.matching import matched  # where none is chosen
+
+    def fitting(way: Remedy) -> tuple[bool, int]:
+        slots = slots_of(model_state_dict(tree, dict(way.arguments)["key"]))
+        report = matched(slots, wanted).report
+        return report.fits, report.fitting
+
+    ways = [remedy._replace(lead="", instead=()), *remedy.instead]
+    scores = [*map(fitting, ways)]
+    best = max(scores)
+    if best[1] == 0 or scores.count(best) > 1:
+        return remedy
+    first = ways.pop(scores.index(best))
+    note = " fits best" if not best[0] else " fits"
+    return Remedy(first.arguments, note, instead=tuple(ways))
 
 
 def _check_names(section: Section, tree: Checkpoint) -> None:
