@@ -27,25 +27,30 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
 
     `met` are the names that are loaded, `kept` those that are not asked for.
     """
-    every = {name: slot for name, slot in want.items() if name not in kept}
-    known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
-    if not known or any(slot.kind == "tensor" for slot in every.values()):
+    every = {name: slot for name, slot in want.items() if name not in kept} if kept else want
+    known = every
+    kinds = {slot.kind for slot in every.values()}
+    if "parameter" in kinds and "tensor" not in kinds:
+        known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
+    elif "extra" in kinds:
         known = {n: slot for n, slot in every.items() if slot.kind != "extra"} or every
-    once: dict[Hashable, str] = {}
-    for name, slot in known.items():
-        tie = ("", name) if slot.tie is None else slot.tie
-        if tie not in once or name in met:
-            once[tie] = name
+    once = [name for name, slot in known.items() if slot.tie is None]
+    if len(once) < len(known):
+        tied: dict[Hashable, str] = {}
+        for name, slot in known.items():
+            if slot.tie is not None and (slot.tie not in tied or name in met):
+                tied[slot.tie] = name
+        once += tied.values()
     shapes = {slot.shape: slot for slot in known.values()}
     sizes = {shape: slot.elements for shape, slot in shapes.items()}
     if not any(sizes.values()):  # there is nothing to count but names
-        sizes, once = dict.fromkeys(sizes, 1), {name: name for name in known}
-    loaded = Counter(known[name].shape for name in once.values() if name in met)
-    parameters = Counter(known[name].shape for name in once.values())
+        sizes, once = dict.fromkeys(sizes, 1), list(known)
+    loaded = Counter([known[name].shape for name in once if name in met])
+    parameters = Counter([known[name].shape for name in once])
     return {
         "loaded": sum(sizes[shape] * count for shape, count in loaded.items()),
         "parameters": sum(sizes[shape] * count for shape, count in parameters.items()),
-        "fitting": sum(name in met for name in every),
+        "fitting": sum([name in met for name in every]),
         "names": len(every),
     }
 

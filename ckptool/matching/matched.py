@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,13 +102,13 @@ def matched(
     direct = {**matching.wrong, **matching.direct}
     still = [name for name, own in matching.direct.items() if name == own]
     found = renamings(matching.stations(ruled), still, rules, matching.rules, have)
-    missing = matching.missing()
+    missing = matching.missing
     pairs = {name: matching.pairs[name] for name in want if name in matching.pairs}
     report = MatchReport(
         file=file,
         model=model,
         missing_keys=[name for name in missing if name not in kept],
-        unexpected_keys=[own for own in matching.unused() if own not in left_out],
+        unexpected_keys=[own for own in matching.unused if own not in left_out],
         mismatched=matching.mismatches(),
         renamed=found,
         cast=casts_of(pairs, have, want),
@@ -264,14 +265,14 @@ class _Matching:
 
         Torch's normalisations ask for none in an old state, and frozen ones take none.
         """
-        missing = self.missing()
+        missing = self.missing
         free = uncounted(missing, self.pairs, metadata)
         kept = {
             name: self._why_uncounted(name) if name in free else _NO_AVERAGE
             for name in missing
             if (name in free and beside(name) in self.want) or is_average_counter(name)
         }
-        unused = self.unused()
+        unused = self.unused
         near = {own for name, own in self.pairs.items() if unused and name.endswith(_MEAN)}
         left_out = {}
         for own in unused:
@@ -285,12 +286,14 @@ class _Matching:
         near = beside(counter)
         return _NOT_COUNTED if near in self.pairs or near in self.wrong else _NO_LAYER
 
+    @cached_property
     def missing(self) -> list[str]:
-        """Names of the model that nothing is known of, nor of what they are tied to."""
+        """Names of the model that nothing is known of, nor of what they are tied to: at the end."""
         return [n for n in self.want if n not in self.pairs and n not in self.wrong]
 
+    @cached_property
     def unused(self) -> list[str]:
-        """Names of the file that nothing takes."""
+        """Names of the file that nothing takes, at the end."""
         taken = {*self.pairs.values(), *self.wrong.values()}
         return [own for own in self.have if own not in taken]
 
@@ -298,18 +301,14 @@ class _Matching:
         """Names of the file that nothing takes, in closed modules, each as the model's."""
         if not self.closed:
             return {}
-        unused = set(self.unused())
+        unused = set(self.unused)
         mine = {name: own for name, own in self.files.items() if own in unused}
         return {mine[name]: full for name, full in self.closed.placed(mine).items()}
 
     def moved(self) -> tuple[Move, ...]:
         """Lists whose numbers may mean other layers."""
-        own, wanted = self._left()
-        if not (own and wanted):
-            return ()
-        return moved_lists(self.files, self.wanted, own, wanted) or moved_parts(
-            self.files, self.wanted, own, wanted
-        )
+        names = self.files, self.wanted, *self._left
+        return moved_lists(*names) or moved_parts(*names) if all(self._left) else ()
 
     def renumbering(self) -> list[str]:
         """Rules that give such lists of the file the model's numbers, in their order."""
@@ -318,18 +317,17 @@ class _Matching:
 
     def respelled(self) -> tuple[str, ...]:
         """Lists that are called otherwise below their numbers, in words."""
-        own, wanted = self._left()
-        return respelled_lists(own, wanted) if own and wanted else ()
+        return respelled_lists(*self._left) if all(self._left) else ()
 
     def reformed(self) -> tuple[tuple[str, str], ...]:
         """What the file has in another form, and what helps, in words."""
-        own, wanted = self._left()
         whole = not self._found
-        return reformed(own, wanted, self.wanted, as_a_whole=whole) if own and wanted else ()
+        return reformed(*self._left, self.wanted, as_a_whole=whole) if all(self._left) else ()
 
+    @cached_property
     def _left(self) -> tuple[dict[str, Slot], dict[str, Slot]]:
         """What of either side nothing meets, by its bare names."""
-        unused, missing = set(self.unused()), set(self.missing())
+        unused, missing = set(self.unused), set(self.missing)
         return (
             {name: self.have[full] for name, full in self.files.items() if full in unused},
             {name: self.want[full] for name, full in self.wanted.items() if full in missing},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptool.matching.inference import Inferred, inferred
@@ -69,10 +70,16 @@ def inferred_by_few(
 
 
 def _some(names: Mapping[str, Slot]) -> _Some:
-    groups: dict[tuple[str, object, str], tuple[list[str], list[str]]] = {}
+    groups: dict[Hashable, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    known: dict[str, tuple[str, bool]] = {}
     for name, slot in names.items():
-        early, late = groups.setdefault((_NUMBER.sub("\0", name), slot.shape, slot.kind), ([], []))
-        (late if _LATE.search(name) else early).append(name)
+        module, _, leaf = name.rpartition(".")
+        for part in (module, leaf):  # there are fewer of either than names
+            if part not in known:
+                known[part] = _NUMBER.sub("\0", part), _LATE.search(part) is not None
+        (above, is_late), (below, ends_late) = known[module], known[leaf]
+        group = groups[above, below, slot.shape, slot.kind]
+        group[is_late or ends_late].append(name)
     others = {name: names[name] for early, late in groups.values() if early for name in late}
     few = {name: slot for name, slot in names.items() if name not in others}
     both = [[*early, *late] for early, late in groups.values() if early and late]

@@ -70,7 +70,7 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
 
 def _doubled(names: Iterable[str]) -> bool:
     """Whether some name begins with a front twice, as one does that a front moves and is left."""
-    for name in names:
+    for name in {name.rpartition(".")[0] + "." for name in names}:
         parts = name.split(".", 2 * _DEEPEST)
         if len(set(parts)) == len(parts):
             continue

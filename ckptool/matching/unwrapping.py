@@ -51,6 +51,8 @@ def bare_forms(names: Collection[str]) -> list[Bare]:
 
 
 def _distinct(names: Collection[str], renamed: Bare) -> bool:
+    if len(renamed) == len(names):
+        return len(set(renamed.values())) == len(names)
     return len({renamed.get(name, name) for name in names}) == len(names)
 
 

@@ -214,7 +214,8 @@ def _fronts(bare: Way) -> Iterator[Way]:
             off, rest = (
                 "".join(f"{part}." for part in some) for some in (front[:end], front[end:])
             )
-            if any(name.startswith(rest) and off + name in side.loose for name in other.loose):
+            near = [name for name in other.loose if name.startswith(rest)] if rest else other.loose
+            if not side.loose.keys().isdisjoint(map(off.__add__, near)):
                 shorter = side.without(front[:end])
                 if shorter.is_sound:
                     yield Way(shorter, want) if is_mine else Way(have, shorter)
