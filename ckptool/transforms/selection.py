@@ -70,10 +70,13 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     what was saved as a state dict has what it was saved with.
     """
     of_module = chosen.kind == "module" or checkpoint.format in _PROGRAMS
-    root = OrderedMap(
-        (name, _detached(value) if of_module and isinstance(value, TensorRef) else value)
-        for name, value in chosen.node.items()
-    )
+    root = OrderedMap(chosen.node)
+    if of_module:
+        root.update(
+            (name, _detached(value))
+            for name, value in chosen.node.items()
+            if isinstance(value, TensorRef)
+        )
     if isinstance(chosen.node, OrderedMap):
         held = chosen.node.attributes  # alone it is the model's without saying so
         root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ def target_like(like: Any, *, key: Any = None) -> Target:
 
     if isinstance(like, torch.nn.Module):
         return target_of(like)
-    if isinstance(like, Mapping) and all(map(_is_shape, like.values())):
+    if isinstance(like, Mapping) and _are_shapes(like.values()):
         return Target(_REFERENCE, _of_shapes(like))
     if isinstance(like, Mapping) and key is None and _is_flat(like):
         return Target(_REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
@@ -68,7 +69,7 @@ def _of_source(like: Source, key: Any) -> Target:
         if error.remedy is not None:
             error.advise(error.remedy.with_names({"key": "like_key"}))
         elif isinstance(like, Mapping) and error.hint is None:
-            odd = [name for name, value in like.items() if not _is_shape(value)][:1]
+            odd = [name for name, value in like.items() if not _are_shapes([value])][:1]
             told = f": {printable(repr(odd[0]))} has {_kind(like[odd[0]])}" if odd else ""
             error.message = f"{_REFERENCE} is neither a state dict nor a dict of shapes{told}"
             error.advise(_SHAPES)
@@ -91,12 +92,12 @@ def _is_flat(like: Mapping[Any, Any]) -> bool:
     )
 
 
-def _is_shape(value: Any) -> bool:
-    if isinstance(value, Slot):
-        return True
-    if not isinstance(value, (tuple, list)):
+def _are_shapes(values: Iterable[Any]) -> bool:
+    shapes = [value for value in values if not isinstance(value, Slot)]
+    if not all(isinstance(shape, (tuple, list)) for shape in shapes):
         return False
-    return _WHOLE.issuperset(map(type, value)) and min(value, default=0) >= 0
+    sizes = list(chain.from_iterable(shapes))
+    return _WHOLE.issuperset(map(type, sizes)) and min(sizes, default=0) >= 0
 
 
 def _of_shapes(shapes: Mapping[Any, Any]) -> Slots:

@@ -12,7 +12,7 @@ from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.own_loading import OwnLoading
 from ckptool.matching import Match, MatchReport
-from ckptool.model import Global, Opaque
+from ckptool.model import Global, Opaque, TensorRef
 from ckptool.paths import listed, printable
 from ckptool.tensors import torch_dtype
 
@@ -41,11 +41,13 @@ def without_unmade(
     says why. What is lazy on both sides is kept. A `loading` of the model's own may do what
     torch does not; with `assign` nothing is cast. What is loaded is not counted anew.
     """
-    slots, report = target.slots, match.report
+    slots, report, root, mine = target.slots, match.report, state.root, state.slots
     found = {} if assign else _not_copied(report, target, loading)
     kept: dict[str, str] = {}
     for name, own in match.pairs.items():
-        node = state.root[own]
+        node = root[own]
+        if type(node) is TensorRef and mine[own].shape is not None and slots[name].kind != "extra":
+            continue  # as of most of many names
         is_lazy = _is_lazy(node, state, own)
         if is_lazy and slots[name].shape is None and slots[name].kind != "extra":
             if isinstance(node, Opaque):  # torch itself takes what is in memory

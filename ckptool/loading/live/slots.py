@@ -83,10 +83,10 @@ def _elements(tensor: torch.Tensor) -> Hashable:
 
 def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
     """Names of one tensor, by identity or as the same elements, each with what they share."""
-    places = {name: _place(tensor) for name, tensor in tensors.items()}
-    if len(set(places.values())) == len(places):
-        return {}
+    places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
     met = Counter(places.values())
+    if len(met) == len(places):
+        return {}
     keys: dict[str, Hashable] = {}
     for name, tensor in tensors.items():
         if met[places[name]] > 1:
