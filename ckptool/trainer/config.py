@@ -140,7 +140,7 @@ class TrainConfig:
         lr: Its learning rate, before the schedule.
         momentum: Of `sgd`.
         weight_decay: Of the optimizer.
-        schedule: `constant`, `cosine` and `linear` (to 0 at the last step), or `step`.
+        schedule: `constant`, `cosine` and `linear` (to 0 after the last step), or `step`.
         step_size: Epochs after which the schedule `step` multiplies the rate by `gamma`.
         gamma: What the schedule `step` multiplies the rate by.
         warmup: Steps over which the rate rises linearly to its own, before the schedule.
