@@ -29,6 +29,8 @@ class Remedy(NamedTuple):
     """What is said before them."""
     instead: tuple[Remedy, ...] = ()
     """Other ways, each in place of `arguments`."""
+    to_fill_in: bool = False
+    """Whether words of `arguments` stand for others: as they are they are of no use."""
 
     def __bool__(self) -> bool:
         """Whether it says anything."""
@@ -44,7 +46,8 @@ class Remedy(NamedTuple):
 
     def _told(self, spelled: Callable[[str, Given], str], between: str, tick: str) -> str:
         given = between.join(spelled(name, value) for name, value in self.arguments)
-        fence = 2 * tick if "`" in given else tick
+        tick_here = "" if self.to_fill_in else tick
+        fence = 2 * tick_here if "`" in given else tick_here
         own = f"{fence}{given}{fence}{self.note}" if given else self.note
         others = (other._told(spelled, between, tick) for other in self.instead)
         return self.lead + "; or ".join(filter(None, (own, *others)))

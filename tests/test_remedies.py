@@ -75,3 +75,10 @@ def test_an_error_has_them_as_data_and_as_text(kind):
     error = pickle.loads(pickle.dumps(error))
     assert (error.hint, error.remedy) == ("ask", None)
     assert kind("no").hint is None
+
+
+def test_what_is_to_be_filled_in_stands_in_no_backticks():
+    remedy = Remedy((("key", "NAME"),), " takes another", to_fill_in=True)
+    assert str(Remedy(instead=(remedy, Remedy((("key", "a"),))))) == (
+        "key='NAME' takes another; or `key='a'`"
+    )

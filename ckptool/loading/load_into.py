@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, warn
-from ckptool.loading.arguments import check_arguments
+from ckptool.loading.arguments import advising, check_arguments
 from ckptool.loading.filling.agreement import agreement
 from ckptool.loading.filling.assigning import trainable
 from ckptool.loading.filling.installing import Installation
@@ -129,6 +129,21 @@ def load_into(
                 mismatched=allow_mismatched,
                 lossy_cast=allow_lossy_cast,
                 min_coverage=min_coverage,
+            )
+            rules, prefixes = list(rules), list(prefixes)
+            held.enter_context(
+                advising(
+                    rules=rules,
+                    prefixes=prefixes,
+                    allow_missing=allow_missing,
+                    allow_unexpected=allow_unexpected,
+                    allow_mismatched=allow_mismatched,
+                    allow_lossy_cast=allow_lossy_cast,
+                    min_coverage=min_coverage,
+                    key=key,
+                    optimizer_key=optimizer_key,
+                    optimizer_order=optimizer_order,
+                )
             )
             target = target_of(model)
             mapped = any(tensor.is_meta for tensor in target.entries.values())

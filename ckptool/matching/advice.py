@@ -13,7 +13,7 @@ from ckptool.matching.folding import folded
 from ckptool.matching.globs import globs_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.paths import printable
-from ckptool.remedies import Argument, Remedy, together
+from ckptool.remedies import Remedy, together
 from ckptool.transforms.name_rules import regex_rule
 
 __all__ = [
@@ -46,20 +46,18 @@ _NAMED = (None, (), (1,))
 """Shapes that say nothing of what a tensor is."""
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
 
-ANY_RULE: Argument = ("rules", ("REGEX=>REPL",))
-"""For the reader to fill in: no rule is known."""
-BELOW = Remedy(
-    lead="give the layers' tensors the names that the model has: ", instead=(Remedy((ANY_RULE,)),)
-)
+ANY_RULE = Remedy((("rules", ("REGEX=>REPL",)),), to_fill_in=True)
+"""No rule is known."""
+BELOW = Remedy(lead="give the layers' tensors the names that the model has: ", instead=(ANY_RULE,))
 NAMES = Remedy(
     lead="what is left on both sides has the same shapes: ",
-    instead=(Remedy((ANY_RULE,), note=" gives it the names that the model has"),),
+    instead=(ANY_RULE._replace(note=" gives it the names that the model has"),),
 )
 OTHER = Remedy(
     lead="is it of another model? ",
     instead=(
-        Remedy((("key", "NAME"),), note=" takes another state dict of the file"),
-        Remedy((ANY_RULE,), note=" renames"),
+        Remedy((("key", "NAME"),), " takes another state dict of the file", to_fill_in=True),
+        ANY_RULE._replace(note=" renames"),
     ),
 )
 
@@ -238,7 +236,7 @@ def either(question: Remedy, allowed: Remedy) -> Remedy:
 def doubted(names: Sequence[str], allowed: Remedy) -> Remedy:
     """What helps where such names may be in the file under others: allowing them comes last."""
     lead = f"{folded(names)} may be in the file under another name: "
-    return either(Remedy((ANY_RULE,)), allowed)._replace(lead=lead)
+    return either(ANY_RULE, allowed)._replace(lead=lead)
 
 
 def by_who_wrote_it(maker: str, other: Remedy) -> Remedy:
@@ -261,7 +259,7 @@ def renumbering(moved: Sequence[str], rules: Remedy | None) -> Remedy:
     """
     lead = f"{'; '.join(moved[:_MOST_MOVED])}: "
     if rules is None:
-        return Remedy(lead=lead, instead=(Remedy((ANY_RULE,), " for each layer of the list"),))
+        return Remedy(lead=lead, instead=(ANY_RULE._replace(note=" for each layer of the list"),))
     note = f"{rules.note} where they are the same layers, in this order"
     return Remedy(lead=lead, instead=(rules._replace(note=note),))
 

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.paths import printable
 
-__all__ = ["Rule", "prefix_rule", "read_map_file", "regex_rule", "rules_of", "table_rule"]
+__all__ = [
+    "Rule",
+    "prefix_regex",
+    "prefix_rule",
+    "read_map_file",
+    "regex_rule",
+    "rules_of",
+    "table_rule",
+]
 
 
 class Rule(NamedTuple):
@@ -88,6 +96,15 @@ def prefix_rule(text: str) -> Rule:
         return after + name[len(before) :] if name.startswith(before) else None
 
     return Rule(text, apply, (old,))
+
+
+def prefix_regex(text: str) -> str:
+    """`REGEX=>REPL` that does what a prefix rule does, to stand among others of that form."""
+    old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
+    new = new.replace("\\", r"\\")
+    if not old:
+        return f"^=>{new}."
+    return f"^{re.escape(old)}" + (rf"(\.|$)=>{new}\1" if new else r"\.=>")
 
 
 def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:

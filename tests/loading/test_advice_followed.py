@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import ckptool
-from ckptool.errors import MatchError
+from ckptool.errors import AmbiguousName, MatchError
 from ckptool.matching import Allowance, Slot, matched
 from ckptool.render.remedies import as_options, option_words
 from ckptool.transforms import regex_rule
@@ -110,7 +110,7 @@ def told(text):
 
 def check_texts(remedy):
     """What is told can be pasted, into Python and into a shell, and is what is meant."""
-    ways = [way for way in (remedy, *remedy.instead) if way.arguments]
+    ways = [way for way in (remedy, *remedy.instead) if way.arguments and not way.to_fill_in]
     calls, options = told(str(remedy)), told(as_options(remedy))
     if not ways:
         return
@@ -130,8 +130,7 @@ def check_advice(have, want):
     check_texts(remedy)
     for way in (remedy, *remedy.instead):
         given = dict(way.arguments)
-        to_fill_in = not given or "key" in given or given.get("rules") == ("REGEX=>REPL",)
-        if to_fill_in or "more is asked then" in way.note:
+        if not given or way.to_fill_in or "more is asked then" in way.note:
             continue
         assert followed(have, want, given.items()) == (), str(remedy)
 
@@ -168,10 +167,40 @@ def test_a_lossy_cast_is_allowed_beside_the_rule():
     ckptool.load_into(built(want), state, **given)
 
 
-def test_what_is_allowed_already_is_not_advised_again():
+def test_what_is_allowed_already_is_told_once():
     have, want, _ = NOT_ALL["two encoders for one of another name"]
-    error = refused(have, want, allow_unexpected=["encoder_k.*", "encoder_q.*", "queue"])
-    assert [name for name, _ in error.remedy.arguments] == ["rules"]
+    allowed = ("encoder_k.*", "encoder_q.*", "queue")
+    error = refused(have, want, allow_unexpected=[*allowed])
+    given = dict(error.remedy.arguments)
+    assert (given.keys(), given["allow_unexpected"]) == ({"rules", "allow_unexpected"}, allowed)
+
+
+HALVES = {**layers("enc.", *ENCODER), **layers("dec.", *ENCODER)}
+WHOLES = {**layers("encoder.", *ENCODER), **layers("decoder.", *ENCODER), **HEAD}
+
+
+@pytest.mark.parametrize("front", ["", "x.y."])
+@pytest.mark.parametrize(
+    "allowed",
+    [{}, {"allow_missing": "fc.*"}, {"allow_missing": ["fc.*"]}, {"allow_missing": True}],
+    ids=repr,
+)
+def test_whoever_does_what_each_hint_says_gets_there(front, allowed):
+    """Each hint takes the place of the call before: nothing that was given is lost."""
+    state = {f"{front}{name}": value for name, value in state_of(HALVES).items()}
+    source = {"model": state, "ema": dict(state)}
+    given = {"rules": iter(["^never=>met"]), **allowed}
+    if front:
+        given["prefixes"] = ["x.=", "y="]
+    for _ in range(5):
+        try:
+            report = ckptool.load_into(built(WHOLES), source, **given)
+        except (AmbiguousName, MatchError) as error:
+            given = eval(f"dict({told(error.hint)[0]})")
+        else:
+            break
+    assert set(report.missing_keys) == set(HEAD)
+    assert (given["rules"][0], given["key"]) == ("^never=>met", "model")
 
 
 def test_a_rule_that_would_do_no_good_is_not_advised():

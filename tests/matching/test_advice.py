@@ -198,10 +198,10 @@ def test_a_module_is_doubted_of_which_the_file_has_all_shapes_left_over():
 def test_what_is_doubted_is_allowed_where_it_is_not_the_same():
     allowed = Remedy((("allow_missing", ("a.w",)),))
     assert str(doubted(["a.w", "a.b"], allowed)) == (
-        "a.w, a.b may be in the file under another name: `rules=['REGEX=>REPL']`; "
+        "a.w, a.b may be in the file under another name: rules=['REGEX=>REPL']; "
         "or `allow_missing=['a.w']` where it is not"
     )
-    assert str(doubted(["a.w"], SCATTERED)).endswith("name: `rules=['REGEX=>REPL']`")
+    assert str(doubted(["a.w"], SCATTERED)).endswith("name: rules=['REGEX=>REPL']")
 
 
 def test_what_wrote_the_file_comes_first():

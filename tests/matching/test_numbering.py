@@ -25,7 +25,7 @@ def test_a_list_that_is_counted_from_another_number_is_told_with_both_ranges(fro
     )
     error = Allowance().refusal(found)
     assert str(error).endswith(found.moved[0])
-    assert error.hint == f"{found.moved[0]}: `rules=['REGEX=>REPL']` for each layer of the list"
+    assert error.hint == f"{found.moved[0]}: rules=['REGEX=>REPL'] for each layer of the list"
     assert error.remedy.arguments == ()
 
 
@@ -119,7 +119,7 @@ def test_a_list_that_has_all_under_other_names_is_told_and_is_not_to_stay_at_ran
     error = Allowance().refusal(found)
     assert str(error).endswith(found.respelled[0])
     assert error.hint == (
-        "give the layers' tensors the names that the model has: `rules=['REGEX=>REPL']`"
+        "give the layers' tensors the names that the model has: rules=['REGEX=>REPL']"
     )
     assert error.remedy.arguments == ()
 

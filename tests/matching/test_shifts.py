@@ -54,5 +54,5 @@ def test_where_next_to_nothing_fits_it_is_not_allowed_even_for_equal_numbers():
     assert match.report.moved
     assert str(Allowance().refusal(match.report, match.again).remedy) == (
         "other.{1..2} of the file may be other.{3..4} of the model, by other numbers: "
-        "`rules=['REGEX=>REPL']` for each layer of the list"
+        "rules=['REGEX=>REPL'] for each layer of the list"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
-from ckptool.transforms.name_rules import rules_of
+from ckptool.transforms.name_rules import prefix_regex, rules_of
 
 
 @pytest.mark.parametrize(
@@ -166,3 +166,10 @@ def test_a_json_table_may_say_names_in_escapes(tmp_path):
 def test_one_rule_is_no_list_of_them(given):
     with pytest.raises(UsageError, match="a list of rules is wanted"):
         rules_of(given)
+
+
+@pytest.mark.parametrize("text", ["a=b", "a.=", "=m.", "a.b=c", "a=b.c", "(=[", r"a=\1"])
+def test_a_prefix_as_a_regex_does_the_same(text):
+    prefix, regex = prefix_rule(text), regex_rule(prefix_regex(text))
+    for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
+        assert regex.apply(name) == prefix.apply(name)
