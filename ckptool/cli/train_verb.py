@@ -141,12 +141,13 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, once it is known that there is something to train on and to write to."""
     from ckptool.trainer.data import data_of
-    from ckptool.trainer.folder import refuse_earlier, require_writable
+    from ckptool.trainer.folder import one_run_in, refuse_earlier, require_writable
     from ckptool.trainer.launching import launch
 
-    require_writable(config.out)
-    if config.resume is None and not config.overwrite:
-        refuse_earlier(config.out, origin=None, step=0)
+    with one_run_in(config.out):  # as it is asked of the processes again
+        require_writable(config.out)
+        if config.resume is None and not config.overwrite:
+            refuse_earlier(config.out, origin=None, step=0)
     data_of(config)
     arguments = click.get_current_context().meta[ARGUMENTS]
     settle(launch(["train", *arguments], nproc=nproc or 1, port=port))

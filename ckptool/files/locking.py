@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from ckptool.errors import CheckpointError, FileBusy, FileDenied, FileMissing, WriteError
 from ckptool.files.journal import Journal, read_journal
 from ckptool.files.names import journal_path
-from ckptool.files.refusals import who
+from ckptool.files.refusals import who, worded
 from ckptool.files.source import open_descriptor
 from ckptool.files.system import boot_id, is_running, lock_holder, try_lock
 
-__all__ = ["exclusive", "leads_to", "undisturbed"]
+__all__ = ["exclusive", "leads_to", "occupied", "undisturbed"]
 
+_OCCUPIED = ".ckptool-lock"
+"""The file in a folder that whoever has the folder has a lock on."""
 _ATTEMPTS = 3
 """How often a lock is asked for that somebody has, and nobody a moment later."""
 
@@ -66,6 +68,62 @@ def undisturbed(path: str) -> Iterator[None]:
                         "an edit of it was cut short", file=path, hint=f"ckptool recover {path}"
                     )
         yield
+
+
+@contextmanager
+def occupied(folder: str) -> Iterator[None]:
+    """A folder, made where it is not there, kept from every other process that asks for it.
+
+    That ends with the block, or with the process. A system or a file system without locks goes on
+    without. A folder that was made for it goes again if nothing is in it at the end.
+
+    Raises:
+        FileBusy: another has it; the message names the process.
+        WriteError: it cannot be made, or nothing can be written there.
+    """
+    path = os.path.join(folder, _OCCUPIED)
+    made = _missing(folder)
+    try:
+        fd = _taken(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.unlink(path)  # while it is locked: whoever waits for it sees that it is gone
+            os.close(fd)
+    finally:
+        with suppress(OSError):  # something is in it
+            for one in made:
+                os.rmdir(one)
+
+
+def _missing(folder: str) -> list[str]:
+    """The folders that would have to be made for this one, the innermost first."""
+    missing = []
+    while folder and not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    return missing
+
+
+def _taken(path: str) -> int:
+    """A file of no content that is ours, open and locked."""
+    folder = os.path.dirname(path)
+    while True:
+        with worded(folder):
+            os.makedirs(folder, exist_ok=True)
+            with suppress(FileNotFoundError):  # the folder was removed by whoever had made it
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+                if try_lock(fd) is False:
+                    pid = lock_holder(fd)
+                    os.close(fd)
+                    raise FileBusy(
+                        f"{folder} is in use by {who(pid)}",
+                        hint="another --out, or wait until it has ended",
+                    )
+                if leads_to(path, fd):  # else it was removed before it was locked
+                    return fd
+                os.close(fd)
 
 
 def leads_to(path: str | os.PathLike[str], fd: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -42,8 +44,20 @@ class Checkpoints:
         )
         self._saved_at = time.monotonic()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Make the folder, which is this run's until the end: rank 0 holds it.
+
+        Raises:
+            FileBusy: another run is under way there.
+            WriteError: it cannot be made, or is a file.
+        """
+        with ExitStack() as held:
+            self._ranks.first(lambda: held.enter_context(folder.one_run_in(self._config.out)))
+            yield
+
     def require_writable(self) -> None:
-        """Make the folder; write a file of the size of a checkpoint there, and remove it.
+        """Write a file of the size of a checkpoint, and remove it.
 
         Raises:
             WriteError: it cannot be written.

@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import ckptool
 from ckptool.errors import CheckpointError, TargetExists, TrainingError
 from ckptool.files.atomic import atomic_output
+from ckptool.files.locking import occupied
 from ckptool.files.refusals import worded
 from ckptool.trainer.metrics import Metrics
 
-__all__ = ["Kept", "kept", "refuse_earlier", "remove", "remove_numbered", "require_writable"]
+__all__ = [
+    "Kept",
+    "kept",
+    "one_run_in",
+    "refuse_earlier",
+    "remove",
+    "remove_numbered",
+    "require_writable",
+]
 
 _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
@@ -71,26 +80,37 @@ def _step_in(path: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-class _Rehearsed(Exception):
-    pass
-
-
-def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None:
-    """Make the folder, and write a file of `size` bytes in it, all but its name.
+@contextmanager
+def one_run_in(folder: str) -> Iterator[None]:
+    """Make the folder, and let no other run begin in it meanwhile; left empty, it goes again.
 
     Raises:
-        TargetExists: a file is in its place, or a folder where the file is to be.
-        NoSpace: the disk cannot hold as much.
-        WriteDenied: the system does not let us write there.
-        FileBusy: another run is writing there.
-        WriteError: another refusal of the system.
+        TargetExists: a file is in its place.
+        FileBusy: a run is under way there; its process is named.
+        WriteError: the system refuses.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise TargetExists(
             "is a file, and a run wants a folder", file=folder, hint="--out names a folder"
         )
-    with worded(folder):
-        os.makedirs(folder, exist_ok=True)
+    with occupied(folder):
+        yield
+
+
+class _Rehearsed(Exception):
+    pass
+
+
+def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None:
+    """Write a file of `size` bytes in the folder, all but its name.
+
+    Raises:
+        TargetExists: a folder is where the file is to be.
+        NoSpace: the disk cannot hold as much.
+        WriteDenied: the system does not let us write there.
+        FileBusy: another process is changing the file.
+        WriteError: another refusal of the system.
+    """
     target = os.path.join(folder, name)
     with suppress(_Rehearsed), atomic_output(target, max(size, 1), overwrite=True):
         raise _Rehearsed

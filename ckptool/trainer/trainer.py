@@ -81,6 +81,7 @@ class Trainer:
         Raises:
             TrainingError: it cannot begin, or the loss is no number any more.
             MatchError: the checkpoint to go on from is of another model.
+            FileBusy: another run is under way in `out`.
             WriteError: a checkpoint cannot be written; before the first step one is tried.
             UnreadableFile: the checkpoint to go on from is not there, or damaged.
         """
@@ -102,10 +103,13 @@ class Trainer:
                 "gpus": seen_as(),
             }
             checkpoints = Checkpoints(config, strategy, batches, self._observer, belongings)
-            progress = self._beginning(strategy, batches, checkpoints)
-            self._observer.tell(self._started(strategy, batches))
-            loop = Loop(config, strategy, batches, progress, checkpoints, self._observer, signals)
-            loop.run()
+            with checkpoints.alone():
+                progress = self._beginning(strategy, batches, checkpoints)
+                self._observer.tell(self._started(strategy, batches))
+                loop = Loop(
+                    config, strategy, batches, progress, checkpoints, self._observer, signals
+                )
+                loop.run()
         return _result(config, progress, loop.stopped)
 
     def _beginning(

@@ -1,13 +1,16 @@
 """The folder of a run: written to before the first step, and never shared with another run."""
 
+import errno
+import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from ckptool.errors import TrainingError, WriteDenied, WriteError
+from ckptool.errors import FileBusy, FileMissing, TrainingError, WriteDenied, WriteError
 from ckptool.trainer import folder
 from tests.files.sets import needs_posix, needs_refusals
 from tests.sources import PROJECT
@@ -120,6 +123,69 @@ def test_another_run_s_checkpoint_begins_one_in_an_empty_folder(tmp_path):
     assert (tmp_path / "a" / "last.pth").exists()
 
 
+@pytest.fixture
+def under_way(tmp_path):
+    """A run in another process, stopped where it has saved more than once; killed at the end."""
+    runs = {str(tmp_path / "out"): {"epochs": 1_000_000, "save_every": 1}}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.stepping", json.dumps(runs)],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            for line in process.stdout:
+                if int(line) == 5:
+                    break
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            yield process
+        finally:
+            process.kill()
+
+
+@needs_posix
+@pytest.mark.parametrize("options", [{}, {"resume": "auto"}, {"overwrite": True}])
+def test_a_run_does_not_begin_where_another_is_under_way(tmp_path, under_way, options):
+    out = tmp_path / "out"
+    before = {name: (out / name).read_bytes() for name in names(out)}
+    assert "last.pth" in before
+    with pytest.raises(FileBusy, match="out is in use by ") as caught:
+        run(out, stepless(), **options)
+    assert f"process {under_way.pid}" in str(caught.value) or sys.platform != "linux"
+    assert "another --out" in caught.value.hint
+    assert {name: (out / name).read_bytes() for name in names(out)} == before
+
+
+@needs_posix
+def test_a_killed_run_is_in_nobody_s_way(tmp_path, under_way):
+    under_way.kill()
+    under_way.wait()
+    told = Told()
+    run(tmp_path / "out", told, resume="auto", epochs=3)
+    assert told.of("Resumed")[0].step >= 4
+    assert not [name for name in names(tmp_path / "out") if "lock" in name]
+
+
+def test_a_folder_that_was_made_for_a_run_that_is_refused_goes_again(tmp_path):
+    (tmp_path / "there").mkdir()
+    for out in ("there/a/b", "there"):
+        with pytest.raises(FileMissing):
+            run(tmp_path / out, resume=str(tmp_path / "none.pth"))
+    assert names(tmp_path) == ["there"]
+    assert names(tmp_path / "there") == []
+
+
+@needs_posix
+def test_a_file_system_without_locks_trains_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run(tmp_path / "out", epochs=1)
+    assert names(tmp_path / "out") == ["best.pth", "last.pth", "metrics.jsonl"]
+
+
 def stepless():
     """An observer that lets no step be taken."""
 
@@ -185,4 +251,4 @@ except NoSpace as error:
         timeout=60,
     )
     assert done.stdout.endswith("last.pth: cannot be written (File too large)\n"), done.stderr
-    assert names(tmp_path / "out") == []
+    assert not (tmp_path / "out").exists()
