@@ -274,8 +274,12 @@ def _lossy(lossy: Sequence[Cast], known: Collection[str]) -> Iterator[Problem]:
 
 def _optimizer(report: MatchReport) -> Iterator[Problem]:
     found = report.optimizer
-    for number, text in enumerate(found.problems if found is not None else ()):
-        yield Problem("optimizer", text, Remedy(note=found.remedy if found and not number else ""))
+    if found is None:
+        return
+    remedy = Remedy(note=found.remedy) if isinstance(found.remedy, str) else found.remedy
+    for text in found.problems:
+        yield Problem("optimizer", text, remedy)
+        remedy = _NONE
 
 
 def _are(many: Sized) -> str:

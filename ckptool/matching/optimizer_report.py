@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.matching.report import Cast
+from ckptool.remedies import Remedy
 
 __all__ = ["OptimizerReport"]
 
@@ -24,8 +25,8 @@ class OptimizerReport:
     """What does not fit, a sentence each; none: it does."""
     cast: tuple[Cast, ...] = ()
     notes: tuple[str, ...] = ()
-    remedy: str = ""
-    """What helps against the first of `problems`: an argument of `load_into`, or what to call."""
+    remedy: Remedy | str = ""
+    """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
 
     def to_dict(self) -> dict[str, Any]:
         """The object as `ckptool.match/1` has it."""
@@ -36,5 +37,5 @@ class OptimizerReport:
             "problems": list(self.problems),
             "cast": [cast.to_dict() for cast in self.cast],
             "notes": list(self.notes),
-            "remedy": self.remedy,
+            "remedy": str(self.remedy),
         }

@@ -332,7 +332,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
     if found.problems and found.remedy:
-        yield f"what helps: {clean(found.remedy)}"
+        yield f"what helps: {clean(str(found.remedy))}"
     for row in _cut(_cast(found.cast, fold=True)):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
     for note in found.notes:

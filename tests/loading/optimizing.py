@@ -47,7 +47,7 @@ def refusal_of(model, optimizer, source, **options):
     """The only problem, and what helps."""
     report = report_of(model, optimizer, source, **options)
     (problem,) = report.problems
-    return problem, report.remedy
+    return problem, str(report.remedy)
 
 
 def three(order=("a", "b", "c")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,8 +21,9 @@ from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
-from ckptool.optimizers import model_of
+from ckptool.optimizers import model_of, shapes_in
 from ckptool.paths import listed, printable, resolve
+from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
 
 __all__ = ["Unchosen", "found_optimizer"]
@@ -35,7 +37,7 @@ _NONE = "the state of an optimizer is asked for, and there is none"
 class Unchosen(Exception):
     """Why no optimizer of the file is the one to load, as a sentence, and what helps."""
 
-    def __init__(self, text: str, remedy: str) -> None:
+    def __init__(self, text: str, remedy: Remedy | str) -> None:
         """Keep both."""
         super().__init__(text)
         self.remedy = remedy
@@ -59,7 +61,7 @@ def found_optimizer(state: State, key: Any = None) -> Saved:
         return _under(state.tree, key)
     every = sections(state.tree.root)
     if any(one.kind == "optimizer" for one in every):
-        return _of_tree(state.tree, every, state.section.holder, key)
+        return _of_tree(state, state.tree, every, state.section.holder, key)
     if not names:
         raise _none(state)
     if len(names) > 1:
@@ -67,7 +69,7 @@ def found_optimizer(state: State, key: Any = None) -> Saved:
         raise Unchosen(
             f"{none}there are {len(names)} files of optimizers beside the model: "
             f"{listed(map(repr, names))}",
-            f"optimizer_key={names[0]!r}",
+            Remedy(instead=tuple(map(_taking, names))),
         )
     return _of_file(state, names[0], key)
 
@@ -83,7 +85,7 @@ def _of_file(state: State, name: str, key: Any) -> Saved:
     """The optimizer in a file of the folder that was given."""
     tree = state.opened(os.path.join(state.folder or "", name))
     try:
-        found = _of_tree(tree, sections(tree.root), None, key)
+        found = _of_tree(state, tree, sections(tree.root), None, key)
     except Unchosen as error:
         raise Unchosen(f"{name!r}, beside the model: {error}", error.remedy) from None
     except AmbiguousName:
@@ -122,7 +124,9 @@ def _under(tree: Checkpoint, key: Any) -> Saved:
     return Saved(tree, Section(path, "optimizer", node, node))
 
 
-def _of_tree(tree: Checkpoint, every: Sequence[Section], model: Any, key: Any) -> Saved:
+def _of_tree(
+    state: State, tree: Checkpoint, every: Sequence[Section], model: Any, key: Any
+) -> Saved:
     """The optimizer under `key`, else the only one of the file, or the only one of `model`.
 
     Raises:
@@ -151,11 +155,30 @@ def _of_tree(tree: Checkpoint, every: Sequence[Section], model: Any, key: Any) -
         raise Unchosen(
             f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
             "model chosen",
-            f"optimizer_key={names[0]!r} takes it all the same",
+            Remedy(note=ALONE, instead=(_taking(found[0].name, " takes it all the same"),)),
         )
+    may_be = [owner is None or owner.holder is model for owner in owners]
     raise Unchosen(
-        f"there are {len(found)} optimizers: {listed(names)}", f"optimizer_key={names[0]!r}"
+        f"there are {len(found)} optimizers: {listed(names)}", _either(state, found, may_be)
     )
+
+
+def _either(state: State, found: Sequence[Section], may_be: Sequence[bool]) -> Remedy:
+    """Every optimizer, those of other models last; as what helps one that alone can be meant."""
+    shapes = Counter(slot.shape for slot in state.slots.values())
+    likely: list[Remedy] = []
+    rest: list[Remedy] = []
+    for one, may in zip(found, may_be, strict=True):
+        fits = may and Counter(shapes_in(one).values()) <= shapes
+        (likely if fits else rest).append(_taking(one.name))
+    if len(likely) != 1:
+        return Remedy(instead=(*likely, *rest))
+    why = " is the only one that can be of the model's state dict, by its name and shapes"
+    return likely[0]._replace(note=why, instead=tuple(rest))
+
+
+def _taking(name: str, note: str = "") -> Remedy:
+    return Remedy((("optimizer_key", name),), note)
 
 
 def _is_one(node: Any) -> bool:

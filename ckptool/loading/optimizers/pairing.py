@@ -19,12 +19,13 @@ from ckptool.loading.optimizers.shapes import Owners
 from ckptool.model import Opaque, TensorRef
 from ckptool.paths import counted, listed, printable, walk
 from ckptool.patterns import families
+from ckptool.remedies import Remedy
 
 __all__ = ["ALONE", "Pairing", "Wanted", "by_names", "by_position", "by_shapes", "by_some_names"]
 
-_VOUCH = (
-    'optimizer_order="position" where the optimizer was built over its parameters in the order of '
-    "the file"
+_VOUCH = Remedy(
+    (("optimizer_order", "position"),),
+    " where the optimizer was built over its parameters in the order of the file",
 )
 ALONE = "without optimizer= the model alone is loaded"
 _LOOSE = "build the optimizer over the parameters of the model that is loaded"
@@ -61,7 +62,7 @@ class Pairing:
     """By the number of a parameter what is kept of it; not where that is nothing."""
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    remedy: str = ""
+    remedy: Remedy | str = ""
     """What helps against the first problem."""
 
 
@@ -173,7 +174,8 @@ def by_shapes(
         more = f"; so it is with {counted(len(lost) - 1, 'more state')}" if lost[1:] else ""
         problems.append(f"{lost[0]}{more}")
     kept = dict(sorted(pairs.items()))
-    as_they_are, remedy = tuple(range(wanted.groups)), ""
+    as_they_are = tuple(range(wanted.groups))
+    remedy: Remedy | str = ""
     if left and not problems:
         problems.append(_undecided(saved, [one for some in left.values() for one in some], owners))
         remedy = _VOUCH

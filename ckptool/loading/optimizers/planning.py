@@ -32,6 +32,7 @@ from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_in
 from ckptool.loading.optimizers.undo import remembered
 from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
 from ckptool.paths import counted, listed, printable
+from ckptool.remedies import Remedy
 from ckptool.statedict import is_the_models
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def planned_optimizer(
         matched=len(pairing.kept),
         cast=cast,
         problems=lossy,
-        remedy="allow_lossy_cast=True" if lossy else "",
+        remedy=Remedy((("allow_lossy_cast", True),)) if lossy else "",
     )
     bare = bare_names(named.values())
     inside = [bare.get(named.get(id(param), "")) for param in parameters]
@@ -239,7 +240,7 @@ def _refused(
     pairing: Pairing,
     wanted: Wanted,
     slots: Mapping[str, Slot],
-) -> tuple[tuple[str, ...], str] | None:
+) -> tuple[tuple[str, ...], Remedy | str] | None:
     """Why it is not loaded, and what helps against that."""
     names = [place.name for place in wanted.places]
     unfit = _unfit(parameters, names)

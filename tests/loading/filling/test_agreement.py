@@ -174,4 +174,4 @@ def test_the_hint_of_a_refused_optimizer_is_the_argument_that_helps():
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ckptool.MatchError) as caught:
         ckptool.load_into(model, given, optimizer=optimizer)
-    assert caught.value.hint.startswith('optimizer_order="position"')
+    assert caught.value.hint.startswith("`optimizer_order='position'`")

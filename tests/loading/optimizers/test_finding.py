@@ -85,7 +85,7 @@ def test_what_a_trainer_of_transformers_saved_is_continued(name):
     with pytest.raises(MatchError, match="does not name") as caught:
         ckptool.load_into(model, TRAINERS / name, optimizer=optimizer)
     before.check()
-    assert 'optimizer_order="position"' in caught.value.hint
+    assert "optimizer_order='position'" in caught.value.hint
     report = ckptool.load_into(
         model, TRAINERS / name, optimizer=optimizer, optimizer_order="position"
     )
@@ -143,7 +143,7 @@ def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
     (folder / "optimizer.pt").rename(folder / "optimizer_1.bin")
     torch.save(trained(torch.optim.SGD)[1].state_dict(), folder / "optimizer.bin")
     error = refused(folder, "there are 2 files of optimizers", "'optimizer.bin'", "'optimizer_1")
-    assert error.hint == "optimizer_key='optimizer.bin'"
+    assert error.hint == "`optimizer_key='optimizer.bin'`; or `optimizer_key='optimizer_1.bin'`"
     model, optimizer = fresh()
     ckptool.load_into(model, folder, optimizer=optimizer, optimizer_key="optimizer_1.bin")
     assert_alike(by_name(model, optimizer), wanted)
@@ -155,7 +155,7 @@ def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
     other = trained(torch.optim.SGD)[1].state_dict()
     torch.save({"mine": {"opt": state}, "other": other}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: there are 2 optimizers")
-    assert error.hint == "optimizer_key='mine/opt'"
+    assert error.hint == "`optimizer_key='mine/opt'`; or `optimizer_key='other'`"
     model, optimizer = fresh()
     ckptool.load_into(model, folder, optimizer=optimizer, optimizer_key="mine/opt")
     assert_alike(by_name(model, optimizer), wanted)
@@ -208,7 +208,7 @@ def test_a_key_that_is_no_file_of_the_folder_tells_which_there_are(checkpoint):
     refused(folder, "; the file of an optimizer beside the model is 'optimizer.pt'", **given)
     shutil.copy(folder / "optimizer.pt", folder / "optimizer_1.bin")
     error = refused(folder, "none of them is called 'nope.pt'", optimizer_key="nope.pt")
-    assert error.hint == "optimizer_key='optimizer.pt'"
+    assert error.hint == "`optimizer_key='optimizer.pt'`; or `optimizer_key='optimizer_1.bin'`"
 
 
 def test_of_one_group_for_two_it_is_told_how_to_build_them(checkpoint):

@@ -40,7 +40,7 @@ def test_where_nothing_tells_groups_apart_their_options_are_not_loaded(kind, mak
             "nothing in the file but their order tells which groups of its optimizer are which, "
             "and lr of groups 0 and 1 differs"
         )
-        assert remedy.startswith('optimizer_order="position"')
+        assert remedy.startswith("`optimizer_order='position'`")
         loaded(new, optimizer, content(old, used), order="position")
         assert rates(optimizer) == [0.1, 0.2]
 

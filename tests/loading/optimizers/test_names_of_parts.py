@@ -13,7 +13,7 @@ from tests.loading.bits import Untouched
 from tests.loading.optimizing import assert_alike, by_name, content, loaded, refusal_of, stepped
 from tests.loading.optimizing import three as alike
 
-POSITION = 'optimizer_order="position" where the optimizer was built over its parameters in the '
+POSITION = "`optimizer_order='position'` where the optimizer was built over its parameters in the "
 
 
 def apart():

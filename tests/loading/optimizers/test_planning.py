@@ -90,7 +90,7 @@ def test_without_names_parameters_of_one_shape_are_not_guessed_between():
     assert refusal == (
         "the file does not name the parameters of its optimizer, and 6 of its 6 states could be of "
         "several (a.weight, b.weight, c.weight: of one shape)",
-        'optimizer_order="position" where the optimizer was built over its parameters in the '
+        "`optimizer_order='position'` where the optimizer was built over its parameters in the "
         "order of the file",
     )
 
@@ -510,7 +510,7 @@ def test_lbfgs_without_names_needs_a_word_on_the_order():
     model = three()
     given = content(model, stepped(model, torch.optim.LBFGS))
     fresh = torch.optim.LBFGS(model.parameters())
-    assert 'optimizer_order="position"' in refusal_of(model, fresh, given)[1]
+    assert "optimizer_order='position'" in refusal_of(model, fresh, given)[1]
     loaded(model, fresh, given, order="position")
     less = torch.optim.LBFGS([*list(model.parameters())[:-1], torch.nn.Parameter(torch.ones(7))])
     assert problem_of(model, less, given, order="position") == (
@@ -647,7 +647,7 @@ def test_state_gets_the_type_of_its_parameter_and_losses_are_refused(tmp_path):
     assert report.cast[0].own == "optimizer/state/0/exp_avg"
     (problem,) = report.problems
     assert "float32 -> bfloat16" in problem
-    assert report.remedy == "allow_lossy_cast=True"
+    assert str(report.remedy) == "allow_lossy_cast=True"
     assert report_of(model, optimizer, file, allow_lossy_cast=["0.*"]).problems
     assert not report_of(model, optimizer, file, allow_lossy_cast=["0.*", "1.*"]).problems
     loaded(model, optimizer, file, allow_lossy_cast=True)
@@ -702,7 +702,8 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     del given["optD"]
     assert refusal_of(d, optimizer, given, state_key="netD") == (
         "the only optimizer, optG, is that of netG, which is not the model chosen",
-        "optimizer_key='optG' takes it all the same",
+        "without optimizer= the model alone is loaded; or "
+        "`optimizer_key='optG'` takes it all the same",
     )
 
 
@@ -713,10 +714,36 @@ def test_several_optimizers_are_listed():
     optimizer = torch.optim.Adam(model.parameters())
     assert refusal_of(model, optimizer, given) == (
         "there are 2 optimizers: optimizers/0, optimizers/1",
-        "optimizer_key='optimizers/0'",
+        "`optimizer_key='optimizers/0'`; or `optimizer_key='optimizers/1'`",
     )
     with pytest.raises(NotFound):
         report_of(model, optimizer, given, key="optimizers/5")
+
+
+def test_the_only_optimizer_of_the_models_shapes_is_told_and_the_others_after_it():
+    models = {name: torch.nn.Linear(4, size) for name, size in (("one", 4), ("two", 5))}
+    given = {name: model.state_dict() for name, model in models.items()}
+    given |= {f"opt{at}": stepped(model).state_dict() for at, model in enumerate(models.values())}
+    for at, (name, model) in enumerate(models.items()):
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.raises(ckptool.MatchError) as caught:
+            ckptool.load_into(model, given, optimizer=optimizer, key=name)
+        told = {"key": name, "optimizer_key": f"opt{at}"}
+        assert dict(caught.value.remedy.arguments) == told
+        assert f"optimizer_key='opt{1 - at}'" in caught.value.hint
+        assert ckptool.load_into(model, given, optimizer=optimizer, **told).fits
+
+
+def test_of_two_optimizers_of_the_same_shapes_none_is_what_helps():
+    a, b = three(), three()
+    given = {"model": a.state_dict(), "ema": b.state_dict()}
+    given |= {"optimizer": stepped(a).state_dict(), "optD": stepped(b).state_dict()}
+    with pytest.raises(ckptool.MatchError) as caught:
+        ckptool.load_into(b, given, optimizer=torch.optim.Adam(b.parameters()), key="ema")
+    assert caught.value.remedy.arguments == ()
+    assert caught.value.hint == (
+        "`key='ema', optimizer_key='optimizer'`; or `key='ema', optimizer_key='optD'`"
+    )
 
 
 def test_a_file_without_an_optimizer_says_so():
