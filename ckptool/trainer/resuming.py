@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -39,6 +40,8 @@ _TELLING = (
     "ema",
 )
 """The options that make another run of one; the others say where it runs, and how long."""
+_SHAPING = ("model", "data", "dtype")
+"""The options that decide which weights there are."""
 _OF_SCHEDULES = {
     "constant": (),
     "step": ("step_size", "gamma"),
@@ -127,8 +130,29 @@ class Resuming:
                     Note(f"{path} does not name the optimizer's parameters: their order is trusted")
                 )
             return []
-        self._strategy.load(path, None)
+        try:
+            self._strategy.load(path, None)
+        except MatchError as error:
+            self._advise(error, path, values.get("config", {}))
+            raise
         return ["optimizer"]
+
+    def _advise(self, error: MatchError, path: str, then: Mapping[str, Any]) -> None:
+        """Say in one line how a checkpoint does not fit, and which options would make it fit."""
+        error.message = "; ".join(error.message.splitlines())
+        error.args = (error.message,)
+        now, report = self._config.to_dict(), error.report
+        differs = {name: then[name] for name in _SHAPING if then.get(name, now[name]) != now[name]}
+        if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
+            differs = {"dtype": "float64"}  # numbers would be rounded, and nothing else
+        if differs:
+            words = [f"--{name} {shlex.quote(value)}" for name, value in differs.items()]
+            error.advise(f"{' '.join(words)}, as the checkpoint has it")
+        else:
+            error.advise(
+                f"it is of another model: ckptool match {shlex.quote(path)} --like module:factory "
+                "shows how it differs"
+            )
 
     def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
         """Go on with the random numbers of each process; those of other processes are of no use.

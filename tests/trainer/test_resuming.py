@@ -8,6 +8,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, MatchError, TrainingError
+from ckptool.trainer import TrainConfig, Trainer
 from tests.trainer.runs import (
     Crash,
     Told,
@@ -120,6 +121,45 @@ def test_another_architecture_is_told_with_its_report(tmp_path, kind):
     assert caught.value.report.mismatched
     assert not differences(model.state_dict(), net(seed=3, width=9).state_dict())
     assert not (tmp_path / "b").exists()
+
+
+def named(out, **options):
+    """A run of a model by its word, on data by theirs."""
+    config = TrainConfig(out=str(out), device="cpu", tensorboard=False, epochs=1, **options)
+    return Trainer(config).fit()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "hint"),
+    [
+        ({"model": "mlp:4"}, {"model": "mlp:5"}, "--model mlp:4"),
+        ({"model": "mlp:4", "dtype": "float64"}, {"model": "mlp:4"}, "--dtype float64"),
+        ({"model": "linear", "data": "digits"}, {"model": "linear"}, "--data digits"),
+        (
+            {"model": "mlp:4", "dtype": "float64"},
+            {"model": "mlp:5"},
+            "--model mlp:4 --dtype float64",
+        ),
+    ],
+)
+def test_another_architecture_is_told_with_the_options_of_the_run(tmp_path, then, now, hint):
+    named(tmp_path / "a", **then)
+    with pytest.raises(MatchError) as caught:
+        named(tmp_path / "b", resume=str(tmp_path / "a" / "last.pth"), **now)
+    assert caught.value.hint == f"{hint}, as the checkpoint has it"
+    assert "\n" not in str(caught.value)
+
+
+def test_where_the_run_is_not_known_it_is_told_how_to_see_the_difference(tmp_path):
+    path = tmp_path / "theirs.pt"
+    torch.save(net(width=9).state_dict(), path)
+    with pytest.raises(MatchError) as caught:
+        run(tmp_path / "b", resume=path)
+    assert f"ckptool match {path} --like module:factory" in caught.value.hint
+    torch.save({name: one.double() / 3 for name, one in net().state_dict().items()}, path)
+    with pytest.raises(MatchError) as caught:
+        run(tmp_path / "b", resume=path)
+    assert caught.value.hint == "--dtype float64, as the checkpoint has it"
 
 
 def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
