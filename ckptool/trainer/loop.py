@@ -52,7 +52,11 @@ class Loop:
         """The signal that ended it, if one did."""
 
     def run(self) -> None:
-        """Go through the epochs that are left."""
+        """Go through the epochs that are left.
+
+        Raises:
+            TrainingError: a loss is no number any more; or no step has changed anything.
+        """
         self._ranks.first(lambda: self._metrics.cut(self._progress.epoch))
         is_first = self._strategy.world.is_first
         self._scalars = Scalars(self._config, step=self._progress.step, is_wanted=is_first)
@@ -64,8 +68,19 @@ class Loop:
                     return
             if self._progress.position:
                 self._end_within_epoch()
+            self._require_a_step()
         finally:
             self._scalars.close()
+
+    def _require_a_step(self) -> None:
+        """See that something was learned."""
+        progress = self._progress
+        if progress.step and progress.skipped == progress.step:
+            raise TrainingError(
+                f"all {progress.step} steps were skipped, as their gradients overflowed in fp16: "
+                "nothing was learned",
+                hint="--amp bf16, a lower --lr, or data that are standardised",
+            )
 
     @property
     def _over(self) -> str | None:
@@ -165,4 +180,11 @@ class Loop:
         self._ranks.first(lambda: self._metrics.add(ended))
         self._scalars.add(ended)
         self._observer.tell(ended)
+        if progress.skipped_here:
+            self._observer.tell(
+                Note(
+                    f"{progress.skipped_here} of {progress.position} steps of epoch {ended.epoch} "
+                    "were skipped: their gradients overflowed in fp16"
+                )
+            )
         return ended, train_loss if val_loss is None else val_loss

@@ -19,9 +19,11 @@ class Progress:
     Attributes:
         epoch: Epochs that are over, evaluation and all.
         step: Steps of the optimizer that are done.
+        skipped: Of those, the ones whose gradients overflowed, which changed nothing.
         position: Of those, the ones of the epoch that is under way (the sampler's position).
         loss_sum: Of the samples of that epoch, so far.
         samples: How many those are.
+        skipped_here: Of the steps of that epoch, those that were skipped.
         seconds: What they took.
         rate: The learning rate of the last step.
         best: The lowest loss after which an epoch was the best one; infinite before the first.
@@ -30,9 +32,11 @@ class Progress:
 
     epoch: int = 0
     step: int = 0
+    skipped: int = 0
     position: int = 0
     loss_sum: float = 0.0
     samples: int = 0
+    skipped_here: int = 0
     seconds: float = 0.0
     rate: float = 0.0
     best: float = math.inf
@@ -42,6 +46,8 @@ class Progress:
         """Count a step that is done."""
         self.step += 1
         self.position += 1
+        self.skipped += result.is_skipped
+        self.skipped_here += result.is_skipped
         self.loss_sum += result.loss_sum
         self.samples += result.samples
 
@@ -58,6 +64,7 @@ class Progress:
     def begin_epoch(self) -> None:
         """Count nothing of the epoch that is under way."""
         self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
+        self.skipped_here = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

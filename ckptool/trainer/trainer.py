@@ -34,6 +34,7 @@ class TrainResult:
     Attributes:
         epoch: Epochs that are over.
         step: Steps of the optimizer that are done.
+        skipped: Of those, the ones whose gradients overflowed in fp16, which changed nothing.
         best: The lowest validation loss of an epoch (training loss where there is no validation).
         stopped: The number of the signal that ended it; None where it came to its end.
         out: Its folder.
@@ -41,6 +42,7 @@ class TrainResult:
 
     epoch: int
     step: int
+    skipped: int
     best: float
     stopped: int | None
     out: str
@@ -79,7 +81,8 @@ class Trainer:
         """Train, from the checkpoint that `resume` names if it does.
 
         Raises:
-            TrainingError: it cannot begin, or the loss is no number any more.
+            TrainingError: it cannot begin, the loss is no number any more, or every step was
+                skipped, as its gradients overflowed.
             MatchError: the checkpoint to go on from is of another model.
             FileBusy: another run is under way in `out`.
             WriteError: a checkpoint cannot be written; before the first step one is tried.
@@ -95,7 +98,7 @@ class Trainer:
             self._attend(strategy, data, batches)
             if not strategy.takes_steps:
                 strategy.serve(lambda: signals.votes)
-                return TrainResult(0, 0, float("inf"), None, config.out)
+                return TrainResult(0, 0, 0, float("inf"), None, config.out)
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             belongings = {
                 "config": config.to_dict(),
@@ -160,4 +163,6 @@ class Trainer:
 
 
 def _result(config: TrainConfig, progress: Progress, stopped: int | None) -> TrainResult:
-    return TrainResult(progress.epoch, progress.step, progress.best, stopped, config.out)
+    return TrainResult(
+        progress.epoch, progress.step, progress.skipped, progress.best, stopped, config.out
+    )

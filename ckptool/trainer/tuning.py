@@ -68,10 +68,11 @@ class Tuning:
             torch.stack([one.to(largest[0]) for one in largest]).isfinite().all()
         )
 
-    def step(self, clip: Callable[[float], None]) -> None:
+    def step(self, clip: Callable[[float], None]) -> bool:
         """Take the gradients that are there into the weights, and forget them.
 
-        Where the scaler finds an infinite one nothing is taken, and schedule and average wait.
+        Where the scaler finds an infinite one nothing is taken, schedule and average wait, and
+        False is returned.
         """
         if self.config.clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -80,11 +81,13 @@ class Tuning:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scaler.get_scale() < scale:  # as torch's documentation tells a step that is skipped
-            return
+        now = self.scaler.get_scale()
+        if now < scale or not now:  # as torch's documentation tells a step that is skipped
+            return False
         self.schedule.step()
         if self.average is not None:
             self.average.update()
+        return True
 
     @property
     def rate(self) -> float:

@@ -164,6 +164,25 @@ def test_an_infinite_gradient_of_fp16_is_skipped(tmp_path):
     skipped = 9 - tree["scheduler"]["last_epoch"]
     assert skipped > 0
     assert tree["scaler"]["scale"] == 65536.0 / 2**skipped
+    assert result.skipped == skipped
+    assert sum(int(note.split(" of 3 steps of epoch ")[0]) for note in told.notes) == skipped
+    assert all(
+        note.endswith(" were skipped: their gradients overflowed in fp16") for note in told.notes
+    )
+
+
+def test_a_run_whose_steps_were_all_skipped_has_failed(tmp_path):
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(30.0)
+    told = Told()
+    with pytest.raises(TrainingError, match=r"^all 3 steps were skipped, as their grad") as caught:
+        run(tmp_path, told, model=model, amp="fp16", epochs=1)
+    assert "--amp bf16" in caught.value.hint
+    assert told.notes == [
+        "3 of 3 steps of epoch 1 were skipped: their gradients overflowed in fp16"
+    ]
+    assert model.weight.tolist() == [[30.0] * 3]
 
 
 def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):

@@ -51,6 +51,7 @@ class StepResult:
     """A step that is done: the sum of the samples' losses, and of the votes, over all processes.
 
     `staleness` is how many updates came between the weights of its gradients and those it changed.
+    `is_skipped`: it changed none, as its gradients overflowed in half precision.
     """
 
     number: int
@@ -58,6 +59,7 @@ class StepResult:
     samples: int
     votes: Sequence[float] = ()
     staleness: int = 0
+    is_skipped: bool = False
 
 
 class Strategy:
@@ -229,8 +231,8 @@ class Strategy:
         broken = float(not self.tuning.has_finite_gradients)
         loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
         self.require_finite(loss_sum, step, broken=bool(broken))
-        self.tuning.step(self.clip)
-        return StepResult(step.number, loss_sum, step.samples, votes)
+        is_taken = self.tuning.step(self.clip)
+        return StepResult(step.number, loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def settled(self) -> list[StepResult]:
         """Wait for the steps that are handed out: what `step` has not returned yet."""
