@@ -135,7 +135,10 @@ def _is_safe(ledger: Ledger, swap: Swap, hits: Sequence[Pair]) -> bool:
     """Whether a rule that the user is told of can be wrong only in what names do not tell."""
     if moves_numbers(hits) or renumbered(ledger, ledger.account(swap)) or _is_of_a_layer(swap):
         return False
-    if all(_ends_alike(*pair) for pair in hits):
+    alike = [_ends_alike(*pair) for pair in hits]
+    if any(alike) and all(
+        is_alike or _is_bare(swap, own) for is_alike, (own, _) in zip(alike, hits, strict=True)
+    ):
         return True
     if swap.is_prefix and not all("." in own and "." in wanted for own, wanted in hits):
         return True
@@ -146,6 +149,11 @@ def _is_of_a_layer(swap: Swap) -> bool:
     """Whether it takes one of a list out of it: `blocks.0.` taken off."""
     head = swap.old or swap.new
     return swap.is_prefix and not all(map(is_number, head)) and any(map(is_number, head))
+
+
+def _is_bare(swap: Swap, own: str) -> bool:
+    """Whether a name is of the very module that gets another name: `vit.pos` of `vit.`."""
+    return not swap.is_prefix and own.count(".") == len(swap.old)
 
 
 def _ends_alike(own: str, wanted: str) -> bool:

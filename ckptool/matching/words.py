@@ -10,43 +10,61 @@ _WORD = re.compile("[A-Z]*[a-z]+|[A-Z]+")
 _STEM = 4
 """Letters at the end of two words that make them a pair: `encoder` and `decoder`."""
 _MOST = 64
-_COUNTERPARTS = [
-    frozenset(words.split())
-    for words in (
-        "actor critic",
-        "policy value",
-        "student teacher",
-        "online target",
-        "source target",
-        "src tgt",
-        "query key value",
-        "image text audio video",
-        "vision text audio language",
-        "visual text audio",
-        "user item",
-        "left right",
-        "up down",
-        "top bottom",
-        "lower upper",
-        "low high",
-        "inner outer",
-        "first second third",
-        "forward backward",
-        "input output",
-        "in out",
-        "real imag",
-        "real fake",
-        "local global",
-        "fast slow",
-        "prior posterior",
-        "mean var std",
-        "mu sigma",
-        "row col",
-        "positive negative",
-        "content style",
-    )
-]
-"""Words for the parts of one whole: each has its own part, and none is another's name."""
+_WHOLES = """
+encoder enc | decoder dec
+actor pi policy | critic vf qf value v q
+generator gen g | discriminator disc d
+student online main model | teacher target ema shadow
+query q wq | key k wk | value v wv
+query question | passage context document doc | answer
+image img vision visual vit rgb | text txt language bert | audio speech | video | depth
+source src | target tgt trg
+prior | posterior post
+pre before | post after
+mean mu loc | variance var logvar | std sigma logstd
+scale gamma | shift beta
+gate | up | down
+left | right
+start begin first one | second two | third three | end last stop
+top upper high | bottom lower low | middle mid
+inner | outer
+forward fwd | backward bwd reverse
+input in inp i | output out o | forget f | reset | update | cell
+attention attn | feedforward ffn ff mlp
+spatial space | temporal time
+user | item
+real | imag imaginary
+real | fake
+local | global
+fast | slow
+fine | coarse rough
+row | column col
+height | width
+positive pos | negative neg
+content | style
+clean | noisy noise
+old | new
+odd | even
+classification cls | regression reg | box bbox | mask
+duration | pitch | energy
+subject head | object tail | relation rel
+parent | child
+categorical cat | numerical num
+"""
+"""The parts of one whole, a line each, with the words for each part: none is another's name."""
+
+
+def _parts(wholes: str) -> dict[str, dict[int, int]]:
+    """Of each word which part it is, of which wholes."""
+    parts: dict[str, dict[int, int]] = {}
+    for whole, line in enumerate(wholes.split("\n")):
+        for part, words in enumerate(line.split("|")):
+            for word in words.split():
+                parts.setdefault(word, {})[whole] = part
+    return parts
+
+
+_PARTS = _parts(_WHOLES)
 
 
 def words_of(name: str) -> list[str]:
@@ -80,10 +98,17 @@ def are_opposite(one: str, other: str) -> bool:
 def _are_a_pair(one: str, other: str) -> bool:
     if one[-_STEM:] == other[-_STEM:] and min(len(one), len(other)) > _STEM:
         return True
-    return any(one in words and other in words for words in _COUNTERPARTS)
+    return _are_told_apart(one, other)
+
+
+def _are_told_apart(one: str, other: str) -> bool:
+    """Whether the two are words for different parts of one whole."""
+    theirs = _PARTS.get(other, {})
+    return any(theirs.get(whole, part) != part for whole, part in _PARTS.get(one, {}).items())
 
 
 def _is_short(one: str, other: str) -> bool:
     """Whether a word begins as another does, and has the rest of its letters in their order."""
     rest = iter(other)
-    return one[0] == other[0] and all(letter in rest for letter in one)
+    is_short = one[0] == other[0] and all(letter in rest for letter in one)
+    return is_short and not _are_told_apart(one, other)

@@ -549,3 +549,14 @@ def test_a_list_whose_numbers_stand_in_words_is_one_rule_however_long_it_is(coun
     (rule,) = found(have, want).rules
     assert (rule.text, rule.rule) == ("layer*. -> layers.*.", r"^layer(\d+)\.=>layers.\1.")
     assert rule.pairs == dict(zip(want, have, strict=True))
+
+
+def test_the_part_that_explains_all_of_another_with_a_bare_tensor_is_asked_about_first():
+    blocks = {f"blocks.{at}.weight": (4, 4) for at in range(3)}
+    have = slots({f"tower.{name}": shape for name, shape in {"pos": (7, 4), **blocks}.items()})
+    want = slots(
+        {f"visual.{name}": shape for name, shape in {"pos": (7, 4), **blocks}.items()}
+        | {f"text.{name}": shape for name, shape in {"emb.weight": (9, 4), **blocks}.items()}
+    )
+    (question,) = inferred(have, want, {}).ambiguous
+    assert question.rules == (r"^tower\.=>visual.", r"^tower\.(?=blocks\.)=>text.")

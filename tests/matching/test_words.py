@@ -1,5 +1,7 @@
 """What the words in two names have in common."""
 
+import itertools
+
 import pytest
 
 from ckptool.matching.words import are_alike, are_opposite, words_of
@@ -39,6 +41,29 @@ def test_short_for_one_another_is_alike(one, other):
 def test_words_that_are_made_to_be_told_apart_are_opposite(one, other):
     assert are_opposite(one, other)
     assert are_opposite(other, one)
+
+
+@pytest.mark.parametrize(
+    "wholes",
+    [
+        "encoder enc | decoder dec",
+        "actor pi policy | critic vf value",
+        "generator gen G netG | discriminator disc D netD",
+        "student | ema",
+        "prior | posterior",
+        "mu | logvar",
+        "start | end",
+        "q query wq | k key wk | v value wv",
+        "up | gate | down",
+        "shift | scale",
+    ],
+)
+def test_no_spelling_of_one_part_of_a_whole_is_like_one_of_another_part(wholes):
+    parts = [part.split() for part in wholes.split("|")]
+    for mine, theirs in itertools.permutations(parts, 2):
+        for one, other in itertools.product(mine, theirs):
+            assert are_opposite(one, other), (one, other)
+            assert not are_alike(one, other), (one, other)
 
 
 @pytest.mark.parametrize(("one", "other"), [("backbone", "encoder"), ("fc", "head")])
