@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ class EpochEnded(_Event):
     """One line of `metrics.jsonl`; losses are means over samples, `epoch` counts from 1.
 
     `lr` is the rate of the epoch's last step. Of data without a validation part `val_loss` is None.
+    In plain data it is None as well where it is no finite number, which a note tells.
     """
 
     epoch: int
@@ -75,6 +77,11 @@ class EpochEnded(_Event):
     val_loss: float | None
     lr: float
     samples_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, which JSON can hold."""
+        told = super().to_dict()
+        return {name: one if math.isfinite(one or 0) else None for name, one in told.items()}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -91,7 +92,9 @@ class Loop:
         if self._is_at_last_step and progress.position < self._batches.steps:
             return f"step {config.max_steps} is done"
         if config.patience is not None and progress.since_best >= config.patience:
-            return f"{progress.since_best} epochs have brought no lower loss than {progress.best:g}"
+            bound = "finite" if math.isinf(progress.best) else "lower"
+            than = f" than {progress.best:g}" if bound == "lower" else ""
+            return f"{progress.since_best} epochs have brought no {bound} loss{than}"
         return None
 
     @property
@@ -180,6 +183,8 @@ class Loop:
         self._ranks.first(lambda: self._metrics.add(ended))
         self._scalars.add(ended)
         self._observer.tell(ended)
+        if val_loss is not None and not math.isfinite(val_loss):
+            self._observer.tell(Note(f"the validation loss of epoch {ended.epoch} is {val_loss}"))
         if progress.skipped_here:
             self._observer.tell(
                 Note(

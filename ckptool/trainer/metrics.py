@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ckptool.files.atomic import atomic_output
 from ckptool.files.refusals import worded
@@ -53,17 +51,12 @@ class Metrics:
                 yield line, epoch
 
     def add(self, epoch: EpochEnded) -> None:
-        """Append the line of one epoch, and have it on the disk; a number that is none is a string.
+        """Append the line of one epoch, and have it on the disk.
 
         Raises:
             WriteError: it cannot be written.
         """
-        line = {name: _told(value) for name, value in epoch.to_dict().items()}
         with worded(str(self._path)), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(epoch.to_dict(), allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _told(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -189,8 +189,14 @@ def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
     given = data()
     held_out = Rows(given.validation.inputs * math.nan, given.validation.targets)
     given = TrainData(given.train, held_out, given.loss, (3,), 1)
-    result = run(tmp_path, given=given, epochs=2)
-    assert [line["val_loss"] for line in lines(tmp_path)] == ["nan", "nan"]
+    told = Told()
+    result = run(tmp_path, told, given=given, epochs=9, patience=2)
+    assert [line["val_loss"] for line in lines(tmp_path)] == [None, None]
+    assert told.notes == [
+        "the validation loss of epoch 1 is nan",
+        "the validation loss of epoch 2 is nan",
+        "training ends after epoch 2: 2 epochs have brought no finite loss",
+    ]
     assert files(tmp_path) == ["last.pth"]
     assert result.best == math.inf
 

@@ -34,10 +34,10 @@ def test_a_line_an_epoch(tmp_path):
     assert metrics.has_lines
 
 
-def test_a_number_that_is_none_is_a_string(tmp_path):
+def test_a_number_that_is_none_is_null(tmp_path):
     Metrics(tmp_path).add(ended(1, val_loss=math.nan, train_loss=-math.inf))
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert (line["val_loss"], line["train_loss"]) == ("nan", "-inf")
+    assert (line["val_loss"], line["train_loss"]) == (None, None)
 
 
 def test_what_comes_again_is_cut_off(tmp_path):
