@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ckptool.errors import UsageError
@@ -40,15 +40,27 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """What each option that is a word may be."""
 _AT_LEAST_ONE = frozenset(
-    ("epochs", "batch_size", "accumulate", "step_size", "keep", "save_every", "patience")
+    (
+        "epochs",
+        "batch_size",
+        "accumulate",
+        "step_size",
+        "keep",
+        "save_every",
+        "patience",
+        "max_steps",
+    )
 )
 _POSITIVE = frozenset(("lr", "clip", "save_seconds"))
 _NOT_NEGATIVE = frozenset(
-    ("weight_decay", "momentum", "gamma", "warmup", "staleness", "max_steps", "output_device")
+    ("weight_decay", "momentum", "gamma", "warmup", "staleness", "output_device")
 )
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "momentum": {"optimizer": "sgd"},
+    "step_size": {"schedule": "step"},
+    "gamma": {"schedule": "step"},
+    "staleness": {"strategy": "parameter-server"},
     "devices": {"strategy": "model-parallel"},
     "device_ids": {"strategy": "dp"},
     "output_device": {"strategy": "dp"},
@@ -83,9 +95,10 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
         fault = None if value is None else _fault(name, value)
         if fault is not None:
             raise UsageError(f"{spelled(name, value)} {fault}")
+    usual = {field.name: field.default for field in fields(TrainConfig)}
     for name, others in _ONLY_WITH.items():
         for other, wanted in others.items():
-            if values[name] not in (None, False, 0.0, ()) and values[other] != wanted:
+            if values[name] != usual[name] and values[other] != wanted:
                 raise UsageError(
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"
@@ -153,7 +166,7 @@ class TrainConfig:
         save_every: Steps after which `step-%08d.pth` is written.
         save_seconds: Seconds after which it is.
         keep: How many of those are kept.
-        resume: A checkpoint to go on from; `auto`: the newest of `out`, if there is one.
+        resume: A checkpoint to go on from, or a run's folder; `auto`: the newest of `out`, if any.
         overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
         devices: Of `model-parallel`: over which the layers are spread, in order.

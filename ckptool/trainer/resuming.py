@@ -67,27 +67,34 @@ class Resuming:
         )
 
     def found(self) -> str | None:
-        """The checkpoint that is meant; of `auto` the newest that is whole, if there is one.
+        """The checkpoint that is meant; of a run's folder the newest that is whole.
+
+        `auto` is the folder of this run, and may hold none.
 
         Raises:
             TrainingError: of those that are there none is.
         """
-        if self._config.resume != "auto":
-            return self._config.resume
-        path, notes = self._ranks.first(self._newest)
+        named = self._config.resume
+        if named is None:
+            return None
+        path, notes = self._ranks.first(lambda: self._meant(named))
         for note in notes:
             self._observer.tell(Note(note))
         return path
 
-    def _newest(self) -> tuple[str | None, list[str]]:
-        out = self._config.out
+    def _meant(self, named: str) -> tuple[str | None, list[str]]:
+        if named == "auto":
+            return self._newest(self._config.out)
+        return self._newest(named) if kept(named) else (named, [])
+
+    def _newest(self, out: str) -> tuple[str | None, list[str]]:
         damaged: list[str] = []
         for one in kept(out):
             damage = _damage(one.path)
             if damage is None:
                 return one.path, [f"{said}: passed over" for said in damaged]
             damaged.append(damage)
-        if damaged and not self._config.overwrite:
+        if damaged and not (self._config.overwrite and self._config.resume == "auto"):
             raise TrainingError(
                 f"no checkpoint in {out} can be read: {damaged[0]}",
                 hint="ckptool recover takes out what is left; --overwrite begins anew",

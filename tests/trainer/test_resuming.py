@@ -38,7 +38,14 @@ def resumed(out, told=None, **options):
     """The weights that a run begins with which goes on, and takes no step."""
     model = net(seed=5)
     told = told or Told()
-    run(out, told, model=model, max_steps=0, **options)
+
+    def begun(event):
+        told.tell(event)
+        if type(event).__name__ == "Started":
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(out, Told(begun), model=model, **options)
     return model
 
 
@@ -63,6 +70,16 @@ def test_auto_takes_the_newest(tmp_path):
     told = Told()
     run(tmp_path, told, resume="auto", epochs=4)
     assert told.of("Resumed")[0].path == str(tmp_path / "last.pth")
+
+
+def test_the_folder_of_a_run_is_its_newest_checkpoint(tmp_path):
+    cut_off(tmp_path / "a", step=6)
+    told = Told()
+    run(tmp_path / "b", told, resume=tmp_path / "a")
+    assert told.of("Resumed")[0].path == str(tmp_path / "a" / "step-00000005.pth")
+    told = Told()
+    run(tmp_path / "b", told, resume=tmp_path / "b", epochs=4)
+    assert told.of("Resumed")[0].path == str(tmp_path / "b" / "last.pth")
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "text"])
