@@ -108,6 +108,7 @@ class Checkpoints:
         return os.path.join(self._config.out, name + self._suffix)
 
     def _write(self, name: str, progress: Progress) -> None:
+        """Write one; what it was before, a folder of parts or one file, goes once this is there."""
         path = self._path(name)
         values = {
             "epoch": progress.epoch,
@@ -119,4 +120,6 @@ class Checkpoints:
             **self._belongings,
         }
         saving.save(self._config.save, path, self._strategy, values)
+        other = os.path.join(self._config.out, name + ("" if self._suffix else ".pth"))
+        self._ranks.first(lambda: folder.remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))

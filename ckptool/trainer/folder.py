@@ -22,6 +22,7 @@ __all__ = [
     "one_run_in",
     "refuse_earlier",
     "remove",
+    "remove_checkpoint",
     "remove_numbered",
     "require_writable",
 ]
@@ -148,17 +149,18 @@ def refuse_earlier(folder: str, *, origin: str | None, step: int) -> None:
 def remove(folder: str, *, origin: str | None, step: int) -> None:
     """Remove what `refuse_earlier` names; figures are cut back by those who write them."""
     for one in _others(folder, origin, step):
-        _remove(one.path)
+        remove_checkpoint(one.path)
 
 
 def remove_numbered(folder: str, keep: int) -> None:
     """Remove the checkpoints of steps but the last `keep`."""
     found = [one for one in map(_NAME.fullmatch, os.listdir(folder)) if one is not None and one[2]]
     for one in sorted(found, key=lambda name: int(name[2]))[:-keep]:
-        _remove(os.path.join(folder, one[0]))
+        remove_checkpoint(os.path.join(folder, one[0]))
 
 
-def _remove(path: str) -> None:
+def remove_checkpoint(path: str) -> None:
+    """Remove a file, or the folder that it is; nothing where there is none."""
     with worded(path), suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
