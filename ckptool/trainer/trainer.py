@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckptool.errors import UsageError
 from ckptool.trainer.batches import Batches
@@ -141,6 +142,7 @@ class Trainer:
         """Give the strategy model, optimizer and data."""
         config = self._config
         model = self._model if self._model is not None else model_of(config, data)
+        _require_module(model)
         strategy.wrap(model.to(getattr(torch, config.dtype)))
         strategy.tuning = Tuning(
             config,
@@ -159,6 +161,24 @@ class Trainer:
             batches.samples,
             batches.steps,
             self._config.epochs,
+        )
+
+
+def _require_module(model: Any) -> None:
+    """See that it is one whose weights are there.
+
+    Raises:
+        UsageError: it is none, or knows its sizes only after its first batch.
+    """
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        what = f"the class {name}" if isinstance(model, type) else f"a {name}"
+        raise UsageError(f"model is {what}, and no torch.nn.Module", hint="model=Net(), made")
+    lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
+    if lazy:
+        raise UsageError(
+            f"{lazy[0]} of the model has no size yet: its layer learns it from a first batch",
+            hint="call the model with one batch before",
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import TrainingError
+from ckptool.errors import CheckpointError, TrainingError, UsageError
 from ckptool.trainer import TrainData
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.data.datasets import Rows
@@ -74,6 +74,17 @@ def test_every_so_many_steps(tmp_path):
         "step-00000008.pth",
     ]
     assert held(tmp_path / "step-00000004.pth")["sampler"]["position"] == 1
+
+
+def test_what_a_checkpoint_was_before_goes_once_it_is_written_anew(tmp_path):
+    def act(event):
+        if type(event).__name__ == "Stepped":
+            (tmp_path / "last").mkdir(exist_ok=True)  # as a sharded run leaves it
+            (tmp_path / "last" / "run.pth").touch()
+
+    run(tmp_path, Told(act), epochs=1)
+    assert (tmp_path / "last.pth").is_file()
+    assert not (tmp_path / "last").exists()
 
 
 def test_every_so_many_seconds(tmp_path, monkeypatch):
@@ -205,3 +216,41 @@ def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
 def test_all_of_it_at_once_trains(tmp_path, options):
     result = run(tmp_path, epochs=30, model=net(dropout=0.0), **options)
     assert result.best < lines(tmp_path)[0]["val_loss"]
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, outputs, targets):
+        return (self.weight * (outputs - targets) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda outputs, targets: 1.0, "the loss gave a float, and no tensor"),
+        (lambda outputs, targets: torch.tensor(1.0), "the loss gave a tensor without a gradient"),
+        (nn.MSELoss(reduction="none"), r"the loss gave a tensor of shape \(4, 1\)"),
+        (Weighted(), "the loss has parameters of its own"),
+    ],
+)
+def test_a_loss_that_nothing_is_learned_from_is_told(tmp_path, loss, told):
+    given = data()
+    given = TrainData(given.train, given.validation, loss)
+    with pytest.raises(CheckpointError, match=f"^{told}"):
+        run(tmp_path, given=given)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (nn.Linear, "^model is the class Linear, and no torch.nn.Module$"),
+        ("net", "^model is a str, and no torch.nn.Module$"),
+        (nn.Sequential(nn.LazyLinear(1)), "^0.weight of the model has no size yet"),
+    ],
+)
+def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
+    with pytest.raises(UsageError, match=told):
+        run(tmp_path, model=model)

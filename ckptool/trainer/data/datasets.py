@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
@@ -97,7 +98,7 @@ class TrainData:
         """The loss as a function.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: there is none of that name, or it has parameters to train.
         """
         loss: Any = (
             getattr(functional, self.loss, None) if isinstance(self.loss, str) else self.loss
@@ -106,6 +107,11 @@ class TrainData:
             raise UsageError(
                 f"loss is {self.loss!r}, and no function of torch.nn.functional",
                 hint="a function of outputs and targets, or a name as mse_loss",
+            )
+        if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
+            raise UsageError(
+                "the loss has parameters of its own, which nothing would train or save",
+                hint="make them a part of the model, or requires_grad_(False)",
             )
         return cast("Loss", loss)
 

@@ -309,7 +309,7 @@ class Strategy:
                 self.observer.tell(Traced(True, str(self.device), shape(inputs), shape(outputs)))
             if isinstance(outputs, torch.Tensor):
                 targets = moved(targets, outputs.device)
-            return self._loss(outputs, targets) if rows else 0 * sum_of(outputs)
+            return _scalar(self._loss(outputs, targets)) if rows else 0 * sum_of(outputs)
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Around a forward pass: tell what the model, or each replica of it, is given and gives.
@@ -321,3 +321,23 @@ class Strategy:
             self.observer.tell(Traced(False, device_in(inputs), shape(inputs), shape(outputs)))
 
         return self.module.register_forward_hook(tell)
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """What a loss gave, if there is a way from it to the weights.
+
+    Raises:
+        TrainingError: it is no number of torch's, or has no gradient where one is needed.
+    """
+    if not isinstance(loss, torch.Tensor):
+        fault = f"a {type(loss).__name__}, and no tensor"
+    elif loss.numel() != 1:
+        fault = f"a tensor of shape {tuple(loss.shape)}, and no single number"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        fault = "a tensor without a gradient, which no weight has led to"
+    else:
+        return loss
+    raise TrainingError(
+        f"the loss gave {fault}",
+        hint="it returns the mean over samples, computed by torch from the model's outputs",
+    )
