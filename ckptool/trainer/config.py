@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from ckptool.errors import UsageError
@@ -67,6 +68,16 @@ _ONLY_WITH = {
 }
 """Options that mean something with another one alone."""
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a text"),
+    "tuple[str, ...]": ((tuple, list), "several texts"),
+    "tuple[int, ...]": ((tuple, list), "several whole numbers"),
+}
+"""What each annotation below takes, and what that is called."""
+
 Spelling = Callable[[str, Any], str]
 """How an option and its value are written where they were given."""
 
@@ -91,8 +102,9 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
     Raises:
         UsageError: one is out of its range.
     """
+    kinds = {field.name: str(field.type) for field in fields(TrainConfig)}
     for name, value in values.items():
-        fault = None if value is None else _fault(name, value)
+        fault = _unlike(value, kinds[name]) or (None if value is None else _fault(name, value))
         if fault is not None:
             raise UsageError(f"{spelled(name, value)} {fault}")
     usual = {field.name: field.default for field in fields(TrainConfig)}
@@ -108,6 +120,16 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
             f"{spelled('target', values['target'])} is for {spelled('data', 'csv:PATH')}, and this "
             f"is {spelled('data', values['data'])}"
         )
+
+
+def _unlike(value: Any, kind: str) -> str | None:
+    """What is wrong with the type of an option; `kind` is its annotation."""
+    kind, _, none = kind.partition(" | ")
+    types, said = _KINDS[kind]
+    if value is None:
+        return None if none else f"is not {said}"
+    is_alike = isinstance(value, types) and (types is bool or not isinstance(value, bool))
+    return None if is_alike else f"is not {said}"
 
 
 def _fault(name: str, value: Any) -> str | None:
@@ -219,11 +241,11 @@ class TrainConfig:
         """Check every value by itself and beside the others.
 
         Raises:
-            UsageError: one is out of its range.
+            UsageError: one is of another type, or out of its range.
         """
-        object.__setattr__(self, "out", os.fspath(self.out))
-        if self.resume is not None:
-            object.__setattr__(self, "resume", os.fspath(self.resume))
+        for name in ("out", "resume"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         check(vars(self))
 
     def to_dict(self) -> dict[str, Any]:

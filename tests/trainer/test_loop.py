@@ -254,3 +254,20 @@ def test_a_loss_that_nothing_is_learned_from_is_told(tmp_path, loss, told):
 def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
     with pytest.raises(UsageError, match=told):
         run(tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"lr": "0.1"}, "lr='0.1' is not a number"),
+        ({"epochs": 1.5}, "epochs=1.5 is not a whole number"),
+        ({"epochs": None}, "epochs=None is not a whole number"),
+        ({"max_steps": True}, "max_steps=True is not a whole number"),
+        ({"sharded": "no"}, "sharded='no' is not True or False"),
+        ({"devices": "cpu"}, "devices='cpu' is not several texts"),
+        ({"resume": 5}, "resume=5 is not a text"),
+    ],
+)
+def test_an_option_of_another_type_is_told(tmp_path, option, told):
+    with pytest.raises(UsageError, match=f"^{told}$"):
+        run(tmp_path, **option)
