@@ -76,7 +76,8 @@ class Watched(InFlight):
 def served(case, out, *, model=None, act=lambda event: None, **options):
     """One run, with whatever comes of it in the records of this process."""
     told, record = Told(act), {"case": case}
-    options = {"strategy": "parameter-server", "staleness": 0, **options}
+    if "strategy" not in options:
+        options = {"strategy": "parameter-server", "staleness": 0, **options}
     try:
         if "data" in options:
             config = TrainConfig(out=str(out / case), tensorboard=False, device="cpu", **options)

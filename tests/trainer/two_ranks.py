@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from pathlib import Path
 
 import torch
 
@@ -63,8 +64,12 @@ def another_architecture(folder):
 
 def missing_for_one(folder):
     """As on a second machine that has not the disk of the first."""
-    path = folder / ("full" if rank() == 0 else "none") / "last.pth"
-    return refused(folder / "missing", resume=path)
+    here = Path.cwd()
+    os.chdir(folder if rank() == 0 else "/")
+    try:
+        return refused(folder / "missing", resume="full/last.pth")
+    finally:
+        os.chdir(here)
 
 
 def no_number_in_one(folder):
