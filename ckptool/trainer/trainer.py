@@ -79,7 +79,7 @@ class Trainer:
         self._observer = observer or Observer()
 
     def fit(self) -> TrainResult:
-        """Train, from the checkpoint that `resume` names if it does.
+        """Train, from the checkpoint that `resume` names if it does; all processes return the same.
 
         Raises:
             TrainingError: it cannot begin, the loss is no number any more, or every step was
@@ -98,8 +98,8 @@ class Trainer:
             batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
             self._attend(strategy, data, batches)
             if not strategy.takes_steps:
-                strategy.serve(lambda: signals.votes)
-                return TrainResult(0, 0, 0, float("inf"), None, config.out)
+                result: TrainResult = strategy.serve(lambda: signals.votes)
+                return replace(result, out=config.out)  # each process has its own words for it
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             belongings = {
                 "config": config.to_dict(),
@@ -114,7 +114,9 @@ class Trainer:
                     config, strategy, batches, progress, checkpoints, self._observer, signals
                 )
                 loop.run()
-        return _result(config, progress, loop.stopped)
+            result = _result(config, progress, loop.stopped)
+            strategy.end(result)
+        return result
 
     def _beginning(
         self, strategy: Strategy, batches: Batches, checkpoints: Checkpoints

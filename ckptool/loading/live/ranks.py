@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ckptool import errors
 from ckptool.errors import CheckpointError, warn
 
-__all__ = ["Ranks", "default_group"]
+__all__ = ["Ranks", "default_group", "sendable"]
 
 _Result = TypeVar("_Result")
 _Failures = dict[int, CheckpointError | str]
@@ -101,7 +101,7 @@ class Ranks:
     def _last_words(self, error: BaseException) -> None:
         """Have the others know of a failure here; who is not there to hear it changes nothing."""
         try:
-            self._told({_rank(): _sendable(error)}, self._undone)
+            self._told({_rank(): sendable(error)}, self._undone)
         except CheckpointError:
             return
 
@@ -162,7 +162,7 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def _sendable(error: BaseException) -> CheckpointError | str:
+def sendable(error: BaseException) -> CheckpointError | str:
     """An error as the other processes can have it: a foreign one may not survive the way."""
     if isinstance(error, CheckpointError) and type(error).__module__ == errors.__name__:
         return error

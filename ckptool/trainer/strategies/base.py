@@ -110,11 +110,15 @@ class Strategy:
         """Whether this process goes through the epochs; False: it serves one that does."""
         return True
 
-    def serve(self, votes: Callable[[], Sequence[float]]) -> None:
-        """Work for the process that goes through the epochs, until that is done.
+    def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
+        """Work for the process that goes through the epochs, until that calls `end`: with what.
 
         `votes` gives those of this process, which are summed with the others'.
         """
+        raise NotImplementedError
+
+    def end(self, outcome: Any) -> None:
+        """Nothing comes any more: `serve` returns `outcome`, where processes serve this one."""
 
     @property
     def processes(self) -> int:

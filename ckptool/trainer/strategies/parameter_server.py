@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -93,6 +93,10 @@ class ParameterServer(Strategy):
         """Wait until nothing is in flight any more."""
         return self._collected(lambda: not len(self._in_flight))
 
+    def end(self, outcome: Any) -> None:
+        """Have the workers be told it when they are let go."""
+        self._workers.outcome = outcome
+
     def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
         """Apply what has arrived, and what arrives until it is enough."""
         results = []
@@ -112,11 +116,17 @@ class ParameterServer(Strategy):
 
     # A worker.
 
-    def serve(self, votes: Callable[[], Sequence[float]]) -> None:
-        """Compute gradients until the server needs no more."""
+    def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
+        """Compute gradients until the server needs no more; what it says that the run came to.
+
+        Raises:
+            PeerLost: the server is gone.
+            CheckpointError: it could not go on, for this reason.
+        """
         self.model.train()
         for task, answer in self._service.tasks():
             answer(self._computed(task, votes()))
+        return self._service.outcome
 
     def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
         seed_all(self.config.seed * 1_000_003 + task.step.number)  # whichever worker it is

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
+from ckptool.loading.live.ranks import sendable
 from ckptool.trainer.processes import TIMEOUT, require_launcher
 from ckptool.trainer.strategies.base import Step
 
@@ -72,9 +73,14 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Released:
-    """There is nothing more to do; `all_here`: every process is there to part from."""
+    """There is nothing more to do: what the run came to, or why the server ended it.
+
+    `all_here`: every process is there to part from.
+    """
 
     all_here: bool
+    outcome: Any = None
+    failure: CheckpointError | None = None
     is_server_gone: bool = False
 
 
@@ -83,7 +89,7 @@ class _Post:
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.over: Future[None] = Future()
+        self.over: Future[_Released] = Future()
 
 
 _post = _Post()
@@ -109,11 +115,17 @@ def launched_as() -> tuple[int, int]:
 
 
 class Workers:
-    """The server's side: hands out tasks, and takes what comes back in the order it comes."""
+    """The server's side: hands out tasks, and takes what comes back in the order it comes.
+
+    Attributes:
+        free: The ranks that have nothing to do.
+        outcome: What the run came to, which all of them are told at the end.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """All of them have nothing to do yet."""
         self.free = set(ranks)
+        self.outcome: Any = None
         self._all_here = True
 
     @classmethod
@@ -126,10 +138,14 @@ class Workers:
         """
         _connect(_SERVER, 0, size)
         workers = cls(range(1, size))
+        failure = None
         try:
             yield workers
+        except BaseException as error:
+            failure = _as_told(error)
+            raise
         finally:
-            _release(size, all_here=workers._all_here)
+            _release(size, _Released(workers._all_here, workers.outcome, failure))
 
     def hand_out(self, task: Task) -> None:
         """To the first worker that is free."""
@@ -161,7 +177,7 @@ class Service:
 
     def __init__(self) -> None:
         """Not released yet."""
-        self._end = _Released(all_here=False)
+        self._end: _Released | None = None
 
     @classmethod
     @contextmanager
@@ -173,28 +189,36 @@ class Service:
         """
         _connect(_name(rank), rank, size)
         service = cls()
-        over: Future[None] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
+        over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
         over.add_done_callback(lambda done: _post.inbox.put(_end_of(done)))
         try:
             yield service
         except BaseException as error:
-            if not service._end.is_server_gone:
+            if service._end is None:
                 _tell(_failure(rank, error))
             raise
         finally:
-            _leave(is_graceful=service._end.all_here)
+            _leave(is_graceful=service._end is not None and service._end.all_here)
 
     def tasks(self) -> Iterator[tuple[Task, Callable[[Answer], None]]]:
         """Every task, and what to call with its answer.
 
         Raises:
             PeerLost: the server is gone.
+            CheckpointError: it could not go on, for this reason.
         """
         while isinstance(message := _post.inbox.get(), _Asked):
             yield message.task, message.answer.set_result
         self._end = message
         if message.is_server_gone:
             raise PeerLost("the server, rank 0, is gone: nobody is there to work for")
+        if message.failure is not None:
+            raise message.failure
+
+    @property
+    def outcome(self) -> Any:
+        """What the run came to, once there are no more tasks."""
+        return None if self._end is None else self._end.outcome
 
 
 # What is called in another process.
@@ -208,13 +232,13 @@ def _ask(task: Task) -> Future[Answer]:
     return answer
 
 
-def _end_service(all_here: bool) -> None:
+def _end_service(released: _Released) -> None:
     """In a worker: there is nothing more to do."""
-    _post.inbox.put(_Released(all_here))
+    _post.inbox.put(released)
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _until_over() -> Future[None]:
+def _until_over() -> Future[_Released]:
     """In the server: is answered at its end, and fails where it has none."""
     return _post.over
 
@@ -246,19 +270,19 @@ def _connect(name: str, rank: int, size: int) -> None:
         raise TrainingError(f"the other processes cannot be reached: {line}") from error
 
 
-def _release(size: int, *, all_here: bool) -> None:
+def _release(size: int, released: _Released) -> None:
     """Let the workers go when they have done what they are at; those that are gone are passed."""
     told = [
-        rpc.rpc_async(_name(rank), _end_service, args=(all_here,), timeout=_PATIENCE)
+        rpc.rpc_async(_name(rank), _end_service, args=(released,), timeout=_PATIENCE)
         for rank in range(1, size)
     ]
     for one in told:
         try:
             one.wait()
         except RuntimeError:
-            all_here = False
-    _post.over.set_result(None)
-    _leave(is_graceful=all_here)
+            released = replace(released, all_here=False)
+    _post.over.set_result(released)
+    _leave(is_graceful=released.all_here)
 
 
 def _leave(*, is_graceful: bool) -> None:
@@ -275,12 +299,19 @@ def _outcome(rank: int, done: Future[Answer]) -> Answer | _Failure:
         return _Failure(rank, f"is gone, its connection has ended ({line})")
 
 
-def _end_of(over: Future[None]) -> _Released:
+def _end_of(over: Future[_Released]) -> _Released:
     try:
-        over.value()
+        return over.value()
     except Exception:
         return _Released(all_here=False, is_server_gone=True)
-    return _Released(all_here=True)
+
+
+def _as_told(error: BaseException) -> CheckpointError:
+    """Why the server ends, as its workers raise it: a foreign error may not survive the way."""
+    told = sendable(error)
+    if isinstance(told, CheckpointError):
+        return told
+    return PeerLost(f"the server, rank 0, has failed with {told}")
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:

@@ -1,10 +1,7 @@
 """A server and its workers: the same numbers as one process, or numbers as old as is allowed."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 import ckptool
 from ckptool.errors import TrainingError
 from ckptool.trainer.strategies.remote import launched_as
-from tests.sources import PROJECT
+from tests.trainer.forks import ended, start
 from tests.trainer.runs import assert_same_run, held, net, run
 from tests.trainer.served_cases import EXACT, LIMITS
 
@@ -27,32 +24,17 @@ def free_port():
 
 def launched(out, scene, processes):
     """The exit codes of the processes of `served.py`, by rank, and what they said."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(PROJECT),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(processes),
-    }
-    command = [sys.executable, "-m", "tests.trainer.served", str(out), scene]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes}
     started = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=PROJECT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        start(
+            "tests.trainer.served",
+            *(out, scene),
+            environment={**group, "RANK": rank, "LOCAL_RANK": rank},
+            said=out / "said",
         )
         for rank in range(processes)
     ]
-    try:
-        said = [one.communicate(timeout=TIMEOUT)[0] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    return [one.returncode for one in started], said
+    return ended(started, timeout=TIMEOUT), (out / "said").read_text()
 
 
 def records(out, rank):
@@ -65,7 +47,7 @@ def records(out, rank):
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     codes, said = launched(folder, "all", 3)
-    assert codes == [0, 3, 0], "\n".join(said)  # worker 1 is ended by `dies`
+    assert codes == [0, 3, 0], said  # worker 1 is ended by `dies`
     return folder
 
 
@@ -122,12 +104,15 @@ def test_its_checkpoint_loads_into_a_plain_model(out):
 def test_all_processes_are_told_of_and_only_the_server_takes_steps(out, server):
     assert server["plain"]["processes"] == [3]
     worker = records(out, 2)["plain"]
-    assert worker["result"]["step"] == 0
+    assert worker["result"] == server["plain"]["result"]
     assert worker["staleness"] == []
 
 
-def test_a_loss_that_is_no_number_stops_it_at_its_step(server):
+def test_a_loss_that_is_no_number_stops_all_of_them_at_its_step(out, server):
     assert server["nan"]["error"].startswith("the loss is nan at step ")
+    for rank in (1, 2):
+        worker = records(out, rank)["nan"]
+        assert (worker["error"], worker["hint"]) == (server["nan"]["error"], server["nan"]["hint"])
 
 
 def test_a_worker_that_raises_is_named_with_its_traceback(out, server):
@@ -136,7 +121,7 @@ def test_a_worker_that_raises_is_named_with_its_traceback(out, server):
     assert rest[0] == "Traceback (most recent call last):"
     assert any(line.strip().startswith("raise ValueError") for line in rest)
     assert records(out, 1)["raises"]["error"] == "ValueError('that is no picture')"
-    assert "error" not in records(out, 2)["raises"]
+    assert records(out, 2)["raises"]["error"] == server["raises"]["error"]
 
 
 def test_a_worker_without_its_device_says_so_through_the_server(server):
@@ -151,6 +136,7 @@ def test_after_an_error_the_same_processes_train_again(out):
 def test_a_signal_to_a_worker_ends_the_run_with_a_checkpoint(out, server):
     assert server["signal"]["result"]["stopped"] == 15
     assert torch.load(out / "signal" / "last.pth")["step"] == server["signal"]["result"]["step"]
+    assert records(out, 1)["signal"]["result"] == server["signal"]["result"]
 
 
 def test_a_worker_that_dies_is_named(server):
@@ -159,7 +145,7 @@ def test_a_worker_that_dies_is_named(server):
 
 def test_workers_end_when_the_server_dies(tmp_path):
     codes, said = launched(tmp_path, "server-dies", 2)
-    assert codes == [4, 0], "\n".join(said)
+    assert codes == [4, 0], said
     assert records(tmp_path, 1)["dies"]["error"].startswith("the server, rank 0, is gone")
 
 
