@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.sources import PROJECT
+from tests.trainer.forks import ended, start
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or os.name == "nt", reason="needs gloo"
@@ -21,19 +20,9 @@ needs_gloo = pytest.mark.skipif(
 def by_ranks(module, folder, size):
     """What each process of `python -m module FOLDER RANK SIZE` leaves, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, folder, str(rank), str(size)],
-            cwd=PROJECT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=200)
-        assert rank.returncode == 0, errors
+    said = folder / "said"
+    ranks = [start(module, folder, rank, size, environment={}, said=said) for rank in range(size)]
+    assert ended(ranks, timeout=200) == [0] * size, said.read_text()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 

@@ -8,4 +8,4 @@ EXACT = {
     "fp16": {**EVERYTHING, "amp": "fp16"},
     "float64": {**EVERYTHING, "dtype": "float64", "optimizer": "adamw"},
 }
-LIMITS = (1, 2, 4)
+LIMITS = (1, 4)

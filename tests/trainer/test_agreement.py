@@ -1,15 +1,12 @@
 """Every strategy takes the steps that one process takes, to rounding."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.sources import PROJECT
 from tests.trainer.agreeing import HERE, KINDS, SPREAD, losses
+from tests.trainer.forks import ended, start
 from tests.trainer.ranks import by_ranks, needs_gloo
 
 pytestmark = needs_gloo
@@ -43,28 +40,18 @@ def nodes(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    said = folder / "said"
     agents = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                *("--node-rank", str(number), "--nproc-per-node", "1"),
-                *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-                *("-m", "tests.trainer.node", str(folder)),
-            ],
-            cwd=PROJECT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
+        start(
+            *("torch.distributed.run", "--nnodes", 2, "--node-rank", number),
+            *("--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port),
+            *("-m", "tests.trainer.node", folder),
+            environment={},
+            said=said,
         )
         for number in range(2)
     ]
-    try:
-        for agent in agents:
-            _, errors = agent.communicate(timeout=100)
-            assert agent.returncode == 0, errors
-    finally:
-        for agent in agents:
-            agent.terminate()
+    assert ended(agents, timeout=300) == [0, 0], said.read_text()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

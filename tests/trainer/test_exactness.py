@@ -5,12 +5,10 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.sources import PROJECT
+from tests.trainer.forks import FORKS, ended, start
 from tests.trainer.runs import Crash, Told, assert_same_run, crash_at, lines, run
 
 EVERYTHING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "warmup": 2, "save_every": 1}
@@ -60,36 +58,43 @@ def test_a_run_of_fewer_steps_goes_on_as_one_of_more(tmp_path):
 
 
 @pytest.fixture
-def started():
-    """Starts the processes of some runs, options by folder, which tell their steps on a pipe."""
+def started(tmp_path):
+    """Starts the processes of some runs, options by folder; each with the steps that it tells."""
     children = []
 
-    def start(runs, *, world=0):
+    def start_all(runs, *, world=0):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        spread = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "tests.trainer.stepping", json.dumps(runs)]
+        group = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         begun = []
         for rank in range(world or 1):
-            own = {**spread, "RANK": rank, "LOCAL_RANK": rank} if world else {}
-            variables = {name: str(value) for name, value in own.items()}
-            child = subprocess.Popen(
-                command,
-                cwd=PROJECT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+            environment = {**group, "RANK": rank, "LOCAL_RANK": rank} if world else {}
+            steps, told = FORKS.Pipe(duplex=False)
+            child = start(
+                *("tests.trainer.stepping", json.dumps(runs)),
+                environment=environment,
+                said=tmp_path / "said",
+                steps=told,
             )
-            begun.append(child)
+            told.close()
+            begun.append((child, steps))
         children.extend(begun)
         return begun
 
-    yield start
-    for child in children:
-        child.kill()
-        child.communicate()
+    yield start_all
+    ended([child for child, _ in children], timeout=0)
+    for _, steps in children:
+        steps.close()
+
+
+def wait_for(step, steps):
+    """Comes back when that step has been taken."""
+    with os.fdopen(steps.fileno(), closefd=False) as lines:
+        for line in lines:
+            if int(line) == step:
+                return
+    raise AssertionError(f"ended before step {step}")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
@@ -98,13 +103,10 @@ def test_a_run_that_is_killed_at_any_moment(tmp_path, started):
     run(tmp_path / "whole", **options)
     moments = random.Random(5)
     for step in sorted(moments.sample(range(2, 24), 2)):
-        (child,) = started({str(tmp_path / "cut"): {"resume": "auto", **options}})
-        for line in child.stdout:
-            if int(line) == step:
-                break
+        ((child, steps),) = started({str(tmp_path / "cut"): {"resume": "auto", **options}})
+        wait_for(step, steps)
         child.kill()
-        child.communicate(timeout=60)
-        assert child.returncode == -signal.SIGKILL
+        assert ended([child], timeout=60) == [-signal.SIGKILL]
     run(tmp_path / "cut", resume="auto", **options)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert sorted(os.listdir(tmp_path / "cut")) == sorted(os.listdir(tmp_path / "whole"))
@@ -114,15 +116,11 @@ def test_a_run_that_is_killed_at_any_moment(tmp_path, started):
 def test_two_processes_of_which_one_is_killed(tmp_path, started):
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     options = {**EVERYTHING, "strategy": "ddp", "amp": "bf16"}
-    both = started({cut: options}, world=2)
-    for line in both[1].stdout:
-        if int(line) == 5:
-            break
-    both[1].kill()
-    for one in both:
-        one.communicate(timeout=60)
-        assert one.returncode != 0
-    for one in started({cut: {"resume": "auto", **options}, whole: options}, world=2):
-        _, errors = one.communicate(timeout=120)
-        assert one.returncode == 0, errors
+    (one, _), (other, steps) = started({cut: options}, world=2)
+    wait_for(5, steps)
+    other.kill()
+    assert ended([other, one], timeout=60)[1] > 0
+    again = started({cut: {"resume": "auto", **options}, whole: options}, world=2)
+    codes = ended([child for child, _ in again], timeout=120)
+    assert codes == [0, 0], (tmp_path / "said").read_text()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
