@@ -1,15 +1,14 @@
 """The README's commands run, and what they write loads."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.forks import in_shell
 from tests.sources import PROJECT
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -73,7 +72,7 @@ def blocks(language):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with every file that the README names, and a `ckptool` on the path."""
+    """A folder with every file that the README names, of its content."""
     import torch
 
     for name, source in PREPARED.items():
@@ -82,19 +81,7 @@ def folder(tmp_path):
     torch.save(state, tmp_path / "protocol4.pth", pickle_protocol=4)
     (tmp_path / "pointer.pth").write_text(POINTER)
     (tmp_path / "net.py").write_text(NET)
-    script = tmp_path / "bin" / "ckptool"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptool "$@"\n')
-    script.chmod(0o755)
     return tmp_path
-
-
-def run(arguments, folder):
-    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(
-        arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def loads(path):
@@ -119,7 +106,7 @@ def test_a_shell_block_runs(block, folder):
             continue
         assert word == "ckptool", f"what is {line!r}?"
         wanted = re.search(r"exit code (\d+)", line)
-        done = run(["sh", "-c", line], folder)
+        done = in_shell(line, folder)
         assert done.returncode == (int(wanted[1]) if wanted else 0), f"{line}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         assert done.stdout.strip() or done.stderr.strip()
@@ -132,7 +119,8 @@ def test_a_shell_block_runs(block, folder):
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_a_python_block_runs(block, folder):
-    done = run([sys.executable, "-c", block.text], folder)
+    (folder / "block.py").write_text(block.text)
+    done = in_shell(f"'{sys.executable}' block.py", folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
@@ -141,7 +129,7 @@ def test_a_python_block_runs(block, folder):
 def test_a_transcript_is_what_comes_out(block, folder):
     for step in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, shown = step.partition("\n")
-        done = run(["sh", "-c", f"{command} 2>&1"], folder)
+        done = in_shell(f"{command} 2>&1", folder)
         assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
 
 
@@ -149,14 +137,14 @@ def test_the_file_that_the_readme_says_is_written_is_written(folder):
     said = re.findall(r"^(ckptool .*?) +# writes (\S+)$", README, re.MULTILINE)
     assert said
     for command, name in said:
-        assert run(["sh", "-c", command], folder).returncode == 0
+        assert in_shell(command, folder).returncode == 0
         assert (folder / name).exists(), command
 
 
 def test_a_file_remapped_to_the_cpu_needs_no_map_location(folder):
     import torch
 
-    assert run(["ckptool", "remap", "--to", "cpu", "model.pth"], folder).returncode == 0
+    assert in_shell("ckptool remap --to cpu model.pth", folder).returncode == 0
     state = torch.load(folder / "model.cpu.pth")["state_dict"]
     assert {tensor.device.type for tensor in state.values()} == {"cpu"}
 

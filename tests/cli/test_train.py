@@ -20,6 +20,7 @@ from ckptool.trainer import launching
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced
 from tests.cli.test_group import command_of
+from tests.forks import finished
 from tests.sources import PROJECT
 
 TIMEOUT = 300
@@ -298,21 +299,10 @@ def test_workers_leave_what_is_wrong_to_their_launcher(ckptool, out, tmp_path, m
         assert said in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
-def run(out, *words, launcher=()):
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "ckptool", "train", *words],
-        cwd=out.parent,
-        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
 def test_two_processes_train_as_one_and_one_of_them_tells(out):
-    words = ["--out", "run", "--strategy", "ddp", "--device", "cpu", "--batch-size", "200"]
-    done = run(out, *words, "--epochs", "1", "--nproc", "2", "--trace-batches")
+    words = ["train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--batch-size", 200]
+    more = ("--epochs", 1, "--nproc", 2, "--trace-batches")
+    done = finished("ckptool", *words, *more, cwd=out.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "ddp on 2 processes, cpu: 753 parameters, 400 samples, 2 steps an epoch\n"
     lines = done.stdout.splitlines()
@@ -320,8 +310,8 @@ def test_two_processes_train_as_one_and_one_of_them_tells(out):
         seen = "In Model: input size torch.Size([100, 10]) output size torch.Size([100, 1])"
         assert lines.count(f"[rank {rank}] \t{seen}") == 2
     assert sum(line.startswith("epoch") for line in lines) == 1
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    more = run(out, *words, "--epochs", "2", "--resume", "auto", launcher=torchrun)
+    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "ckptool")
+    more = finished(*torchrun, *words, "--epochs", 2, "--resume", "auto", cwd=out.parent)
     assert more.returncode == 0, more.stderr
     assert [line.split()[:2] for line in more.stdout.splitlines()[:2]][1] == ["2", "4"]
     assert len(more.stdout.splitlines()) == 5
@@ -332,7 +322,6 @@ def test_two_processes_train_as_one_and_one_of_them_tells(out):
 @pytest.mark.parametrize(
     ("number", "more"),
     [
-        (signal.SIGTERM, []),
         (signal.SIGINT, []),
         (signal.SIGTERM, ["--strategy", "ddp", "--nproc", "2", "--device", "cpu"]),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer.forks import ended, start
+from tests.forks import ended, start
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or os.name == "nt", reason="needs gloo"

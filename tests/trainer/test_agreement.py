@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from tests.forks import ended, start
 from tests.trainer.agreeing import HERE, KINDS, SPREAD, losses
-from tests.trainer.forks import ended, start
 from tests.trainer.ranks import by_ranks, needs_gloo
 
 pytestmark = needs_gloo

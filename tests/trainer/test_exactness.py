@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.trainer.forks import FORKS, ended, start
+from tests.forks import FORKS, ended, start
 from tests.trainer.runs import Crash, Told, assert_same_run, crash_at, lines, run
 
 EVERYTHING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "warmup": 2, "save_every": 1}
@@ -75,7 +75,7 @@ def started(tmp_path):
                 *("tests.trainer.stepping", json.dumps(runs)),
                 environment=environment,
                 said=tmp_path / "said",
-                steps=told,
+                printed=told,
             )
             told.close()
             begun.append((child, steps))

@@ -1,12 +1,12 @@
 """The commands of docs/training.md run, one after the other in one folder."""
 
-import os
 import re
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from tests.forks import in_shell
 from tests.sources import PROJECT
 
 PAGE = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
@@ -18,26 +18,8 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    script = folder / "bin" / "ckptool"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptool "$@"\n')
-    script.chmod(0o755)
-    path = os.pathsep.join([str(script.parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-
-    def run(line):
-        return subprocess.run(
-            ["sh", "-c", line],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-    return run
+    """Does a line of a shell in the folder of all of them."""
+    return partial(in_shell, cwd=tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.parametrize("block", blocks("sh"))
