@@ -1,11 +1,11 @@
 """A worker that ends as it is asked to, at the third step of its run."""
 
 import os
+import signal
 import sys
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.launching import recorded
-from tests.trainer.runs import Told, net, run
 
 HOW, OUT, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 
@@ -17,8 +17,6 @@ def end(event):
             print("under way", flush=True)
         elif RANK == 1 and HOW == "killed":
             os.kill(os.getpid(), 9)
-        elif RANK == 1 and HOW == "exits":
-            os._exit(3)
         elif RANK == 1 and HOW == "bug":
             raise ZeroDivisionError("nobody foresaw this")
         elif RANK == 1 and HOW == "terminated":
@@ -28,10 +26,16 @@ def end(event):
 def main():
     if HOW == "refuses":
         raise TrainingError("a sentence", hint="what helps")
+    if HOW == "exits" and RANK == 1:
+        os._exit(3)
+    if HOW == "exits":
+        signal.pause()
     if HOW == "words":
         assert sys.argv[3:] == ["$$", "${local_rank}", "a b"]
         assert int(os.environ["OMP_NUM_THREADS"]) >= 1
         return 0
+    from tests.trainer.runs import Told, net, run  # torch, for which the others need not wait
+
     epochs = 1_000_000 if HOW == "forever" else 3
     result = run(OUT, Told(end), strategy="ddp", model=net(), epochs=epochs)
     return 0 if result.stopped is None else 128 + result.stopped

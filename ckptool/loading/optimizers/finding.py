@@ -21,7 +21,7 @@ from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
-from ckptool.optimizers import model_of, shapes_in
+from ckptool.optimizers import model_of, owner, shapes_in
 from ckptool.paths import listed, printable, resolve
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
@@ -31,6 +31,8 @@ __all__ = ["Unchosen", "found_optimizer"]
 _FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 _FOLDER = re.compile(r"optimizer_\d+")
 """How accelerate calls the distributed checkpoint of an optimizer of FSDP's."""
+_AVERAGE = re.compile("average|avg|best|ema|polyak|shadow|swa")
+"""What the names of a model's averages, and of its copies, have."""
 _NONE = "the state of an optimizer is asked for, and there is none"
 
 
@@ -149,18 +151,44 @@ def _of_tree(
         return Saved(tree, own[0])
     names = [printable(one.name) for one in found]
     if len(found) == 1:
-        owner = owners[0]
-        if owner is None or all(one.holder is not model for one in models):
+        others = [one for one in models if one.holder is not model]
+        is_here = len(others) < len(models)
+        whose = _whose(found[0], owners[0], state.section, others) if is_here else None
+        if whose is None:
             return Saved(tree, found[0])
         raise Unchosen(
-            f"the only optimizer, {names[0]}, is that of {printable(owner.name)}, which is not the "
-            "model chosen",
+            f"the only optimizer, {names[0]}, {whose}",
             Remedy(note=ALONE, instead=(_taking(found[0].name, " takes it all the same"),)),
         )
     may_be = [owner is None or owner.holder is model for owner in owners]
     raise Unchosen(
         f"there are {len(found)} optimizers: {listed(names)}", _either(state, found, may_be)
     )
+
+
+def _whose(
+    section: Section, of: Section | None, chosen: Section, others: Sequence[Section]
+) -> str | None:
+    """Why the only optimizer may be that of another model than the one chosen; None: it is not.
+
+    An average has its model's own parameters, so that nothing is mistaken where it is chosen.
+    """
+    if of is not None:
+        return (
+            None
+            if of.holder is chosen.holder
+            else (f"is that of {printable(of.name)}, which is not the model chosen")
+        )
+    if not owner(chosen) or _AVERAGE.search(owner(chosen)):
+        return None
+    shapes = Counter(shapes_in(section).values())
+    rivals = [
+        printable(one.name)
+        for one in others
+        if not _AVERAGE.search(owner(one))
+        and shapes <= Counter(tensor.shape for _, tensor in one.tensors())
+    ]
+    return f"may be that of {listed(rivals)} as well" if rivals else None
 
 
 def _either(state: State, found: Sequence[Section], may_be: Sequence[bool]) -> Remedy:

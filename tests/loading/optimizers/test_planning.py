@@ -707,6 +707,42 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     )
 
 
+@pytest.mark.parametrize(
+    ("chosen", "other", "is_certain"),
+    [
+        ("netD", "netG", False),
+        ("netD", "model", False),
+        ("model", "netD", True),
+        ("netD", "netD_ema", True),
+        ("ema", "model", True),
+    ],
+)
+def test_the_only_optimizer_may_be_that_of_another_model(chosen, other, is_certain):
+    model = shapely()
+    given = {name: shapely().state_dict() for name in (chosen, other)}
+    given["optimizer"] = stepped(model, lr=0.5).state_dict()
+    optimizer = torch.optim.Adam(model.parameters())
+    if not is_certain:
+        assert refusal_of(model, optimizer, given, state_key=chosen) == (
+            f"the only optimizer, optimizer, may be that of {other} as well",
+            "without optimizer= the model alone is loaded; or "
+            "`optimizer_key='optimizer'` takes it all the same",
+        )
+        loaded(model, optimizer, given, state_key=chosen, key="optimizer")
+    else:
+        loaded(model, optimizer, given, state_key=chosen)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_the_only_optimizer_is_the_models_where_it_fits_no_other():
+    model = shapely()
+    given = {"netG": torch.nn.Linear(2, 2).state_dict(), "netD": model.state_dict()}
+    given["optimizer"] = stepped(model, lr=0.5).state_dict()
+    optimizer = torch.optim.Adam(model.parameters())
+    loaded(model, optimizer, given, state_key="netD")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_several_optimizers_are_listed():
     model = three()
     given = {"model": model.state_dict(), "optimizers": [stepped(model).state_dict()] * 1}
