@@ -1,11 +1,16 @@
 """Folders of parts: what a kill leaves of them, and what is missing."""
 
+import os
+import pickle
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptool
 from ckptool.trainer import sharded
+from ckptool.trainer.folder import remove_checkpoint
+from ckptool.trainer.part_folders import is_sharded, settle
 
 
 def folder(path, *, whole=True, text=""):
@@ -23,7 +28,7 @@ def left(path):
 def test_a_folder_that_was_being_written_is_removed(tmp_path):
     folder(tmp_path / "last", text="old")
     folder(tmp_path / ".last.new", whole=False)
-    sharded.settle(str(tmp_path))
+    settle(str(tmp_path))
     assert left(tmp_path) == {"last"}
     assert (tmp_path / "last" / "run.pth").read_text() == "old"
 
@@ -32,7 +37,7 @@ def test_a_folder_that_was_being_written_is_removed(tmp_path):
 def test_a_folder_that_had_not_its_name_yet_gets_it(tmp_path, whole, text):
     folder(tmp_path / ".last.old", text="old")
     folder(tmp_path / ".last.new", whole=whole, text="new")
-    sharded.settle(str(tmp_path))
+    settle(str(tmp_path))
     assert left(tmp_path) == {"last"}
     assert (tmp_path / "last" / "run.pth").read_text() == text
 
@@ -40,14 +45,22 @@ def test_a_folder_that_had_not_its_name_yet_gets_it(tmp_path, whole, text):
 def test_an_old_folder_whose_name_is_taken_is_removed(tmp_path):
     folder(tmp_path / ".step-00000012.old", text="old")
     folder(tmp_path / "step-00000012", text="new")
-    sharded.settle(str(tmp_path))
+    settle(str(tmp_path))
     assert left(tmp_path) == {"step-00000012"}
+
+
+def test_what_was_being_removed_goes(tmp_path):
+    folder(tmp_path / ".step-00000012.gone", text="old")
+    folder(tmp_path / "last", text="old")
+    remove_checkpoint(str(tmp_path / "last"))
+    settle(str(tmp_path))
+    assert left(tmp_path) == set()
 
 
 def test_what_is_not_ours_stays(tmp_path):
     folder(tmp_path / ".mine.old")
-    sharded.settle(str(tmp_path))
-    sharded.settle(str(tmp_path / "nowhere"))
+    settle(str(tmp_path))
+    settle(str(tmp_path / "nowhere"))
     assert left(tmp_path) == {".mine.old"}
 
 
@@ -61,7 +74,7 @@ def whole(tmp_path):
 
 
 def test_a_whole_folder_has_no_damage(whole):
-    assert sharded.is_sharded(whole)
+    assert is_sharded(whole)
     assert sharded.damage(str(whole)) is None
 
 
@@ -92,7 +105,21 @@ def test_a_file_that_was_cut_is_named(whole, name, told):
     assert told in sharded.damage(str(whole))
 
 
+class Stranger:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_an_index_that_names_anything_else_is_not_run(whole, tmp_path):
+    (whole / ".metadata").write_bytes(pickle.dumps(Stranger(tmp_path / "made")))
+    assert f"it names {os.mkdir.__module__}.mkdir" in sharded.damage(str(whole))
+    assert not (tmp_path / "made").exists()
+
+
 def test_another_folder_is_none(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert not sharded.is_sharded(tmp_path)
-    assert not sharded.is_sharded({"weight": torch.ones(1)})
+    assert not is_sharded(tmp_path)
+    assert not is_sharded({"weight": torch.ones(1)})
