@@ -10,10 +10,19 @@ import re
 import shutil
 from typing import Any
 
-from ckptool.files.refusals import worded
+from ckptool.files.refusals import check_space, worded
 from ckptool.files.system import sync_folder
 
-__all__ = ["VALUES", "begin", "hidden", "is_sharded", "remove", "settle", "take_place"]
+__all__ = [
+    "VALUES",
+    "begin",
+    "give_up",
+    "hidden",
+    "is_sharded",
+    "remove",
+    "settle",
+    "take_place",
+]
 
 VALUES = "run.pth"
 """What is written last: a folder without it is none."""
@@ -27,15 +36,22 @@ def is_sharded(path: Any) -> bool:
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
 
 
-def begin(path: str) -> None:
-    """Make the folder, hidden, that is to be `path`.
+def begin(path: str, size: int) -> None:
+    """Make the folder, hidden, that is to be `path`, and to hold `size` bytes.
 
     Raises:
+        NoSpace: the disk cannot.
         WriteError: the system does not let us.
     """
     with worded(path):
         _settle(path)
+        check_space(os.path.dirname(path) or ".", size)
         os.makedirs(hidden(path, "new"))
+
+
+def give_up(path: str) -> None:
+    """Remove what `begin` has made; what cannot be removed is by `settle`."""
+    shutil.rmtree(hidden(path, "new"), ignore_errors=True)
 
 
 def take_place(path: str) -> None:

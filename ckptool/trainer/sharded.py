@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_leaves
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
+from ckptool.files.refusals import worded
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance
@@ -94,11 +96,22 @@ def write(
         for group in optimizer.param_groups
     ]
     new = part_folders.hidden(path, "new")
-    ranks.first(lambda: part_folders.begin(path))
-    with ranks.reached():
-        _write_parts(state if ranks.own == 0 else _parts_in(state), new)
-    ckptool.save(os.path.join(new, VALUES), **rest)
+    ranks.first(lambda: part_folders.begin(path, _size(state)))
+    try:
+        with ranks.reached(), worded(path):
+            _write_parts(state if ranks.own == 0 else _parts_in(state), new)
+        ckptool.save(os.path.join(new, VALUES), **rest)
+    except CheckpointError:
+        if ranks.own == 0:  # all of them have ended to write
+            part_folders.give_up(path)
+        raise
     ranks.first(lambda: part_folders.take_place(path))
+
+
+def _size(state: Mapping[str, Any]) -> int:
+    """Bytes of all tensors, those parts included that other processes have."""
+    tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +128,10 @@ def _write_parts(state: dict[str, Any], path: str) -> None:
     try:
         save(state, storage_writer=FileSystemWriter(path))
     except CheckpointException as error:
-        raise WriteError(f"a part of it cannot be written: {_reason(error)}", file=path) from error
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise failure from error
+        raise WriteError(f"a part of it cannot be written: {_reason(error)}") from error
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:

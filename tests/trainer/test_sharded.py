@@ -1,7 +1,10 @@
 """Folders of parts: what a kill leaves of them, and what is missing."""
 
+import contextlib
+import itertools
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -10,11 +13,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptool
 from ckptool.trainer import sharded
 from ckptool.trainer.folder import remove_checkpoint
-from ckptool.trainer.part_folders import is_sharded, settle
+from ckptool.trainer.part_folders import begin, is_sharded, settle, take_place
 
 
-def folder(path, *, whole=True, text=""):
-    path.mkdir()
+def folder(path, *, whole=True, text="", exists=False):
+    path.mkdir(exist_ok=exists)
     (path / "__0_0.distcp").write_text(text)
     if whole:
         (path / "run.pth").write_text(text)
@@ -47,6 +50,52 @@ def test_an_old_folder_whose_name_is_taken_is_removed(tmp_path):
     folder(tmp_path / "step-00000012", text="new")
     settle(str(tmp_path))
     assert left(tmp_path) == {"step-00000012"}
+
+
+class Killed(BaseException):
+    """Nothing catches it: what is left is what a kill leaves."""
+
+
+def killed_at(count, monkeypatch):
+    """Let `count` renames and removals happen, and half of the next one if it is of a folder."""
+    done = itertools.count()
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def renamed(one, other):
+        if next(done) >= count:
+            raise Killed
+        rename(one, other)
+
+    def removed(path, *, ignore_errors=False):
+        if os.path.isdir(path) and next(done) >= count:
+            os.unlink(min(os.scandir(path), key=lambda entry: entry.name))
+            raise Killed
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, monkeypatch, count):
+    path = folder(tmp_path / "last", text="old")
+    with monkeypatch.context() as patched:
+        killed_at(count, patched)
+        with contextlib.suppress(Killed):
+            begin(str(path), 1)
+            folder(tmp_path / ".last.new", text="new", exists=True)
+            take_place(str(path))
+            remove_checkpoint(str(path))
+    settle(str(tmp_path))
+    texts = [one.read_text() for one in path.iterdir()] if path.exists() else []
+    assert texts == [["old"] * 2, ["new"] * 2, ["new"] * 2, ["new"] * 2, []][count]
+    assert left(tmp_path) == ({"last"} if texts else set())
+
+
+def test_a_folder_that_the_disk_cannot_hold_is_not_begun(tmp_path):
+    with pytest.raises(ckptool.NoSpace):
+        begin(str(tmp_path / "last"), 1 << 60)
+    assert left(tmp_path) == set()
 
 
 def test_what_was_being_removed_goes(tmp_path):
