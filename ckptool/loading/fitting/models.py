@@ -98,9 +98,11 @@ def _unlisted(
             shut.add(clean)
         found = unsure if clean in shut else asked
         before = f"{clean}." if clean else ""
-        passing = module._non_persistent_buffers_set
-        buffers = (one for one in module._buffers.items() if one[0] not in passing)
-        for name, tensor in (*module._parameters.items(), *buffers):
+        held: Mapping[str, torch.Tensor | None] = module._parameters
+        if module._buffers:
+            passing = module._non_persistent_buffers_set
+            held = {**held, **{n: one for n, one in module._buffers.items() if n not in passing}}
+        for name, tensor in held.items():
             if tensor is not None and before + name not in state:
                 found[before + name] = tensor
     return asked, unsure
