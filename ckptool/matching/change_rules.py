@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from ckptool.transforms.name_rules import expansion
 from ckptool.wrappers import WRAPPERS
 
 __all__ = ["Change", "Others", "below", "differing", "escaped", "moved_head", "regex_of"]
@@ -130,33 +131,12 @@ def moved_head(full: str, bare: str, new: str) -> str:
     return ".".join([*made[: len(made) - same], *parts[at:]])
 
 
-_GROUP = re.compile(r"\\(?:([1-9])(?![0-9])|g<([0-9]+)>|(\\))")
-"""A group's text in a replacement, or a backslash."""
-
-
-def _expansion(replacement: str) -> str | Callable[[re.Match[str]], str]:
-    """The same replacement in the form that takes less time: `re` is slow where it has groups."""
-    parts = [part or "" for part in _GROUP.split(replacement)]
-    texts, groups = parts[::4], [a or b for a, b in zip(parts[1::4], parts[2::4], strict=True)]
-    if not groups or not all(groups) or any("\\" in text for text in texts):
-        return replacement
-    numbers = tuple(map(int, groups))
-
-    def made(found: re.Match[str]) -> str:
-        text = texts[0]
-        for number, after in zip(numbers, texts[1:], strict=True):
-            text += found[number] + after
-        return text
-
-    return made
-
-
 def _does(rule: str, changes: Sequence[Change], others: Sequence[str] | Others) -> bool:
     regex, arrow, replacement = rule.partition("=>")
     if not arrow or not regex:
         return False
     try:
-        replace, made = re.compile(regex).sub, _expansion(replacement)
+        replace, made = re.compile(regex).sub, expansion(replacement)
         if not all(replace(made, old) == new for old, new in changes):
             return False
         if isinstance(others, Others):

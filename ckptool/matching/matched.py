@@ -170,19 +170,19 @@ class _Matching:
 
     def meet(self) -> None:
         """Pair names that are equal."""
-        unsure, files = self.way.unsure, self.files
-        for name, full in self.wanted.items():
-            own = files.get(name)
-            if own is not None and name not in unsure:
-                self._pair(full, own)
-                self.met[name] = name
+        unsure, files, wanted = self.way.unsure, self.files, self.wanted
+        self.met = {name: name for name in wanted if name in files and name not in unsure}
+        self._pair({wanted[name]: files[name] for name in self.met})
 
-    def _pair(self, name: str, own: str) -> None:
-        wanted, found = self.want[name], self.have[own]
-        if fits(found, wanted):
-            self.pairs[name] = own
-        elif found.shape is not None:
-            self.wrong[name] = own
+    def _pair(self, names: Mapping[str, str]) -> None:
+        """Pair whole names of the model with those of the file, as far as their shapes fit."""
+        have, want = self.have, self.want
+        for name, own in names.items():
+            wanted, found = want[name], have[own]
+            if wanted.shape == found.shape or fits(found, wanted):
+                self.pairs[name] = own
+            elif found.shape is not None:
+                self.wrong[name] = own
 
     def infer(self) -> None:
         """Pair names by the rules that those left over suggest."""
@@ -236,8 +236,7 @@ class _Matching:
             name: mine for name, mine in pairs.items() if name not in self.met and mine not in taken
         }
         new = {self.wanted[name]: self.files[mine] for name, mine in found.items()}
-        for full, own in new.items():
-            self._pair(full, own)
+        self._pair(new)
         self.met.update(found)
         taken.update(found.values())
         return new

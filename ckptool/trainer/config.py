@@ -66,7 +66,7 @@ _ONLY_WITH = {
     "device_ids": {"strategy": "dp"},
     "output_device": {"strategy": "dp"},
 }
-"""Options that mean something with another one alone."""
+"""Options that mean something with another one alone; their defaults ask for nothing anywhere."""
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
@@ -129,6 +129,9 @@ def _unlike(value: Any, kind: str) -> str | None:
     if value is None:
         return None if none else f"is not {said}"
     is_alike = isinstance(value, types) and (types is bool or not isinstance(value, bool))
+    if is_alike and kind.startswith("tuple"):
+        inside = kind.removeprefix("tuple[").removesuffix(", ...]")
+        is_alike = all(_unlike(one, inside) is None for one in value)
     return None if is_alike else f"is not {said}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ckptool.errors import CheckpointError, TargetExists, TrainingError
 from ckptool.files.atomic import atomic_output
 from ckptool.files.locking import occupied
 from ckptool.files.refusals import worded
+from ckptool.trainer import part_folders
 from ckptool.trainer.metrics import Metrics
 
 __all__ = [
@@ -72,7 +72,7 @@ def kept(folder: str) -> list[Kept]:
 
 
 def _step_in(path: str) -> int | None:
-    values = os.path.join(path, "run.pth") if os.path.isdir(path) else path
+    values = os.path.join(path, part_folders.VALUES) if os.path.isdir(path) else path
     try:
         with ckptool.open(values) as held:
             step = held.root.get("step") if isinstance(held.root, dict) else None
@@ -85,6 +85,8 @@ def _step_in(path: str) -> int | None:
 def one_run_in(folder: str) -> Iterator[None]:
     """Make the folder, and let no other run begin in it meanwhile; left empty, it goes again.
 
+    What a kill has left half done in it is finished, or removed.
+
     Raises:
         TargetExists: a file is in its place.
         FileBusy: a run is under way there; its process is named.
@@ -95,6 +97,7 @@ def one_run_in(folder: str) -> Iterator[None]:
             "is a file, and a run wants a folder", file=folder, hint="--out names a folder"
         )
     with occupied(folder):
+        part_folders.settle(folder)
         yield
 
 
@@ -163,7 +166,7 @@ def remove_checkpoint(path: str) -> None:
     """Remove a file, or the folder that it is; nothing where there is none."""
     with worded(path), suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            part_folders.remove(path)
         else:
             os.unlink(path)
 

@@ -6,14 +6,15 @@
         __1_0.distcp
         run.pth           all else, by ckptool.save: counters, schedule, random numbers
 
-What is in DCP's own files is read back by any number of processes: each takes its part.
+What is in DCP's own files is read back by any number of processes, under any strategy: each takes
+its part of what is spread, and the whole of what is not.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
+import pickle
+import warnings
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -25,35 +26,37 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_leaves
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files.refusals import worded
-from ckptool.files.system import sync_folder
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance
+from ckptool.trainer import part_folders
+from ckptool.trainer.part_folders import VALUES
 
 __all__ = [
     "damage",
-    "is_sharded",
     "load_model",
     "load_optimizer",
     "load_values",
-    "settle",
     "write",
 ]
 
-_VALUES = "run.pth"
 _GROUPS = "param_groups"
-_HIDDEN = re.compile(r"\.(last|best|step-\d{8,})\.(new|old)")
-
-
-def is_sharded(path: Any) -> bool:
-    """Whether it is such a folder, a damaged one as well."""
-    if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
-        return False
-    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
+_OF_AN_INDEX = {
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "torch": ("Size",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.serialization": ("_get_layout",),
+}
+"""What the pickle `.metadata` names, by module."""
 
 
 def damage(path: str) -> str | None:
@@ -62,7 +65,7 @@ def damage(path: str) -> str | None:
         _metadata(path)
     except CheckpointError as error:
         return str(error)
-    values = os.path.join(path, _VALUES)
+    values = os.path.join(path, VALUES)
     problems = ckptool.verify(values).problems
     return f"{values}: {problems[0].text}" if problems else None
 
@@ -76,8 +79,7 @@ def write(
 ) -> None:
     """Write a folder beside `path`, and have it take the name; every process calls it.
 
-    `run.pth` comes last: a folder without it is none. Where one is replaced, a kill between two
-    renames leaves both under hidden names; `settle` finishes.
+    `run.pth` comes last: a folder without it is none.
 
     Raises:
         WriteError: nothing is written; what was there is there, or comes back by `settle`.
@@ -93,12 +95,23 @@ def write(
         {**group, "params": [names[one] for one in group["params"]]}
         for group in optimizer.param_groups
     ]
-    new = _hidden(path, "new")
-    ranks.first(lambda: _cleared(path))
-    with ranks.reached():
-        _write_parts(state if ranks.own == 0 else _parts_in(state), new)
-    ckptool.save(os.path.join(new, _VALUES), **rest)
-    ranks.first(lambda: _take_place(new, path))
+    new = part_folders.hidden(path, "new")
+    ranks.first(lambda: part_folders.begin(path, _size(state)))
+    try:
+        with ranks.reached(), worded(path):
+            _write_parts(state if ranks.own == 0 else _parts_in(state), new)
+        ckptool.save(os.path.join(new, VALUES), **rest)
+    except CheckpointError:
+        if ranks.own == 0:  # all of them have ended to write
+            part_folders.give_up(path)
+        raise
+    ranks.first(lambda: part_folders.take_place(path))
+
+
+def _size(state: Mapping[str, Any]) -> int:
+    """Bytes of all tensors, those parts included that other processes have."""
+    tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,20 +128,24 @@ def _write_parts(state: dict[str, Any], path: str) -> None:
     try:
         save(state, storage_writer=FileSystemWriter(path))
     except CheckpointException as error:
-        raise WriteError(f"a part of it cannot be written: {_reason(error)}", file=path) from error
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise failure from error
+        raise WriteError(f"a part of it cannot be written: {_reason(error)}") from error
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What `write` was given as values; every process calls it.
 
-    The moving average is among them, in parts as those of `average`, if it is of the same tensors.
+    The moving average is among them, as `average` has it, in parts or whole, if it is of the same
+    tensors.
 
     Raises:
         CorruptFile: something of the folder is missing.
         UnreadableFile: its `run.pth` cannot be read.
     """
     metadata = _metadata(path)
-    held: dict[str, Any] = ckptool.load(os.path.join(path, _VALUES))
+    held: dict[str, Any] = ckptool.load(os.path.join(path, VALUES))
     del held[_GROUPS]
     stored = {name: tuple(one.size) for name, one in _section(metadata, "ema").items()}
     if stored and stored == {name: tuple(one.shape) for name, one in average.items()}:
@@ -138,7 +155,7 @@ def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any
 
 
 def load_model(path: str, model: nn.Module) -> None:
-    """Fill a model of DTensors; every process calls it, and reads its own part.
+    """Fill a model; every process calls it, and reads what it has of each parameter.
 
     Raises:
         CorruptFile: something of the folder is missing.
@@ -166,7 +183,7 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     names = _names(model)
     live = [[names[one] for one in group["params"]] for group in optimizer.param_groups]
-    groups = ckptool.load(os.path.join(path, _VALUES))[_GROUPS]
+    groups = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
     if [group["params"] for group in groups] != live:
         raise MatchError("the optimizer in it is of other parameters", file=path)
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
@@ -184,51 +201,6 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
     for group in groups:
         group["params"] = [next(numbers) for _ in group["params"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def settle(folder: str) -> None:
-    """Finish what a kill has interrupted while checkpoints in `folder` were written.
-
-    Raises:
-        WriteError: the system does not let us.
-    """
-    with worded(folder):
-        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
-            hidden = _HIDDEN.fullmatch(entry)
-            if hidden is not None:
-                _settle(os.path.join(folder, hidden[1]))
-
-
-def _settle(path: str) -> None:
-    """Where the old one was out of the way and the new one not in its place: put that there."""
-    new, old = _hidden(path, "new"), _hidden(path, "old")
-    if os.path.isdir(old) and not os.path.exists(path):
-        os.rename(new if os.path.exists(os.path.join(new, _VALUES)) else old, path)
-        sync_folder(os.path.dirname(path) or ".")
-    for one in (new, old):
-        shutil.rmtree(one, ignore_errors=True)
-
-
-def _hidden(path: str, word: str) -> str:
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{word}")
-
-
-def _cleared(path: str) -> None:
-    with worded(path):
-        _settle(path)
-        os.makedirs(_hidden(path, "new"))
-
-
-def _take_place(new: str, path: str) -> None:
-    """Give a folder that is whole its name."""
-    old = _hidden(path, "old")
-    with worded(path):
-        if os.path.isdir(path):
-            os.rename(path, old)
-        os.rename(new, path)
-        sync_folder(os.path.dirname(path) or ".")
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _names(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -254,7 +226,9 @@ def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadat
 
 def _read(state: dict[str, Any], path: str) -> None:
     try:
-        load(state, storage_reader=FileSystemReader(path))
+        with warnings.catch_warnings():  # that a process is alone
+            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+            load(state, storage_reader=FileSystemReader(path))
     except CheckpointException as error:
         raise CorruptFile(f"a part of it cannot be read: {_reason(error)}", file=path) from error
 
@@ -265,14 +239,24 @@ def _reason(error: CheckpointException) -> str:
     return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
 
 
-def _metadata(path: str) -> Metadata:
-    """What DCP says of a folder, all of whose files are there.
+class _Index(pickle.Unpickler):
+    """Makes the classes that DCP's index is of, and no others: torch's reader makes any."""
 
-    Torch's reader unpickles it: a folder of a stranger's may run code.
-    """
-    if not os.path.exists(os.path.join(path, _VALUES)):
-        raise CorruptFile(f"its {_VALUES}, which is written last, is missing", file=path)
+    def find_class(self, module: str, name: str) -> Any:
+        """One of these classes, or a dtype."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _OF_AN_INDEX.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP's does")
+
+
+def _metadata(path: str) -> Metadata:
+    """What DCP says of a folder, all of whose files are there."""
+    if not os.path.exists(os.path.join(path, VALUES)):
+        raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
     try:
+        with open(os.path.join(path, ".metadata"), "rb") as file:
+            _Index(file).load()
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # a pickle that is cut, or another's, raises anything
         raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error

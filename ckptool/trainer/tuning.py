@@ -33,6 +33,7 @@ class Tuning:
         """Over the parameters of `module`, for `steps` in all, of which `epoch` make an epoch."""
         self.config = config
         self.optimizer = _optimizer(config, module)
+        self._parameters = dict(module.named_parameters())
         self._factor: Callable[[int], float] = lambda done: rate_factor(
             config, done, steps=steps, epoch=epoch
         )
@@ -73,7 +74,11 @@ class Tuning:
 
         Where the scaler finds an infinite one nothing is taken, schedule and average wait, and
         False is returned.
+
+        Raises:
+            TrainingError: a gradient is sparse, and something is asked for that takes none.
         """
+        self._require_dense()
         if self.config.clip is not None:
             self.scaler.unscale_(self.optimizer)
             clip(self.config.clip)
@@ -88,6 +93,21 @@ class Tuning:
         if self.average is not None:
             self.average.update()
         return True
+
+    def _require_dense(self) -> None:
+        """See that there is no sparse gradient where torch takes none: all but bare SGD."""
+        config = self.config
+        asked = [name for name in ("clip", "weight_decay") if getattr(config, name)]
+        if config.optimizer == "sgd" and not asked:
+            return
+        for name, one in self._parameters.items():
+            if one.grad is not None and one.grad.is_sparse:
+                what = f"optimizer {config.optimizer}" if config.optimizer != "sgd" else asked[0]
+                raise TrainingError(
+                    f"the gradient of {name} is sparse, which {what} does not take",
+                    hint="nn.Embedding without sparse=True; or --optimizer sgd, without --clip and "
+                    "--weight-decay",
+                )
 
     @property
     def rate(self) -> float:
@@ -128,7 +148,9 @@ class Tuning:
     def _reschedule(self, done: int) -> None:
         """The rates after `done` steps, of the configuration's options."""
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
-            group.update(options)
+            own = {"params": group["params"], **options}
+            group.clear()  # of the names that a file has for them too, which a new run has not
+            group.update(own)
             group["lr"] = group["initial_lr"] * self._factor(done)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         held = {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}

@@ -50,8 +50,9 @@ def moved_metadata(
 def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Targets]:
     """Where modules go as the names below them do, as far up as only what is above changes."""
     found: dict[str, Targets] = {}
-    for name, renamed in names.items():
-        path, new, own = _parent(name), _parent(renamed), True
+    modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
+    for path, new in modules:
+        own = True
         while path in metadata:
             ranks = found.setdefault(path, {})
             rank = _MOVES if path != new else _OWN_STAYS if own else _STAYS

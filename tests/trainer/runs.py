@@ -79,7 +79,9 @@ def held(path):
 
 def differences(one, other, path=""):
     """Where two trees are not equal to the bit."""
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+    if isinstance(one, dict) and isinstance(other, dict):
+        if list(one) != list(other):
+            return [f"{path}: {list(one)} {list(other)}"]
         pairs = [(key, one[key], other[key]) for key in one]
     elif isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
         pairs = [(key, *pair) for key, pair in enumerate(zip(one, other, strict=True))]

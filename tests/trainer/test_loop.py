@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -265,9 +266,11 @@ def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
         ({"max_steps": True}, "max_steps=True is not a whole number"),
         ({"sharded": "no"}, "sharded='no' is not True or False"),
         ({"devices": "cpu"}, "devices='cpu' is not several texts"),
+        ({"devices": ("cpu", 1)}, "devices=('cpu', 1) is not several texts"),
+        ({"device_ids": ["0"]}, "device_ids=['0'] is not several whole numbers"),
         ({"resume": 5}, "resume=5 is not a text"),
     ],
 )
 def test_an_option_of_another_type_is_told(tmp_path, option, told):
-    with pytest.raises(UsageError, match=f"^{told}$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
         run(tmp_path, **option)

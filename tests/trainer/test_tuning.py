@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedules
 
+from ckptool.errors import TrainingError
 from ckptool.trainer import TrainConfig
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.tuning import Tuning, rate_factor
@@ -185,3 +186,36 @@ def test_the_scale_of_an_earlier_run_goes_on():
     assert later.restore(tuning.state(), step=0) == []
     later.scaled(torch.ones(()))
     assert later.scaler.get_scale() == 4.0
+
+
+class Looking(nn.Module):
+    """An embedding with a sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.last(self.table((x > 0).long()).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, "optimizer adam"),
+        ({"optimizer": "sgd", "clip": 1.0}, "clip"),
+        ({"optimizer": "sgd", "weight_decay": 0.1}, "weight_decay"),
+    ],
+)
+def test_a_sparse_gradient_is_told_where_torch_takes_none(tmp_path, options, what):
+    with pytest.raises(TrainingError, match="the gradient of table") as caught:
+        run(tmp_path, model=Looking(), **options)
+    assert str(caught.value).endswith(f"table.weight is sparse, which {what} does not take")
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"amp": "fp16"}, {"ema": 0.9}])
+def test_a_sparse_gradient_is_taken_where_torch_does(tmp_path, options):
+    model, before = Looking(), Looking()
+    before.load_state_dict(model.state_dict())
+    run(tmp_path, model=model, optimizer="sgd", **options)
+    assert not torch.equal(model.table.weight, before.table.weight)

@@ -99,10 +99,10 @@ class Boxes:
             if type(value) is torch.Tensor and not value.is_nested and id(value) not in boxes:
                 # As `_box` does it; a state dict may have a hundred thousand of them.
                 kind = value.dtype, value.shape, value.device
-                if kind not in alike:
-                    alike[kind] = dtype_name(value), tuple(value.shape), _tag(value.device)
-                name, shape, tag = alike[kind]
-                made = TensorRef(name, shape, (), 0, None, tag)
+                known = alike.get(kind)
+                if known is None:
+                    known = alike[kind] = dtype_name(value), tuple(kind[1]), _tag(kind[2])
+                made = TensorRef(known[0], known[1], (), 0, None, known[2])
                 boxes[id(value)], originals[id(made)] = made, value
                 alive.append(value)
                 box[key] = made

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.loading.live.own_loading import OwnLoading, own_loading
+from ckptool.loading.live.own_loading import NamedModule, OwnLoading, own_loading
 from ckptool.loading.live.slots import live_slots, live_tensors
 from ckptool.loading.live.spreading import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
@@ -47,8 +47,9 @@ def target_of(model: torch.nn.Module) -> Target:
         return _of_shards(model, shards)
     state = state_dict_of(model)
     metadata = getattr(state, "_metadata", None)
-    loading = own_loading(model)
-    unlisted, unsure = _unlisted(model, state, loading)
+    modules = list(model.named_modules(remove_duplicate=False))
+    loading = own_loading(modules)
+    unlisted, unsure = _unlisted(modules, state, loading)
     state = {**state, **unlisted}
     slots = live_slots(state, parameters=model.parameters(), rest="buffer")
     tensors = live_tensors(state)
@@ -79,7 +80,7 @@ def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def _unlisted(
-    model: torch.nn.Module, state: Mapping[str, Any], loading: OwnLoading
+    modules: Iterable[NamedModule], state: Mapping[str, Any], loading: OwnLoading
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Tensors that the model's own `state_dict` leaves out, by the names that torch has for them.
 
@@ -89,15 +90,19 @@ def _unlisted(
     shut: set[str] = set()
     asked: dict[str, torch.Tensor] = {}
     unsure: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in modules:
         clean = without_hidden(path)
-        if clean in loading.closed or clean.rpartition(".")[0] in shut or "" in shut:
+        if loading.closed and (
+            clean in loading.closed or clean.rpartition(".")[0] in shut or "" in shut
+        ):
             shut.add(clean)
         found = unsure if clean in shut else asked
         before = f"{clean}." if clean else ""
-        passing = module._non_persistent_buffers_set
-        buffers = (one for one in module._buffers.items() if one[0] not in passing)
-        for name, tensor in (*module._parameters.items(), *buffers):
+        held: Mapping[str, torch.Tensor | None] = module._parameters
+        if module._buffers:
+            passing = module._non_persistent_buffers_set
+            held = {**held, **{n: one for n, one in module._buffers.items() if n not in passing}}
+        for name, tensor in held.items():
             if tensor is not None and before + name not in state:
                 found[before + name] = tensor
     return asked, unsure
@@ -108,5 +113,6 @@ def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:
     state = ungathered(model, shards)
     live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
     slots = {**state, **live_slots(live, rest="buffer")}
-    tensors, loading = live_tensors(live), own_loading(model)
+    tensors = live_tensors(live)
+    loading = own_loading(model.named_modules(remove_duplicate=False))
     return Target(label_of(model), slots, tensors, state.metadata, model, loading)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckptool.loading.fitting.contents import bytes_of
 from ckptool.loading.fitting.states import State
-from ckptool.loading.live.memory import Memory, memory_of, repeats
+from ckptool.loading.live.memory import Memory, memory_of, repeats, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,15 @@ def _groups(
     entries: Mapping[str, torch.Tensor], pairs: Mapping[str, str]
 ) -> Iterator[dict[str, Memory]]:
     """Names of tensors that overlap, of those that are one only the first."""
+    stored = {
+        name: storage_of(tensor)
+        for name in pairs
+        if (tensor := entries.get(name)) is not None and not tensor.is_meta
+    }
+    several = Counter(stored.values())
     placed: dict[int, dict[Memory, str]] = {}
-    for name in pairs:
-        tensor = entries.get(name)
-        memory = None if tensor is None or tensor.is_meta else memory_of(tensor)
+    for name, storage in stored.items():  # most tensors have one of their own
+        memory = memory_of(entries[name]) if several[storage] > 1 else None
         if memory is not None and memory.nbytes:
             placed.setdefault(memory.storage, {}).setdefault(memory, name)
     for held in placed.values():

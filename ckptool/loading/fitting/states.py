@@ -283,8 +283,11 @@ def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
     if not originals:
         return slots_of(section)
     nodes = {name: section.node[name] for name in wrapped_names(section.node)}
-    slots = live_slots({name: originals.get(id(node)) for name, node in nodes.items()})
-    stored = [name for name, node in nodes.items() if _is_stored(node, originals)]
+    values = {name: originals.get(id(node)) for name, node in nodes.items()}
+    slots = live_slots(values)
+    stored = [
+        name for name, v in values.items() if v is None and isinstance(nodes[name], TensorRef)
+    ]
     if stored:  # of an open checkpoint, in a dict with tensors in memory
         of_file = slots_of(section)
         slots.update((name, of_file[name]) for name in stored)

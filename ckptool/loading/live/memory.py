@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Memory", "cuts", "dtype_name", "extent", "memory_of", "repeats", "shape_of"]
+__all__ = [
+    "Memory",
+    "cuts",
+    "dtype_name",
+    "extent",
+    "memory_of",
+    "repeats",
+    "shape_of",
+    "storage_of",
+]
 
 
 class Memory(NamedTuple):
@@ -54,6 +63,15 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return Memory(
         storage._cdata, int(tensor.storage_offset()), shape, stride, dtype_name(tensor), nbytes
     )
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What tells its storage from others while they live; None where it has none."""
+    try:
+        storage: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, ValueError):  # it is no strided one, or a lazy parameter
+        return None
+    return storage
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

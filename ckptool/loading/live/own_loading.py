@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.loading.live.spreading import without_hidden
@@ -9,7 +10,10 @@ from ckptool.loading.live.spreading import without_hidden
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OwnLoading", "has_own_load", "own_loading"]
+__all__ = ["NamedModule", "OwnLoading", "has_own_load", "own_loading"]
+
+NamedModule = tuple[str, "torch.nn.Module"]
+"""A module and its path."""
 
 _KNOWN = ("torch.nn.", "torch.distributed.")
 """Where code of torch's is that changes no names but those that matching knows of."""
@@ -34,11 +38,11 @@ class OwnLoading(NamedTuple):
         return None
 
 
-def own_loading(model: torch.nn.Module) -> OwnLoading:
-    """What of `model` loads in a way of its own, by the paths that its names have."""
+def own_loading(modules: Iterable[NamedModule]) -> OwnLoading:
+    """Which of all the modules of a model load in a way of their own, by the paths of its names."""
     closed, paths = set(), {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        converts = _converts(module) or (not path and has_own_load(model))
+    for path, module in modules:
+        converts = _converts(module) or (not path and has_own_load(module))
         if converts or any(map(_is_strange, module._load_state_dict_post_hooks.values())):
             clean = without_hidden(path)
             paths[clean] = type(module).__name__

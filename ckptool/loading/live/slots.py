@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool.loading.live.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.live.memory import dtype_name, memory_of, shape_of, storage_of
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.statedict import is_extra_state
 
@@ -27,11 +27,10 @@ def live_slots(
     import torch
 
     tensors = live_tensors(values)
-    ties = _ties(tensors)
-    trained: dict[int, set[Hashable]] = {}
-    for one in parameters:
-        trained.setdefault(_place(one), set()).add(_elements(one))
-    trained.pop(0, None)
+    places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
+    ties = _ties(tensors, places)
+    trained: dict[int, list[torch.Tensor]] | None = None
+    plain = torch.Tensor, torch.nn.Parameter
     made: dict[Any, Slot] = {}
     slots: Slots = {}
     for name in values:
@@ -40,10 +39,13 @@ def live_slots(
             slots[name] = EXTRA
             continue
         # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
-        is_plain = type(tensor) is torch.Tensor
-        trains = not is_plain and isinstance(tensor, torch.nn.Parameter)
-        if trained and not trains and (same := trained.get(_place(tensor))):
-            trains = _elements(tensor) in same
+        is_plain = type(tensor) in plain
+        trains = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        if not trains:
+            if trained is None:
+                trained = _by_place(parameters)
+            near = trained.get(places[name], ())
+            trains = bool(near) and _elements(tensor) in map(_elements, near)
         is_plain = is_plain and not tensor.is_nested
         key = tensor.shape if is_plain else shape_of(tensor), tensor.dtype, trains, ties.get(name)
         slot = made.get(key)
@@ -68,12 +70,20 @@ def live_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _place(tensor: torch.Tensor) -> int:
     """Where its first element lies: equal for tensors that are one, and for few others.
 
-    0 where it has no elements, or none here.
+    Which storage it has where there are no elements, or none here.
     """
     try:
-        return tensor.data_ptr()
+        place = tensor.data_ptr()
     except (RuntimeError, ValueError):  # it has no storage, or none yet
         return -id(tensor)
+    return place or storage_of(tensor) or -id(tensor)
+
+
+def _by_place(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(_place(tensor), []).append(tensor)
+    return found
 
 
 def _elements(tensor: torch.Tensor) -> Hashable:
@@ -81,9 +91,8 @@ def _elements(tensor: torch.Tensor) -> Hashable:
     return memory_of(tensor) or _place(tensor)
 
 
-def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, Hashable]:
+def _ties(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) -> dict[str, Hashable]:
     """Names of one tensor, by identity or as the same elements, each with what they share."""
-    places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
     met = Counter(places.values())
     if len(met) == len(places):
         return {}

@@ -16,6 +16,7 @@ from ckptool.trainer.batches import share
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import Dataset, Loss, collated
 from ckptool.trainer.events import Observer, Traced
+from ckptool.trainer.part_folders import is_sharded
 from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
 from ckptool.trainer.world import World
 
@@ -139,7 +140,9 @@ class Strategy:
         *,
         order: str | None = None,
     ) -> None:
-        """Fill the model, and the optimizer, from a file or state dict; all processes call it.
+        """Fill the model, and the optimizer, from a file, a folder of parts, or a state dict.
+
+        All processes call it, and where the model is spread each takes its parts.
 
         `order="position"`: the optimizer's state is of the same parameters in the same order, as
         torch takes it; None: of those that the file names.
@@ -147,6 +150,13 @@ class Strategy:
         Raises:
             MatchError: it is another architecture's; the report says how it differs.
         """
+        if is_sharded(source):
+            from ckptool.trainer import sharded  # takes a second
+
+            sharded.load_model(str(source), self.module)
+            if optimizer is not None:
+                sharded.load_optimizer(str(source), self.module, optimizer)
+            return
         import ckptool
 
         ckptool.load_into(self.module, source, optimizer=optimizer, optimizer_order=order)
@@ -167,6 +177,11 @@ class Strategy:
         Raises:
             UnreadableFile: it cannot be opened as a checkpoint.
         """
+        if is_sharded(path):
+            from ckptool.trainer import sharded
+
+            average = self.tuning.average
+            return sharded.load_values(path, {} if average is None else average.state())
         import ckptool
 
         with ckptool.open(path) as held:

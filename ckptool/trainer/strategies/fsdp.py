@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -23,8 +23,6 @@ from ckptool.trainer.strategies.blocks import blocks_of, tied
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from ckptool.loading.fitting.states import Source
-
 __all__ = ["FullyShardedDataParallel"]
 
 
@@ -43,9 +41,6 @@ class FullyShardedDataParallel(Strategy):
         """Connect the processes that the launcher has started."""
         _require_fully_shard()
         with connected(self.device) as self.world:
-            if self.world.is_first:
-                with suppress(WriteError):  # told before the first step, by all processes
-                    sharded.settle(self.config.out)
             yield
 
     @property
@@ -74,21 +69,6 @@ class FullyShardedDataParallel(Strategy):
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         model.register_forward_pre_hook(_take_buffers)
 
-    def load(
-        self,
-        source: Source,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        order: str | None = None,
-    ) -> None:
-        """Fill model and optimizer, of which each process takes its parts; or from such parts."""
-        if not sharded.is_sharded(source):
-            super().load(source, optimizer, order=order)
-            return
-        sharded.load_model(str(source), self.module)
-        if optimizer is not None:
-            sharded.load_optimizer(str(source), self.module, optimizer)
-
     def save(self, path: str, values: Mapping[str, Any]) -> None:
         """One file, for which all parts are gathered; with `sharded` a folder of parts."""
         if not self.config.sharded:
@@ -96,13 +76,6 @@ class FullyShardedDataParallel(Strategy):
             return
         ranks = Ranks(default_group(), error=WriteError, undone="nothing is written", call="fit")
         sharded.write(path, self.module, self.tuning.optimizer, values, ranks)
-
-    def values(self, path: str) -> dict[str, Any]:
-        """What `save` was given beside model and optimizer."""
-        if not sharded.is_sharded(path):
-            return super().values(path)
-        average = self.tuning.average
-        return sharded.load_values(path, {} if average is None else average.state())
 
     @property
     def gradient_scale(self) -> float:

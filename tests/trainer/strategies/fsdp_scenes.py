@@ -148,11 +148,12 @@ def elsewhere(folder):
     sources = {
         "single": folder.parent / "single" / "last.pth",
         "folder": folder.parent / "two" / "half" / "last",
+        "folder with ddp": folder.parent / "two" / "half" / "last",
     }
     return {
         kind: losses(
             folder / f"from_{kind}",
-            strategy="fsdp",
+            strategy="ddp" if "ddp" in kind else "fsdp",
             resume=str(path),
             model=net(dropout=0.0),
             **half,

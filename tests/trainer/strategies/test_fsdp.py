@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.errors import TrainingError
 from tests.trainer.ranks import by_ranks, needs_gloo
-from tests.trainer.runs import assert_same_run, differences, held, lines, net, run
+from tests.trainer.runs import Told, assert_same_run, differences, held, lines, net, run
 from tests.trainer.strategies.fsdp_scenes import AGREEING, SHARDED, losses
 
 pytestmark = needs_gloo
@@ -85,7 +85,7 @@ def in_one_file(path):
     return torch.load(whole, weights_only=True)
 
 
-@pytest.mark.parametrize("origin", ["single", "folder"])
+@pytest.mark.parametrize("origin", ["single", "folder", "folder with ddp"])
 def test_other_processes_go_on(three, alone, origin):
     assert three[0]["elsewhere"][origin] == pytest.approx(alone[1]["all"][10:], rel=1e-9)
 
@@ -103,10 +103,23 @@ def test_parts_that_were_gathered_load_into_a_plain_model_and_optimizer(folder, 
     )
 
 
-def test_one_process_cannot_go_on_from_a_folder(tmp_path, folder, two):
-    with pytest.raises(ckptool.UnsupportedFormat, match="a distributed checkpoint") as caught:
-        run(tmp_path, resume=str(folder / "two" / "half" / "last"))
-    assert "dcp_to_torch" in caught.value.hint
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"strategy": "single"},
+        {"strategy": "dp"},
+        {"strategy": "model-parallel", "devices": ("cpu", "cpu")},
+    ],
+    ids=lambda options: options["strategy"],
+)
+def test_one_process_goes_on_from_a_folder(tmp_path, folder, two, alone, strategy):
+    told = Told()
+    half = {**AGREEING["all"], "resume": str(folder / "two" / "half")}
+    run(tmp_path, told, model=net(dropout=0.0), **half, **strategy)
+    assert told.of("Resumed")[0].without == ("rng",)
+    found = [event.loss for event in told.of("Stepped")]
+    assert found == pytest.approx(alone[1]["all"][10:], rel=1e-9)
 
 
 def test_only_so_many_folders_are_kept_and_nothing_is_left_beside_them(folder, two):
