@@ -23,6 +23,8 @@ from ckptool.transforms.name_rules import regex_rule
 
 __all__ = ["Inferred", "InferredRule", "applied", "inferred"]
 
+_MOST_TEXTS = 64
+"""Rules that are put in words, for each of which all names are gone through; more nobody reads."""
 _Accepted = tuple[Swap, dict[str, str]]
 """A rule, and what it pairs: wanted names with those of the file."""
 
@@ -109,18 +111,23 @@ def _rules(ledger: Ledger, done: Iterable[_Accepted]) -> Iterable[InferredRule]:
     segments: dict[object, list[tuple[Swap, dict[str, str]]]] = {}
     for swap, found in done:
         segments.setdefault(swap.parts[1:], []).append((swap, found))
+    texts = 0
     for alike in segments.values():
         swap = alike[0][0]
         together = {wanted: own for _, found in alike for wanted, own in found.items()}
         names = {own: wanted for wanted, own in together.items()}
-        text = segment_text(swap, names, ledger.have) if len(alike) > 1 else ""
+        is_worded = texts < _MOST_TEXTS
+        text = segment_text(swap, names, ledger.have) if is_worded and len(alike) > 1 else ""
         if text:
+            texts += 1
             yield InferredRule("inferred", swap_text(Swap(*swap.parts[1:])), text, together)
             continue
         for swap, found in alike:
             kind = "prefix" if swap.is_prefix else "inferred"
             names = {own: wanted for wanted, own in found.items()}
-            yield InferredRule(kind, swap_text(swap), rule_text(swap, names, ledger.have), found)
+            text = rule_text(swap, names, ledger.have) if texts < _MOST_TEXTS else ""
+            texts += 1
+            yield InferredRule(kind, swap_text(swap), text, found)
 
 
 def _of_lists(ledger: Ledger, done: Iterable[_Accepted]) -> Iterable[InferredRule]:

@@ -47,7 +47,7 @@ def inferred_by_few(
         return None
     few = {name: own for name, own in pairs.items() if name in wanted.names}
     found = inferred(mine.names, wanted.names, few)
-    if found.ambiguous or found.near or found.is_cut_short:
+    if found.ambiguous or found.near or found.is_cut_short or not all(r.rule for r in found.rules):
         return None
     used = set(pairs.values())
     met = dict(pairs)
