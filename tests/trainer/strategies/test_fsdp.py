@@ -133,7 +133,9 @@ def test_only_so_many_folders_are_kept_and_nothing_is_left_beside_them(folder, t
 def test_what_scripts_write_is_whole_and_has_the_names_of_the_model(folder, two, save):
     tree = torch.load(folder / "two" / save / "last.pth", weights_only=True)
     model = net()
-    model.load_state_dict(tree["state_dict" if save == "wrapped" else "state_dict_model"])
+    state = tree["state_dict" if save == "wrapped" else "state_dict_model"]
+    model.load_state_dict(state)
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in state.values())
     if save == "wrapped":
         torch.optim.Adam(model.parameters()).load_state_dict(tree["optim_dict"])
 
