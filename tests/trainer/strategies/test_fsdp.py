@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
@@ -164,3 +165,10 @@ def test_without_a_launcher_it_is_told_how_to_start(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(TrainingError, match="several processes"):
         run(tmp_path, strategy="fsdp")
+
+
+def test_a_torch_without_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delattr(fsdp, "fully_shard")
+    with pytest.raises(TrainingError, match=r"which torch has from 2\.6 on; this is") as caught:
+        run(tmp_path, strategy="fsdp")
+    assert caught.value.hint == "a later torch, or --strategy ddp"
