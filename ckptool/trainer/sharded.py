@@ -48,6 +48,7 @@ __all__ = [
 _GROUPS = "param_groups"
 _OF_AN_INDEX = {
     "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
     "torch": ("Size",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptool
 from ckptool.trainer import sharded
-from ckptool.trainer.folder import remove_checkpoint
+from ckptool.trainer.folder import one_run_in, remove_checkpoint
 from ckptool.trainer.part_folders import begin, is_sharded, settle, take_place
 
 
@@ -43,6 +43,12 @@ def test_a_folder_that_had_not_its_name_yet_gets_it(tmp_path, whole, text):
     settle(str(tmp_path))
     assert left(tmp_path) == {"last"}
     assert (tmp_path / "last" / "run.pth").read_text() == text
+
+
+def test_a_run_finishes_what_a_kill_has_left_before_all_else(tmp_path):
+    folder(tmp_path / ".last.old", text="old")
+    with one_run_in(str(tmp_path)):
+        assert (tmp_path / "last" / "run.pth").read_text() == "old"
 
 
 def test_an_old_folder_whose_name_is_taken_is_removed(tmp_path):

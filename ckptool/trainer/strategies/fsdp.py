@@ -110,7 +110,13 @@ class FullyShardedDataParallel(Strategy):
 
 def whole(tree: Any) -> Any:
     """A tree with every tensor of which each process has a part gathered; all of them call it."""
-    return tree_map(lambda one: one.full_tensor() if is_spread(one) else one, tree)
+    return tree_map(lambda one: _gathered(one) if is_spread(one) else one, tree)
+
+
+def _gathered(part: Any) -> torch.Tensor:
+    """The whole tensor, without the rows that even parts out among the processes."""
+    full: torch.Tensor = part.full_tensor()
+    return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
 def _take_buffers(model: nn.Module, _: Any) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
@@ -133,7 +134,9 @@ def test_only_so_many_folders_are_kept_and_nothing_is_left_beside_them(folder, t
 def test_what_scripts_write_is_whole_and_has_the_names_of_the_model(folder, two, save):
     tree = torch.load(folder / "two" / save / "last.pth", weights_only=True)
     model = net()
-    model.load_state_dict(tree["state_dict" if save == "wrapped" else "state_dict_model"])
+    state = tree["state_dict" if save == "wrapped" else "state_dict_model"]
+    model.load_state_dict(state)
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in state.values())
     if save == "wrapped":
         torch.optim.Adam(model.parameters()).load_state_dict(tree["optim_dict"])
 
@@ -162,3 +165,10 @@ def test_without_a_launcher_it_is_told_how_to_start(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(TrainingError, match="several processes"):
         run(tmp_path, strategy="fsdp")
+
+
+def test_a_torch_without_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delattr(fsdp, "fully_shard")
+    with pytest.raises(TrainingError, match=r"which torch has from 2\.6 on; this is") as caught:
+        run(tmp_path, strategy="fsdp")
+    assert caught.value.hint == "a later torch, or --strategy ddp"
