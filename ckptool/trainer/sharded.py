@@ -13,9 +13,9 @@ its part of what is spread, and the whole of what is not.
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from itertools import count
 from typing import Any
 
@@ -30,10 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
+from ckptool.files import ByteRange, FileSource
 from ckptool.files.refusals import worded
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance
+from ckptool.symbolic import unpickle
 from ckptool.trainer import part_folders
 from ckptool.trainer.part_folders import VALUES
 
@@ -46,18 +48,18 @@ __all__ = [
 ]
 
 _GROUPS = "param_groups"
+_METADATA = "torch.distributed.checkpoint.metadata"
 _OF_AN_INDEX = {
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),
-    "torch": ("Size",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.serialization": ("_get_layout",),
+    *("pathlib.PosixPath", "pathlib.WindowsPath"),
+    *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
+    *("torch.Size", "torch.serialization._get_layout"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *(f"{_METADATA}.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    *(f"{_METADATA}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(f"{_METADATA}.{name}" for name in ("TensorProperties", "TensorStorageMetadata")),
+    f"{_METADATA}._MEM_FORMAT_ENCODING",
 }
-"""What the pickle `.metadata` names, by module."""
+"""What the pickle `.metadata` names, beside dtypes: torch's reader makes anything that it names."""
 
 
 def damage(path: str) -> str | None:
@@ -240,15 +242,19 @@ def _reason(error: CheckpointException) -> str:
     return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
 
 
-class _Index(pickle.Unpickler):
-    """Makes the classes that DCP's index is of, and no others: torch's reader makes any."""
+def _require_an_index(path: str) -> None:
+    """Refuse a pickle that names another class or function than DCP's index does.
 
-    def find_class(self, module: str, name: str) -> Any:
-        """One of these classes, or a dtype."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _OF_AN_INDEX.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of DCP's does")
+    Raises:
+        CorruptFile: it does, or is damaged.
+    """
+    with closing(FileSource(path)) as source:
+        named = unpickle(ByteRange(source, 0, source.size)).globals
+    for name in named:
+        module, _, last = name.rpartition(".")
+        is_dtype = module == "torch" and isinstance(getattr(torch, last, None), torch.dtype)
+        if not is_dtype and name not in _OF_AN_INDEX:
+            raise CorruptFile(f"it names {name}, which no index of DCP's does", file=path)
 
 
 def _metadata(path: str) -> Metadata:
@@ -256,8 +262,7 @@ def _metadata(path: str) -> Metadata:
     if not os.path.exists(os.path.join(path, VALUES)):
         raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
     try:
-        with open(os.path.join(path, ".metadata"), "rb") as file:
-            _Index(file).load()
+        _require_an_index(os.path.join(path, ".metadata"))
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # a pickle that is cut, or another's, raises anything
         raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error
