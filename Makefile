@@ -8,6 +8,9 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO = build/demo
 
+# Modules are compiled once, whatever the surroundings say: tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test lint fixtures bench compat soak clean
 
 # Made once, renewed when what it depends on changes.
