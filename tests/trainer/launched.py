@@ -1,4 +1,4 @@
-"""A worker that ends as it is asked to, at the third step of its run."""
+"""A worker that ends as it is asked to."""
 
 import os
 import signal
@@ -10,34 +10,39 @@ from ckptool.trainer.launching import recorded
 HOW, OUT, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 
 
-def end(event):
-    kind = type(event).__name__
-    if kind == "Stepped" and event.step == 3:
+def under_way(event):
+    """At the third step."""
+    if type(event).__name__ == "Stepped" and event.step == 3:
         if RANK == 0 and HOW == "forever":
             print("under way", flush=True)
-        elif RANK == 1 and HOW == "killed":
-            os.kill(os.getpid(), 9)
-        elif RANK == 1 and HOW == "bug":
-            raise ZeroDivisionError("nobody foresaw this")
         elif RANK == 1 and HOW == "terminated":
             os.kill(os.getpid(), 15)
+
+
+def fail():
+    """Rank 1 ends, before it has torch, and rank 0 waits until it is told to end."""
+    if RANK == 0:
+        signal.pause()
+    elif HOW == "killed":
+        os.kill(os.getpid(), 9)
+    elif HOW == "exits":
+        os._exit(3)
+    raise ZeroDivisionError("nobody foresaw this")
 
 
 def main():
     if HOW == "refuses":
         raise TrainingError("a sentence", hint="what helps")
-    if HOW == "exits" and RANK == 1:
-        os._exit(3)
-    if HOW == "exits":
-        signal.pause()
     if HOW == "words":
         assert sys.argv[3:] == ["$$", "${local_rank}", "a b"]
         assert int(os.environ["OMP_NUM_THREADS"]) >= 1
         return 0
+    if HOW in ("killed", "exits", "bug"):
+        fail()
     from tests.trainer.runs import Told, net, run  # torch, for which the others need not wait
 
     epochs = 1_000_000 if HOW == "forever" else 3
-    result = run(OUT, Told(end), strategy="ddp", model=net(), epochs=epochs)
+    result = run(OUT, Told(under_way), strategy="ddp", model=net(), epochs=epochs)
     return 0 if result.stopped is None else 128 + result.stopped
 
 
