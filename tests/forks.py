@@ -58,6 +58,15 @@ def ended(processes, *, timeout):
     return [process.exitcode for process in processes]
 
 
+def wait_for(number, pipe):
+    """Comes back when a process has printed that number, in a line of its own."""
+    with os.fdopen(pipe.fileno(), closefd=False) as lines:
+        for line in lines:
+            if int(line) == number:
+                return
+    raise AssertionError(f"ended before {number}")
+
+
 def finished(module, *arguments, cwd, timeout=300):
     """What `subprocess.run` would tell of it."""
     with TemporaryDirectory() as folder:

@@ -3,22 +3,27 @@
 import pytest
 import torch
 
-from tests.loading.two_processes import needs_gloo, run_by_two, told_to_each
 from tests.loading.two_ranks import net, plain
+from tests.trainer.ranks import by_ranks, needs_gloo
 
 pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder in which two processes went through all scenes."""
-    return run_by_two("tests.loading.two_ranks", tmp_path_factory.mktemp("ranks"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def told(run):
+def told(folder):
     """What each rank was told, scene by scene."""
-    return told_to_each(run)
+    return by_ranks("tests.loading.two_ranks", folder, 2)
+
+
+@pytest.fixture(scope="module")
+def run(folder, told):
+    """The folder in which two processes went through all scenes."""
+    return folder
 
 
 def test_the_first_rank_writes_its_values_and_all_get_the_receipt(run, told):

@@ -1,7 +1,11 @@
-"""`python -m tests.trainer.stepping {OUT: OPTIONS, ...}`: runs that print the number of a step."""
+"""`python -m tests.trainer.stepping {OUT: OPTIONS, ...} [STEP]`: runs that print their steps.
+
+At STEP it waits to be killed.
+"""
 
 import json
 import os
+import signal
 import sys
 
 import torch.distributed as dist
@@ -12,6 +16,8 @@ from tests.trainer.runs import Told, run
 def told(event):
     if type(event).__name__ == "Stepped":
         print(event.step, flush=True)
+        if [str(event.step)] == sys.argv[2:]:
+            signal.pause()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.forks import FORKS, ended, start
+from tests.forks import FORKS, ended, start, wait_for
 from tests.trainer.runs import Crash, Told, assert_same_run, crash_at, lines, run
 
 EVERYTHING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "warmup": 2, "save_every": 1}
@@ -86,15 +86,6 @@ def started(tmp_path):
     ended([child for child, _ in children], timeout=0)
     for _, steps in children:
         steps.close()
-
-
-def wait_for(step, steps):
-    """Comes back when that step has been taken."""
-    with os.fdopen(steps.fileno(), closefd=False) as lines:
-        for line in lines:
-            if int(line) == step:
-                return
-    raise AssertionError(f"ended before step {step}")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import torch
 from ckptool.errors import FileBusy, FileMissing, TrainingError, WriteDenied, WriteError
 from ckptool.trainer import folder
 from tests.files.sets import needs_posix, needs_refusals
+from tests.forks import FORKS, ended, start, wait_for
 from tests.sources import PROJECT
 from tests.trainer.runs import Told, held, lines, run
 
@@ -125,23 +125,20 @@ def test_another_run_s_checkpoint_begins_one_in_an_empty_folder(tmp_path):
 
 @pytest.fixture
 def under_way(tmp_path):
-    """A run in another process, stopped where it has saved more than once; killed at the end."""
+    """A run in another process, which waits where it has saved more than once, to be killed."""
     runs = {str(tmp_path / "out"): {"epochs": 1_000_000, "save_every": 1}}
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.stepping", json.dumps(runs)],
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            for line in process.stdout:
-                if int(line) == 5:
-                    break
-            process.send_signal(signal.SIGSTOP)
-            os.waitpid(process.pid, os.WUNTRACED)
-            yield process
-        finally:
-            process.kill()
+    steps, told = FORKS.Pipe(duplex=False)
+    process = start(
+        *("tests.trainer.stepping", json.dumps(runs), 5),
+        environment={},
+        said=tmp_path / "said",
+        printed=told,
+    )
+    told.close()
+    with steps:
+        wait_for(5, steps)
+    yield process
+    ended([process], timeout=0)
 
 
 @needs_posix
@@ -160,7 +157,7 @@ def test_a_run_does_not_begin_where_another_is_under_way(tmp_path, under_way, op
 @needs_posix
 def test_a_killed_run_is_in_nobody_s_way(tmp_path, under_way):
     under_way.kill()
-    under_way.wait()
+    under_way.join()
     told = Told()
     run(tmp_path / "out", told, resume="auto", epochs=3)
     assert told.of("Resumed")[0].step >= 4

@@ -7,21 +7,26 @@ import ckptool
 from ckptool.errors import UsageError
 from ckptool.loading.filling.agreement import agreement
 from tests.loading.bits import Untouched
-from tests.loading.two_processes import needs_gloo, run_by_two, told_to_each
 from tests.loading.two_ranks import adam, plain
 from tests.loading.two_ranks_loading import WRAPS
+from tests.trainer.ranks import by_ranks, needs_gloo
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder in which two processes went through all scenes."""
-    return run_by_two("tests.loading.two_ranks_loading", tmp_path_factory.mktemp("ranks"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def told(run):
+def told(folder):
     """What each rank was told, scene by scene."""
-    return told_to_each(run)
+    return by_ranks("tests.loading.two_ranks_loading", folder, 2)
+
+
+@pytest.fixture(scope="module")
+def run(folder, told):
+    """The folder in which two processes went through all scenes."""
+    return folder
 
 
 @needs_gloo
