@@ -1,4 +1,7 @@
-"""Strided reading against torch: every view, every element size, every way to cut it."""
+"""Strided reading against torch: every view, every element size, every way to cut it.
+
+Torch is imported where it judges: the tests beside these fork a process that must be small.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import tracemalloc
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +16,15 @@ from ckptool.errors import TruncatedFile, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.strided import flip_signs, narrow, row_major, swap_bytes
 
-DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 STORAGE = bytes((7 * i + i // 256) % 256 for i in range(1 << 16))
 
 
 def expected(itemsize: int, shape: Any, stride: Any, offset: int) -> bytes:
     """What torch makes of the same view."""
-    whole = torch.frombuffer(bytearray(STORAGE), dtype=DTYPES[itemsize])
+    import torch
+
+    whole = torch.frombuffer(bytearray(STORAGE), dtype=getattr(torch, DTYPES[itemsize]))
     view = torch.as_strided(whole, shape, stride, offset).contiguous()
     return view.numpy().tobytes()
 
@@ -82,6 +86,8 @@ def test_rows_that_lie_far_apart(block: int) -> None:
 @pytest.mark.parametrize("block", [8, 1 << 20])
 def test_negative_strides(stride: tuple[int, int], block: int) -> None:
     """Torch has none, numpy has."""
+    import torch
+
     whole = torch.frombuffer(bytearray(STORAGE), dtype=torch.int32).tolist()
     shape, offset = (5, 6), 12_000
     elements = [
@@ -137,15 +143,17 @@ def test_swap_bytes(size: int) -> None:
     assert swap_bytes(swapped, size) == data
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def raw(tensor: Any) -> bytes:
     """The bytes of a tensor, lazy bits resolved."""
     return tensor.resolve_conj().resolve_neg().numpy().tobytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_conj_and_neg_of_complex(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_conj_and_neg_of_complex(dtype: str) -> None:
     """As torch resolves them (which negates a complex zero to +0 or -0, by its type)."""
-    numbers = torch.tensor([1 + 2j, complex("inf-infj"), -3.5 - 1j], dtype=dtype)
+    import torch
+
+    numbers = torch.tensor([1 + 2j, complex("inf-infj"), -3.5 - 1j], dtype=getattr(torch, dtype))
     size = numbers.element_size() // 2
     plain = raw(numbers)
     assert flip_signs(plain, size, True, ("conj",)) == raw(torch.conj(numbers))
@@ -156,6 +164,8 @@ def test_conj_and_neg_of_complex(dtype: torch.dtype) -> None:
 
 def test_neg_of_real() -> None:
     """The imaginary part of a conjugate is a real view with the neg bit."""
+    import torch
+
     numbers = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     view = numbers.conj().imag
     assert view.is_neg()
@@ -184,6 +194,8 @@ def indexes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 @given(indexes())
 def test_narrow_equals_torch(case: tuple[tuple[int, ...], tuple[Any, ...]]) -> None:
     """Shape, and the elements that are found there."""
+    import torch
+
     shape, index = case
     view = torch.arange(10_000).as_strided(shape, tuple(range(7, 7 + len(shape))), 3)
     answer = view[index]
