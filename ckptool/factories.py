@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -101,7 +102,23 @@ def run(make: Callable[[], Any], what: str, hint: str) -> Any:
             ) from error
         said = " ".join(str(error).split())
         text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
-        raise UsageError(text, hint=hint) from error
+        raise UsageError(text, hint=_place(error) or hint) from error
+
+
+def _place(error: BaseException) -> str | None:
+    """Where in the user's code it was raised, the innermost call of it; None: before any of it."""
+    here, ours = (os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__)))
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(here)
+        and not frame.filename.startswith(ours)
+        and "site-packages" not in frame.filename
+    ]
+    if not own:
+        return None
+    name = os.path.relpath(own[-1].filename)
+    return f"it was raised in {name}, line {own[-1].lineno}"
 
 
 def is_model(node: Any) -> bool:

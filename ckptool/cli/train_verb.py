@@ -16,7 +16,13 @@ from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config
 from ckptool.errors import UsageError
 from ckptool.render.text import clean
 from ckptool.render.training import device_lines, gpus_line
-from ckptool.trainer.config import SPREAD, TrainConfig, check, usual_batch_size
+from ckptool.trainer.config import (
+    SPREAD,
+    TrainConfig,
+    check,
+    require_shared,
+    usual_batch_size,
+)
 from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
 from ckptool.trainer.launching import recorded
 
@@ -149,6 +155,8 @@ def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
         if config.resume is None and not config.overwrite:
             refuse_earlier(config.out, origin=None, step=0)
     data_of(config)
+    if config.strategy != "parameter-server":  # a worker has batches of its own
+        require_shared(config.batch_size, nproc or 1)
     arguments = click.get_current_context().meta[ARGUMENTS]
     settle(launch(["train", *arguments], nproc=nproc or 1, port=port))
 

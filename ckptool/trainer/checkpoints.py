@@ -76,9 +76,11 @@ class Checkpoints:
             TrainingError: there is another, and it is not to be overwritten.
         """
         out = self._config.out
-        act = folder.remove if self._config.overwrite else folder.refuse_earlier
-        if self._config.resume != "auto" or origin is None:
-            self._ranks.first(lambda: act(out, origin=origin, step=progress.step))
+        is_auto = self._config.resume == "auto"  # what is there has led to `origin`
+        if self._config.overwrite and not (is_auto and origin):
+            self._ranks.first(lambda: folder.remove(out, origin=origin, step=progress.step))
+        elif not is_auto:
+            self._ranks.first(lambda: folder.refuse_earlier(out, origin=origin, step=progress.step))
 
     @property
     def is_due(self) -> bool:

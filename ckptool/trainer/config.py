@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from ckptool.errors import UsageError
+from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.words import csv_path, data_fault, model_fault
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "TrainConfig",
     "as_argument",
     "check",
+    "require_shared",
     "usual_batch_size",
 ]
 
@@ -85,6 +86,20 @@ Spelling = Callable[[str, Any], str]
 def usual_batch_size(data: str) -> int:
     """Samples of one batch where nobody says: 30 of `random`, as in the tutorial it is from."""
     return 30 if data == "random" else 32
+
+
+def require_shared(batch_size: int, processes: int) -> None:
+    """See that every process has a sample of a batch.
+
+    Raises:
+        TrainingError: there are more processes than samples.
+    """
+    if batch_size < processes:
+        raise TrainingError(
+            f"a batch of {batch_size} sample{'s' * (batch_size > 1)} is not to be shared by "
+            f"{processes} processes",
+            hint=f"--batch-size {processes} or more, or fewer processes",
+        )
 
 
 def as_argument(name: str, value: Any) -> str:
@@ -151,6 +166,8 @@ def _fault(name: str, value: Any) -> str | None:
         return "must be above 0"
     if name in _NOT_NEGATIVE and value < 0:
         return "must not be below 0"
+    if name == "seed" and not -(2**63) <= value < 2**63:
+        return "must be from -2**63 to below 2**63"
     if name == "ema" and not 0 <= value < 1:
         return "must be from 0 to below 1"
     return "must be a folder" if name == "out" and not value else None

@@ -170,7 +170,7 @@ def _require_module(model: Any) -> None:
     """See that it is one whose weights are there.
 
     Raises:
-        UsageError: it is none, or knows its sizes only after its first batch.
+        UsageError: it is none, knows its sizes only after its first batch, or has no real numbers.
     """
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
@@ -182,6 +182,12 @@ def _require_module(model: Any) -> None:
             f"{lazy[0]} of the model has no size yet: its layer learns it from a first batch",
             hint="call the model with one batch before",
         )
+    for name, one in model.named_parameters():
+        if one.is_meta or one.is_complex():
+            what = "has no values yet: it is on meta" if one.is_meta else "is complex"
+            raise UsageError(
+                f"{name} of the model {what}", hint="a model of real numbers that is made"
+            )
 
 
 def _result(config: TrainConfig, progress: Progress, stopped: int | None) -> TrainResult:

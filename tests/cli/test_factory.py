@@ -1,5 +1,6 @@
 """The user's own code that builds a model."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from ckptool.cli.factory import built, is_factory, referred
 from ckptool.errors import FileMissing, UsageError
+from ckptool.factories import HINT
 from ckptool.loading.fitting.likes import target_like
 
 NET = """
@@ -137,6 +139,17 @@ def test_what_goes_wrong_in_it_is_one_sentence(home, name, said):
         built(f"{home}:{name}")
     assert "\n" not in str(caught.value)
     assert caught.value.hint
+
+
+def test_where_it_went_wrong_is_told(home):
+    """Of what the code itself raised; how a factory is called is no line of it."""
+    for name, hint in (
+        ("broken", rf"it was raised in {home}\.py, line \d+"),
+        ("Needy", re.escape(HINT)),
+    ):
+        with pytest.raises(UsageError) as caught:
+            built(f"{home}:{name}")
+        assert re.fullmatch(hint, caught.value.hint)
 
 
 def test_ctrl_c_in_it_is_ctrl_c(home):

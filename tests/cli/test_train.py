@@ -72,6 +72,7 @@ def test_the_help_has_each_option_once_under_a_heading(ckptool):
     [
         (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["--save-every", "-3"], "--save-every -3 must be at least 1"),
+        (["--seed", str(2**63)], f"--seed {2**63} must be from -2**63 to below 2**63"),
         (["--lr", "nan"], "--lr nan is no finite number"),
         (["--clip", "0"], "--clip 0.0 must be above 0"),
         (["--ema", "1"], "--ema 1.0 must be from 0 to below 1"),
@@ -285,6 +286,8 @@ def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, l
     assert "nowhere.csv" in ckptool("train", "--out", out, "--data", "csv:nowhere.csv", *words).err
     assert ckptool("train", "--out", out, "--epochs", "1", "-q").code == 0
     assert "holds an earlier run" in ckptool("train", "--out", out, *words).err
+    done = ckptool("train", "--out", out.with_name("other"), *words, "--batch-size", 1)
+    assert "a batch of 1 sample is not to be shared by 2 processes" in done.err
     file = out / "last.pth"
     assert "is a file, and a run wants a folder" in ckptool("train", "--out", file, *words).err
     assert launched == []

@@ -233,7 +233,12 @@ class Weighted(nn.Module):
     [
         (lambda outputs, targets: 1.0, "the loss gave a float, and no tensor"),
         (lambda outputs, targets: torch.tensor(1.0), "the loss gave a tensor without a gradient"),
-        (nn.MSELoss(reduction="none"), r"the loss gave a tensor of shape \(4, 1\)"),
+        (
+            lambda outputs, targets: (outputs - targets) ** 2,
+            r"the loss gave a tensor of shape \(4,",
+        ),
+        (nn.MSELoss(reduction="none"), "the loss has reduction='none', and a mean over samples is"),
+        (nn.MSELoss(reduction="sum"), "the loss has reduction='sum', and a mean over samples is"),
         (Weighted(), "the loss has parameters of its own"),
     ],
 )
@@ -250,6 +255,8 @@ def test_a_loss_that_nothing_is_learned_from_is_told(tmp_path, loss, told):
         (nn.Linear, "^model is the class Linear, and no torch.nn.Module$"),
         ("net", "^model is a str, and no torch.nn.Module$"),
         (nn.Sequential(nn.LazyLinear(1)), "^0.weight of the model has no size yet"),
+        (nn.Linear(3, 1, device="meta"), "^weight of the model has no values yet: it is on meta$"),
+        (nn.Linear(3, 1, dtype=torch.complex64), "^weight of the model is complex$"),
     ],
 )
 def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):

@@ -60,6 +60,16 @@ def test_auto_begins_anew_where_nothing_is_there(tmp_path):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
+def test_auto_begins_anew_where_a_run_ended_before_its_first_checkpoint(tmp_path):
+    """As where the disk was full then, or between the line of the epoch and the file."""
+    run(tmp_path / "cut", epochs=1)
+    for name in ("last.pth", "best.pth"):
+        (tmp_path / "cut" / name).unlink()
+    run(tmp_path / "cut", resume="auto")
+    run(tmp_path / "whole")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
 def test_auto_takes_the_newest(tmp_path):
     cut_off(tmp_path, step=6)  # after the end of an epoch with step 3
     told = Told()

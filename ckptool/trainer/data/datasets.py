@@ -98,7 +98,7 @@ class TrainData:
         """The loss as a function.
 
         Raises:
-            UsageError: there is none of that name, or it has parameters to train.
+            UsageError: there is none of that name, it has parameters to train, or is no mean.
         """
         loss: Any = (
             getattr(functional, self.loss, None) if isinstance(self.loss, str) else self.loss
@@ -112,6 +112,12 @@ class TrainData:
             raise UsageError(
                 "the loss has parameters of its own, which nothing would train or save",
                 hint="make them a part of the model, or requires_grad_(False)",
+            )
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise UsageError(
+                f"the loss has reduction={loss.reduction!r}, and a mean over samples is wanted: "
+                "batches that are shared, or accumulated, weigh as many samples as they have",
+                hint=f"{type(loss).__name__}(reduction='mean')",
             )
         return cast("Loss", loss)
 

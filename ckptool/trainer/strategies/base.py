@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.batches import share
-from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.config import TrainConfig, require_shared
 from ckptool.trainer.data.datasets import Dataset, Loss, collated
 from ckptool.trainer.events import Observer, Traced
 from ckptool.trainer.part_folders import is_sharded
@@ -286,13 +286,7 @@ class Strategy:
         Raises:
             TrainingError: there are more processes than a batch has samples.
         """
-        size, processes = self.config.batch_size, self.world.size
-        if size < processes:
-            raise TrainingError(
-                f"a batch of {size} sample{'s' * (size > 1)} is not to be shared by {processes} "
-                "processes",
-                hint=f"--batch-size {processes} or more, or fewer processes",
-            )
+        require_shared(self.config.batch_size, self.world.size)
         self._train, self._validation, self._loss = dataset, validation, loss
 
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
