@@ -52,7 +52,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     """
     import torch
 
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
