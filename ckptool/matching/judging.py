@@ -77,6 +77,8 @@ def judged(
 ) -> Judgement:
     """Every reason to refuse, and what helps; see `Allowance.judged`."""
     missing, unexpected, mismatched, unclear = allowance.refused(report)
+    if allowance.is_nothing(report):
+        unclear = [*report.ambiguous]  # whatever is allowed, they are why
     of_lists = _for_lists(allowance, report, again) if missing and unexpected else _NONE
     question = of_lists
     if unclear and not question:

@@ -39,7 +39,11 @@ def list_rules(
     done: list[str] = []
     for contents, heads in ours.items():
         for own, wanted in _pairs(heads, theirs.get(contents, [])):
-            if _called(own) != _called(wanted) and not own.startswith(tuple(done)):
+            if (
+                _called(own) != _called(wanted)
+                and not own.startswith(tuple(done))
+                and _keeps_numbers(own, wanted)
+            ):
                 done.append(own)
                 found.append((own, wanted))
     if fold:
@@ -122,6 +126,13 @@ def _best(own: str, others: Sequence[str]) -> str | None:
 def _called(head: str) -> str:
     """The list's own name, with its dot; what stands before that is no matter of the list's."""
     return ".".join(head.split(".")[-2:] if head.endswith(".") else head.split(".")[-1:])
+
+
+def _keeps_numbers(own: str, wanted: str) -> bool:
+    """Whether numbers are at most put in, or taken out: `features.0.` is no `features.2.`."""
+    fewer, more = sorted((_ANY.findall(own), _ANY.findall(wanted)), key=len)
+    rest = iter(more)
+    return all(number in rest for number in fewer)
 
 
 def _likeness(one: str, other: str) -> tuple[bool, int]:

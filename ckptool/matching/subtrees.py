@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptool.matching.slots import Slot
 
-__all__ = ["Moved", "moved"]
+__all__ = ["Moved", "has_twin", "moved"]
 
 _DEEPEST = 16
 """Components of a name that may be a front."""
@@ -66,6 +66,27 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
         )
         return Moved(front, score, frozenset(contested), outermost)
     return None
+
+
+def has_twin(
+    met: Sequence[str], bare: Mapping[str, Slot], other: Mapping[str, Slot], fits: Fits
+) -> bool:
+    """Whether all of some names of a side are also below some path of the other side.
+
+    `met` are on both sides; what is below the path is on the other one alone.
+    """
+    if not met:
+        return False
+    end = f".{max(met, key=len)}"
+    for name in other:
+        if name.endswith(end):
+            path = name[: 1 - len(end)]
+            if all(
+                (at := f"{path}{one}") in other and at not in bare and fits(bare[one], other[at])
+                for one in met
+            ):
+                return True
+    return False
 
 
 def _doubled(names: Iterable[str]) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, has_old, respellings
-from ckptool.matching.subtrees import moved
+from ckptool.matching.subtrees import has_twin, moved
 from ckptool.matching.unwrapping import Bare, bare_forms, common_front, is_average_counter
 
 __all__ = ["Side", "Way", "chosen_way", "without_front"]
@@ -163,6 +163,24 @@ class Way:
         )
         return len({name.rpartition(".")[0] for name in met if not name[0].isdigit()}) > 1
 
+    @property
+    def in_doubt(self) -> Way:
+        """The same, but what has one name on both sides may be another tensor."""
+        have, want = self.have, self.want
+        return Way(have, want, frozenset(want.names.keys() & have.names.keys()))
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether all that is met is as well below some path of the other side, and not met."""
+        other = self.want if self.have.front else self.have
+        if self.score >= len(other.slots):
+            return False
+        mine, wanted = self.have.bare, self.want.bare
+        met = [n for n, slot in wanted.items() if n in mine and fits(mine[n], slot)]
+        if self.have.front:
+            return has_twin(met, mine, wanted, fits)
+        return has_twin(met, wanted, mine, lambda slot, found: fits(found, slot))
+
 
 def without_front(name: str, bare: str) -> str:
     """The name without those of its lost components that are before all else."""
@@ -178,6 +196,7 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
     """The way under which most of `want` is met; of equal ones the one that changes less.
 
     Where none meets anything and wrappers differ they come off: other names hide behind them.
+    A front stays where what is below it may as well be a part of the other side.
     """
     sides = [list(_forms(slots)) for slots in (have, want)]
     ways = [Way(mine, wanted) for mine in sides[0] for wanted in sides[1]]
@@ -187,7 +206,11 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
     if not best.score and _wraps(ways[-1].have) != _wraps(ways[-1].want):
         best = ways[-1]
     fronts = (way for way in _fronts(ways[-1]) if way.is_likely)
-    best = max([best, *fronts], key=lambda way: way.score)
+    found = max([best, *fronts], key=lambda way: way.score)
+    if found is not best:
+        if found.has_twin:
+            return best.in_doubt
+        best = found
     return _moved(best) if best.score and not best.is_complete else best
 
 

@@ -14,7 +14,7 @@ _WHOLES = """
 encoder enc | decoder dec
 actor pi policy | critic vf qf value v q
 generator gen g | discriminator disc d
-student online main model | teacher target ema shadow
+student online main model | teacher target ema momentum average averaged avg swa shadow
 query q wq | key k wk | value v wv
 query question | passage context document doc | answer
 image img vision visual vit rgb | text txt language bert | audio speech | video | depth
@@ -53,6 +53,12 @@ categorical cat | numerical num
 """
 """The parts of one whole, a line each, with the words for each part: none is another's name."""
 
+_COPIES = """
+student online teacher target ema momentum average averaged avg swa shadow
+old best previous prev frozen reference ref copy backup
+"""
+"""Words that say which of several copies of one part is meant."""
+
 
 def _parts(wholes: str) -> dict[str, dict[int, int]]:
     """Of each word which part it is, of which wholes."""
@@ -65,6 +71,7 @@ def _parts(wholes: str) -> dict[str, dict[int, int]]:
 
 
 _PARTS = _parts(_WHOLES)
+_COPY = frozenset(_COPIES.split())
 
 
 def words_of(name: str) -> list[str]:
@@ -75,24 +82,37 @@ def words_of(name: str) -> list[str]:
 def are_alike(one: str, other: str) -> bool:
     """Whether all words of the one are the other's too, or short for one: `attn`, `self_attention`.
 
-    One of which nothing but a number is known is like any.
+    One of which nothing but a number is known is like any. Another copy of the same is none.
     """
     shorter, longer = sorted((words_of(one), words_of(other)), key=len)
-    return all(any(_is_short(a, b) or _is_short(b, a) for b in longer) for a in shorter)
+    if shorter and _are_copies(shorter, longer):
+        return False
+    return all(any(_is_like(a, b) for b in longer) for a in shorter)
 
 
 def are_opposite(one: str, other: str) -> bool:
     """Whether two names are made alike, so that what they differ in is what tells them apart.
 
     `cross_attn` and `self_attn`, `encoder_q` and `encoder_k`, `encoder` and `decoder`, `actor` and
-    `critic`.
+    `critic`, `ema_unet` and `unet`.
     """
     ours, theirs = words_of(one), words_of(other)
-    if are_alike(one, other):
+    if not (ours and theirs) or are_alike(one, other):
         return False
+    if _are_copies(ours, theirs):
+        return True
     if min(len(ours), len(theirs)) > 1 and not {*ours}.isdisjoint(theirs):
         return True
     return any(_are_a_pair(a, b) for a in ours for b in theirs if a != b)
+
+
+def _are_copies(ours: list[str], theirs: list[str]) -> bool:
+    """Whether one of the two says of which copy it is, and the other does not say the same."""
+    return any(
+        word in _COPY and not any(_is_like(word, other) for other in others)
+        for words, others in ((ours, theirs), (theirs, ours))
+        for word in words
+    )
 
 
 def _are_a_pair(one: str, other: str) -> bool:
@@ -105,6 +125,10 @@ def _are_told_apart(one: str, other: str) -> bool:
     """Whether the two are words for different parts of one whole."""
     theirs = _PARTS.get(other, {})
     return any(theirs.get(whole, part) != part for whole, part in _PARTS.get(one, {}).items())
+
+
+def _is_like(one: str, other: str) -> bool:
+    return _is_short(one, other) or _is_short(other, one)
 
 
 def _is_short(one: str, other: str) -> bool:

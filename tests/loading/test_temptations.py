@@ -80,6 +80,19 @@ WRONG = {
         {**layers("online_model.", "a", "b"), **layers("ema_model.", "a", "b")},
         layers("model.", "a", "b"),
     ),
+    "an average for the model itself": (
+        {**BODY, **layers("unet_ema.", "a", "b", size=4)},
+        {**BODY, **layers("unet.", "a", "b", size=4)},
+    ),
+    "one part for either of two": (
+        layers("encoder.", "a", "b"), {**layers("", "a", "b"), **layers("enc.", "a", "b")},
+    ),
+    "either of two parts for one": (
+        {**layers("", "a", "b"), **layers("enc.", "a", "b")}, layers("encoder.", "a", "b"),
+    ),
+    "numbered layers of numbered layers, by other numbers": (
+        layers("net.", "0.0", "0.1", "1.0", "1.1"), layers("net.", "1.0", "1.1", "2.0", "2.1"),
+    ),
     "layers of a sequence moved by two": (
         layers("net.", "0", "2", "4"), layers("net.", "2", "4", "6"),
     ),
@@ -158,6 +171,19 @@ def test_it_is_refused(case, wrapper):
     with pytest.raises(MatchError):
         ckptool.load_into(model, state)
     untouched.check()
+
+
+@pytest.mark.parametrize("case", ["one part for either of two", "either of two parts for one"])
+def test_which_of_two_parts_is_asked_whatever_is_allowed(case):
+    have, want = WRONG[case]
+    with pytest.raises(MatchError, match="not guessed: ") as caught:
+        ckptool.load_into(built(want), state_of(have), strict=False)
+    ways = (caught.value.remedy, *caught.value.remedy.instead)
+    assert len(ways) == 2
+    for way in ways:
+        given = dict(way.arguments)
+        report = ckptool.load_into(built(want), state_of(have), strict=False, **given)
+        assert report.fitting == len(layers("", "a", "b"))
 
 
 @pytest.mark.parametrize("wrap", [None, nn.DataParallel], ids=["plain", "DataParallel"])

@@ -128,3 +128,26 @@ def test_what_is_called_the_same_then_and_has_another_shape_does_not_speak_again
     found = matched(have, want)
     assert len(found.pairs) == 1 + 3 * len(BLOCK)
     assert [one.name for one in found.report.mismatched] == ["encoder.fc.w"]
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ("momentum_encoder", "encoder"),
+        ("target_net", "net"),
+        ("ema_unet", "unet"),
+        ("unet_ema", "unet"),
+        ("model_ema", "model"),
+        ("x.ema_unet", "x.unet"),
+    ],
+)
+def test_one_copy_of_a_part_is_not_taken_for_another(own, wanted):
+    for part in (block, layers):
+        have, want = lone("head") | part(own), lone("head") | part(wanted)
+        for one, other in ((have, want), (want, have)):
+            assert changed(one, other) == ({}, True)
+
+
+def test_a_front_that_says_which_copy_it_is_comes_off():
+    pairs, is_asked = changed(layers("model_ema.x"), layers("x"))
+    assert (len(pairs), is_asked) == (3 * len(BLOCK), False)

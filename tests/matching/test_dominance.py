@@ -157,3 +157,44 @@ def test_numbers_in_words_are_numbers_too():
     assert moves_numbers([("features_0.c.w", "features.1.c.w")])
     assert not moves_numbers([("features_1.c.w", "features.1.c.w")])
     assert not moves_numbers([("mlp_module.0.w", "mlp.w")])
+
+
+def part(*fronts, also=()):
+    """A part of two layers, under each of some fronts."""
+    return slots({f"{at}layers.{n}.w": (4, 4) for at in fronts for n in (0, 1)} | dict(also))
+
+
+TWINS = [
+    (part("encoder."), part("", "enc.")),
+    (part("ema."), part("", "ema_model.")),
+    (part("model.unet."), part("", "G.")),
+    (part("module.model."), part("", "G.")),
+    (part("model."), part("", "G.", "H.", also={"fc.w": (3, 4)})),
+    (part("model.", also={"model.x.w": (3, 4)}), part("", "G.", also={"G.x.w": (3, 4)})),
+    (part("model."), part("", "G.", also={"model.layers.0.w": (4, 4)})),
+]
+
+
+@pytest.mark.parametrize(("have", "want"), TWINS)
+def test_a_front_stays_where_what_it_is_taken_off_may_be_another_part(have, want):
+    for mine, theirs in ((have, want), (want, have)):
+        found = matched(mine, theirs)
+        assert found.pairs == {}
+        assert found.report.ambiguous
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "met"),
+    [
+        (part("module."), part("", "G."), 2),
+        (part("_orig_mod."), part("", "G."), 2),
+        (part("model."), part("", also={"fc.w": (3, 4)}), 2),
+        (part("model.", "model.G."), part("", "G."), 4),
+        (part("model.", also={"model.x.w": (3, 4)}), part("", "G.", also={"x.w": (3, 4)}), 3),
+        (part("model."), part("", also={"G.layers.0.w": (4, 4), "G.layers.1.w": (5, 4)}), 2),
+    ],
+)
+def test_a_front_comes_off_where_no_other_part_is_as_good(have, want, met):
+    found = matched(have, want)
+    assert len(found.pairs) == met
+    assert not any(name.startswith("G.") for name in found.pairs) or met > 3

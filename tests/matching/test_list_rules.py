@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ckptool.matching import Allowance, MatchReport, Slot, matched
@@ -104,3 +106,49 @@ def test_lists_in_repeated_layers_are_one_rule_and_a_counter_makes_no_difference
         r"^block\.layer1\.conv\.(\d+)\.=>block.layer1.conv\1.",
         r"^block\.layer1\.norm\.(\d+)\.=>block.layer1.norm\1.",
     )
+
+
+def numbered(*heads, layers=(0, 1)):
+    """Lists whose layers have nothing but numbers below them."""
+    return {f"{head}{n}.{m}.w": Slot((4, 4)) for head in heads for n in layers for m in (0, 1)}
+
+
+@pytest.mark.parametrize("front", ["", "net.", "module."])
+@pytest.mark.parametrize(
+    ("heads", "before", "after", "rules"),
+    [
+        (["f."], (0, 1), (1, 2), ["1=>2", "0=>1"]),
+        (["f."], (1, 2, 3), (0, 1, 2), ["1=>0", "2=>1", "3=>2"]),
+        (["f."], (0, 1, 2), (0, 2, 3), ["2=>3", "1=>2"]),
+        (["b.", "f."], (0, 1), (1, 2), ["1=>2", "0=>1"]),
+    ],
+)
+@pytest.mark.parametrize("left", [False, True])
+def test_a_single_layer_of_a_list_that_has_moved_has_no_rule(
+    front, heads, before, after, rules, left
+):
+    have, want = (
+        numbered(*(f"{front}{head}" for head in heads), layers=layers) for layers in (before, after)
+    )
+    if left:
+        have |= {f"{front}x.w": Slot((3, 4))}
+        want |= {f"{front}y.w": Slot((3, 5)), f"{front}z.w": Slot((4, 4))}
+    assert list_rules(have, want) == ()
+    match = matched(have, want)
+    remedy = Allowance().refusal(match.report, match.again).remedy
+    assert remedy.arguments == ()
+    (way,) = remedy.instead
+    assert way.note.endswith(" where they are the same layers, in this order")
+    every = [rule.split("=>") for rule in rules]
+    assert dict(way.arguments)["rules"] == tuple(
+        f"^{re.escape(f'{front}{head}{old}.')}=>{front}{head}{new}."
+        for head in heads
+        for old, new in every
+    )
+
+
+def test_a_list_may_be_put_below_a_number_or_taken_out():
+    have, want = blocks("net.0."), blocks("h.")
+    assert list_rules(have, want) == (r"^net\.0\.(\d+)\.=>h.\1.",)
+    assert list_rules(want, have) == (r"^h\.(\d+)\.=>net.0.\1.",)
+    assert list_rules(have, blocks("h.2.")) == ()

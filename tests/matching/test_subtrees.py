@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptool.matching import Slot
-from ckptool.matching.subtrees import moved
+from ckptool.matching.subtrees import has_twin, moved
 
 
 def find(longer, shorter):
@@ -32,3 +34,24 @@ def test_another_front_with_all_its_names_is_a_rival():
     part = find(["m.w", "m.m.w", "t.w", "t.x"], ["w", "m.w"])
     assert part is not None
     assert part.rivals == ()
+
+
+@pytest.mark.parametrize(
+    ("met", "bare", "other", "expected"),
+    [
+        (["a.w", "b.w"], ["a.w", "b.w"], ["a.w", "b.w", "t.a.w", "t.b.w"], True),
+        (["a.w", "b.w"], ["a.w", "b.w"], ["a.w", "b.w", "s.t.a.w", "s.t.b.w", "x"], True),
+        (["a.w", "b.w"], ["a.w", "b.w"], ["a.w", "b.w", "t.a.w"], False),
+        (["a.w", "b.w"], ["a.w", "b.w", "t.a.w"], ["a.w", "b.w", "t.a.w", "t.b.w"], False),
+        (["a.w"], ["a.w"], ["a.w", "ta.w"], False),
+        ([], ["a.w"], ["t.a.w"], False),
+    ],
+)
+def test_a_twin_has_all_that_is_met_and_is_not_met_itself(met, bare, other, expected):
+    sides = ({name: Slot((2,)) for name in names} for names in (bare, other))
+    assert has_twin(met, *sides, lambda one, another: one.shape == another.shape) is expected
+
+
+def test_a_twin_of_other_shapes_is_none():
+    bare, other = {"a.w": Slot((2,))}, {"a.w": Slot((2,)), "t.a.w": Slot((3,))}
+    assert not has_twin(["a.w"], bare, other, lambda one, another: one.shape == another.shape)

@@ -44,6 +44,36 @@ def test_words_that_are_made_to_be_told_apart_are_opposite(one, other):
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("momentum_encoder", "encoder"),
+        ("target_net", "net"),
+        ("ema_unet", "unet"),
+        ("unet_ema", "unet"),
+        ("netEMA", "net"),
+        ("model_ema", "model"),
+        ("model_ema", "model_best"),
+        ("ema", "unet"),
+        ("swa_model", "model"),
+        ("old_policy", "policy"),
+        ("online_net", "net"),
+    ],
+)
+def test_a_word_that_says_which_copy_it_is_makes_another_part(one, other):
+    for mine, theirs in ((one, other), (other, one)):
+        assert not are_alike(mine, theirs)
+        assert are_opposite(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("avg_net", "averaged_net"), ("ema_enc", "ema_encoder"), ("ema", "0")]
+)
+def test_the_same_copy_is_alike(one, other):
+    assert are_alike(one, other)
+    assert not are_opposite(one, other)
+
+
+@pytest.mark.parametrize(
     "wholes",
     [
         "encoder enc | decoder dec",
