@@ -111,9 +111,9 @@ class Installation:
 
         What is `beside` it is put back then too; it is loaded before the last step. In that what is
         still to be filled is read. A signal waits until that is through, and all of the model is
-        loaded. What fails in it is undone where no more than 128
-        MiB are filled there; else the error says that they are filled in part. Each step is taken
-        where all processes of `together` have come to the end of the one before.
+        loaded. What fails in it is undone where no more than 128 MiB are filled there; else the
+        error says that they are filled in part. Each step is taken where all processes of
+        `together` have come to the end of the one before.
 
         Raises:
             MatchError: torch itself, or a hook of the model's, refuses what it is given.
