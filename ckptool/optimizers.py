@@ -131,7 +131,8 @@ def model_of(
 
 
 def _noted(section: Section, models: Sequence[Section]) -> Section | None:
-    beside = [one for one in models if one.path[:-1] == section.path[:-1]]
+    front, depth = section.path[:-1], len(section.path)
+    beside = [one for one in models if one.path[:-1] == front and len(one.path) == depth]
     noted = [held for one in beside if (held := noted_owners(one))]
     if len(noted) != 1 or section.path[-1] not in noted[0]:
         return None

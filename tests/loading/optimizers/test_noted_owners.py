@@ -101,6 +101,14 @@ def test_one_over_two_models_is_neithers(tmp_path, pair):
     assert ckptool.doctor(tmp_path / "f.pth")
 
 
+def test_tensors_of_nobody_stand_at_the_root_too(tmp_path, pair):
+    (g, og), (d, od) = pair
+    extra = {f"{name}_w": torch.ones(2) for name in "xyz"}
+    ckptool.save(tmp_path / "f.pth", model=g, optimizer=og, disc=d, optim_D=od, **extra)
+    loads(tmp_path / "f.pth", (d, od), key="disc")
+    assert ckptool.doctor(tmp_path / "f.pth")
+
+
 @pytest.mark.parametrize("noted", [True, None, {"optimizer": "gone"}, {"optimizer": ["disc"]}, {}])
 def test_a_note_that_leads_nowhere_is_none(tmp_path, pair, noted):
     (g, og), (d, od) = pair
