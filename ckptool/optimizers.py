@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.errors import NameCollision
 from ckptool.model import Shape, TensorRef
-from ckptool.statedict import Section
+from ckptool.statedict import Section, noted_owners
 from ckptool.wrappers import strip_names
 
 __all__ = [
@@ -116,14 +116,28 @@ def model_of(
 ) -> Section | None:
     """Which of the models an optimizer is of; None where that is not certain.
 
-    One of each, or one of each of a name (`G` and `optG`).
+    The one that `ckptool.save` has noted; else one of each, or one of each of a name (`G` and
+    `optG`).
     """
+    noted = _noted(section, models)
+    if noted is not None:
+        return noted
     whose = owner(section)
     named = [one for one in models if whose and owner(one) == whose]
     alike = [one for one in optimizers if owner(one) == whose]
     if len(named) == len(alike) == 1:
         return named[0]
     return models[0] if not whose and len(models) == len(optimizers) == 1 else None
+
+
+def _noted(section: Section, models: Sequence[Section]) -> Section | None:
+    front, depth = section.path[:-1], len(section.path)
+    beside = [one for one in models if one.path[:-1] == front and len(one.path) == depth]
+    noted = [held for one in beside if (held := noted_owners(one))]
+    if len(noted) != 1 or section.path[-1] not in noted[0]:
+        return None
+    key = noted[0][section.path[-1]]
+    return next((one for one in beside if one.path[-1] == key), None)
 
 
 def owner(section: Section) -> str:

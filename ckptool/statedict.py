@@ -26,6 +26,7 @@ __all__ = [
     "is_optimizer",
     "is_the_models",
     "model_state_dict",
+    "noted_owners",
     "optimizer_names",
     "sections",
     "values_inside",
@@ -37,7 +38,10 @@ _MOST_TOLD = 8
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
 OF_THE_MODEL = "_ckptool_model"
-"""An attribute beside `_metadata`: of all state dicts in its file, this one is the model's."""
+"""An attribute beside `_metadata`: of all state dicts in its file, this one is the model's.
+
+It holds the keys of the optimizers beside it, each with that of the state dict whose parameters it
+has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,6 +331,14 @@ def is_the_models(section: Section) -> bool:
     """Whether `ckptool.save` has written that it is the model's."""
     marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
+
+
+def noted_owners(section: Section) -> dict[Any, Any]:
+    """What `ckptool.save` has written beside that: keys of optimizers, each with its model's."""
+    if not isinstance(section.node, OrderedMap) or not is_the_models(section):
+        return {}
+    noted = section.node.attributes[OF_THE_MODEL]
+    return noted if isinstance(noted, dict) else {}
 
 
 def _counted(section: Section) -> str:

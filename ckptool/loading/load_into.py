@@ -162,7 +162,7 @@ def load_into(
                 mapped=mapped,
                 optimizers=_layers(optimizer),
             )
-            report, between = match.report, None
+            report, plan = match.report, None
             if optimizer is not None:
                 _check_optimizer(optimizer, installation)
                 from ckptool.loading.optimizers.planning import planned_optimizer  # seldom needed
@@ -178,9 +178,8 @@ def load_into(
                     allowance=allowance,
                 )
                 report = report.with_changes(optimizer=plan.report)
-                between = plan.apply
             _accept(match._replace(report=report), allowance)
-        installation.run(verify=verify, together=together, between=between)
+        installation.run(verify=verify, together=together, beside=plan)
         done = installation.report
         report = report.with_changes(
             missing_keys=done.missing_keys, unexpected_keys=done.unexpected_keys

@@ -57,7 +57,9 @@ def save(
     itself the counter, `n_averaged`, stands beside the state dict.
 
     Where there are other state dicts beside that of the model, `load_into` and `load_state_dict`
-    take that of the model without being told, as the file says which it is.
+    take that of the model without being told, as the file says which it is. So it does of the
+    `optimizer`, and of others that are values themselves, as the modules are whose parameters they
+    have.
 
     In a script SIGTERM ends Python at once: an old file stays, and a hidden temporary file, which
     the next save to the same name removes. A handler that raises has it removed.
@@ -70,8 +72,10 @@ def save(
     Args:
         path: Where to. A name that ends in `.safetensors` makes such a file, of a model alone.
         model: A module, wrapped or not; or its state dict, whose wrapper names go.
-        optimizer: Its parameters are found in `model`, or in another module among the values. A
-            group that has some of no module is written without names, with a warning.
+        optimizer: Its parameters are to be found in `model`, or else in any one module among the
+            values. Where they are of several (`[*G.parameters(), *D.parameters()]`), or some of
+            none, the names are those of the module that has most: a group that has others too is
+            written without names, with a warning, unless it was given named parameters.
         overwrite: Replace a file that is there; False: refuse.
         values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
             `dtype`, and list, tuple, dict, OrderedDict, set and Counter of those; numpy scalars
@@ -106,7 +110,10 @@ def save(
     states.gather(tree)
     if states.counter is not None:
         tree.setdefault(N_AVERAGED, states.counter)
-    return ranks.first(lambda: _write(_named(path), tree, states.instead, overwrite=overwrite))
+    noted = _noted(states, tree, model)
+    return ranks.first(
+        lambda: _write(_named(path), tree, states.instead, noted, overwrite=overwrite)
+    )
 
 
 def _check_overwrite(overwrite: Any) -> None:
@@ -146,9 +153,25 @@ def _named(path: Any) -> str:
     return name
 
 
-def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrite: bool) -> Receipt:
+def _noted(states: LiveStates, tree: dict[str, Any], model: Any) -> dict[str, str]:
+    """By the keys of optimizers those of the modules whose parameters they have."""
+    keys = {id(node): key for key, node in reversed(tree.items())}
+    if model is not None:
+        keys[id(model)] = "state_dict"
+    owners = ((key, states.owners.get(id(node))) for key, node in tree.items())
+    return {key: keys[id(owner)] for key, owner in owners if id(owner) in keys}
+
+
+def _write(
+    path: str,
+    tree: dict[str, Any],
+    instead: dict[int, Any],
+    noted: dict[str, str],
+    *,
+    overwrite: bool,
+) -> Receipt:
     checkpoint = frozen(tree, instead=instead, file=path)
-    _mark(checkpoint)
+    _mark(checkpoint, noted)
     is_flat = target_format(checkpoint, path) in FLAT
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
@@ -166,8 +189,8 @@ def _write(path: str, tree: dict[str, Any], instead: dict[int, Any], *, overwrit
     return replace(receipt, source="", left_out=(*receipt.left_out, *left_out))
 
 
-def _mark(checkpoint: Checkpoint) -> None:
-    """Have the file say which state dict is the model's, where it holds others.
+def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
+    """Have the file say which state dict is the model's, where it holds others; and what is noted.
 
     And where it holds an optimizer: the names of its parameters are the model's in full then.
     """
@@ -181,4 +204,4 @@ def _mark(checkpoint: Checkpoint) -> None:
         except NotFound:
             return
         if is_asked:
-            state.attributes[OF_THE_MODEL] = True
+            state.attributes[OF_THE_MODEL] = noted

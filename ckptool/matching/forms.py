@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -36,14 +37,18 @@ def reformed(
     unused: Mapping[str, Slot],
     missing: Mapping[str, Slot],
     names: Mapping[str, str],
+    met: Mapping[str, str] = MappingProxyType({}),
     *,
     as_a_whole: bool = True,
 ) -> tuple[Reformed, ...]:
     """What the model lacks that the file has in another form.
 
-    `names`: what the model itself calls its own, by the names that are given here. `as_a_whole`:
-    what is left may be told to be the same altogether, and not just that of a module.
+    `names`: what the model itself calls its own, by the names that are given here. `met`: names of
+    the model, each with that of the file which is known to be the same. `as_a_whole`: what is left
+    may be told to be the same altogether, and not just that of a module.
     """
+    known = {own: name for name, own in met.items()}
+    unused = {known.get(own, own): slot for own, slot in unused.items()}
     of_file, of_model = (
         dict(_parametrized(*sides)) for sides in ((unused, missing), (missing, unused))
     )
@@ -62,18 +67,20 @@ def _parametrized(
 ) -> Iterator[tuple[_Place, str]]:
     """The tensors that are so on the one side, and otherwise on the other, each with the kind."""
     parts, theirs = _parts(inside), _parts(others)
-    for (path, weight), rests in parts.items():
+    for (path, weight), held in parts.items():
         plain = f"{path}.{weight}" if path else weight
         if plain in others or (path, weight) in theirs:
-            yield (path, weight), _KINDS.get(frozenset(rests), "a parametrization")
+            known = next((slot.form for slot in held.values() if slot.form), None)
+            yield (path, weight), known or _KINDS.get(frozenset(held), "a parametrization")
 
 
-def _parts(side: Mapping[str, Slot]) -> dict[tuple[str, str], set[str]]:
-    parts: dict[tuple[str, str], set[str]] = {}
-    for name in side:
+def _parts(side: Mapping[str, Slot]) -> dict[_Place, dict[str, Slot]]:
+    """The tensors of each parametrization, by what stands behind the path of that."""
+    parts: dict[_Place, dict[str, Slot]] = {}
+    for name, slot in side.items():
         found = _INSIDE.fullmatch(name)
         if found is not None:
-            parts.setdefault((found[1] or "", found[2]), set()).add(found[3])
+            parts.setdefault((found[1] or "", found[2]), {})[found[3]] = slot
     return parts
 
 

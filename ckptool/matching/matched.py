@@ -153,6 +153,8 @@ class _Matching:
         """Bare names of the file, each with the whole one, before the rules."""
         if own:
             self.files = {name: own[full] for name, full in self.mine.items()}
+        self._respelled = {self.files[how.of(name)] for name, how in self.old_mine.items()}
+        """What the file has in an old spelling: of a `form` none is."""
         self.pairs: dict[str, str] = {}
         """Name of the model to name in the file."""
         self.direct: dict[str, str] = {}
@@ -160,9 +162,8 @@ class _Matching:
         self.wrong: dict[str, str] = {}
         """The same of what does not fit by its shape."""
         self.met: dict[str, str] = {}
-        """All names of which it is known what they are, bare ones: the model's to the file's.
-
-        Also of those that are no tensor, and wanted as one."""
+        """All names of which it is known what they are, bare ones: the model's to the file's. Also
+        of those that are no tensor, and wanted as one, or of another parametrization."""
         self.rules: list[InferredRule] = []
         self._found: list[Ambiguity] = []
         self.notes: tuple[str, ...] = ()
@@ -175,10 +176,11 @@ class _Matching:
         self._pair({wanted[name]: files[name] for name in self.met})
 
     def _pair(self, names: Mapping[str, str]) -> None:
-        """Pair whole names of the model with those of the file, as far as their shapes fit."""
-        have, want = self.have, self.want
+        """Pair whole names of the model with those of the file, as far as shape and form fit."""
         for name, own in names.items():
-            wanted, found = want[name], have[own]
+            wanted, found = self.want[name], self.have[own]
+            if wanted.form and own in self._respelled:
+                continue
             if wanted.shape == found.shape or fits(found, wanted):
                 self.pairs[name] = own
             elif found.shape is not None:
@@ -194,8 +196,7 @@ class _Matching:
 
         mine = _told(self.way.have, self.old_mine)
         wanted = _told(self.way.want, self.old_wanted)
-        for name in [name for name in self.met if name not in wanted]:
-            del self.met[name]
+        self.met = {name: own for name, own in self.met.items() if name in wanted}
         for _ in range(_MOST_ROUNDS):
             args = mine, wanted, self.met
             found = inferred_by_few(*args) or inferred(*args)
@@ -320,8 +321,8 @@ class _Matching:
 
     def reformed(self) -> tuple[tuple[str, str], ...]:
         """What the file has in another form, and what helps, in words."""
-        whole = not self._found
-        return reformed(*self._left, self.wanted, as_a_whole=whole) if all(self._left) else ()
+        names, whole = (self.wanted, self.met), not self._found
+        return reformed(*self._left, *names, as_a_whole=whole) if all(self._left) else ()
 
     @cached_property
     def _left(self) -> tuple[dict[str, Slot], dict[str, Slot]]:

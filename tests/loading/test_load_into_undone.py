@@ -339,14 +339,15 @@ def test_an_interrupt_in_the_last_step_waits_for_its_end(file, monkeypatch, numb
     )
 
 
-def test_an_optimizer_is_put_back_with_its_model(tmp_path, monkeypatch):
-    def trained():
-        model = nn.Linear(2, 3)
-        optimizer = torch.optim.Adam(model.parameters())
-        model(torch.randn(4, 2)).sum().backward()
-        optimizer.step()
-        return model, optimizer
+def trained(**options):
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters(), **options)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
 
+
+def test_an_optimizer_is_put_back_with_its_model(tmp_path, monkeypatch):
     source, theirs = trained()
     ckptool.save(tmp_path / "f.pth", model=source, optimizer=theirs)
     model, optimizer = trained()
@@ -358,6 +359,28 @@ def test_an_optimizer_is_put_back_with_its_model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(installing, "fill", fill)
     with pytest.raises(UnreadableFile):
+        load_into(model, tmp_path / "f.pth", optimizer=optimizer)
+    untouched.check()
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_an_optimizer_that_a_hook_of_the_model_wrote_to_is_put_back(tmp_path, lr):
+    source, theirs = trained()
+    ckptool.save(tmp_path / "f.pth", model=source, optimizer=theirs)
+    model, optimizer = trained(lr=lr)
+    untouched = Untouched(model, optimizer)
+
+    def hook(*_):
+        if isinstance(lr, float):
+            optimizer.param_groups[0]["lr"] = 9
+        else:
+            lr.fill_(9)
+        optimizer.state[model.bias]["exp_avg"] = torch.ones(3)
+        optimizer.state.pop(model.weight)
+        raise Custom
+
+    model.register_load_state_dict_post_hook(hook)
+    with pytest.raises(Custom):
         load_into(model, tmp_path / "f.pth", optimizer=optimizer)
     untouched.check()
 

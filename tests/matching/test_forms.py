@@ -93,6 +93,96 @@ def test_a_model_with_a_norm_of_weights_is_loaded_without(norm, text, remove):
     assert ckptool.load_into(model, file.state_dict()).fits
 
 
+class Scale(nn.Module):
+    """Two tensors, as those of weight norm, of which something else is made."""
+
+    def forward(self, scale, weight):
+        return scale * weight
+
+    def right_inverse(self, weight):
+        return torch.ones(weight.shape[0], 1), weight
+
+
+class Flip(nn.Module):
+    """The names of spectral norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("_u", torch.ones(3))
+        self.register_buffer("_v", torch.ones(4))
+
+    def forward(self, weight):
+        return -weight
+
+
+class WeightNorm(torch.nn.utils.parametrizations._WeightNorm):
+    """Torch's, of a class of its own."""
+
+
+def parametrized(*made, front="body"):
+    """Layers with such parametrizations, the last on top of the others."""
+    layer = nn.Linear(4, 3)
+    for one in made:
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", one)
+    return nn.ModuleDict({front: nn.Sequential(layer, nn.Linear(3, 2)), "head": nn.Linear(2, 5)})
+
+
+def hooked(norm, front="body"):
+    model = parametrized(front=front)
+    norm(model[front][0])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("front", ["body", "bod"])
+@pytest.mark.parametrize("wrap", ["", "module.", "model."])
+@pytest.mark.parametrize(
+    ("norm", "made", "mine"),
+    [
+        (OLD.weight_norm, [Scale()], "Scale"),
+        (OLD.weight_norm, [WeightNorm(), nn.Tanh()], "WeightNorm and Tanh"),
+        (OLD.spectral_norm, [Flip()], "Flip"),
+    ],
+)
+def test_tensors_of_a_norm_are_none_of_a_parametrization_of_the_same_names(
+    norm, made, mine, wrap, front
+):
+    model = parametrized(*made)
+    state = {f"{wrap}{name}": one for name, one in hooked(norm, front).state_dict().items()}
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    error = refusal(model, state)
+    told = f"the file has {norm.__name__} on body.0, and the model has {mine}"
+    assert [text for text, _ in error.report.reformed] == [told]
+    assert told in str(error)
+    assert not ckptool.match(state, model)[1].fits
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_what_is_called_as_the_parametrization_itself_is_its_own():
+    file, model = parametrized(Scale()), parametrized(Scale())
+    assert ckptool.load_into(model, file.state_dict()).fits
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_rule_gives_the_tensors_of_weight_norm_to_another_parametrization():
+    new = r"parametrizations.weight.original"
+    rules = [rf"\.weight_g$=>.{new}0", rf"\.weight_v$=>.{new}1"]
+    file = hooked(OLD.weight_norm)
+    assert ckptool.load_into(parametrized(Scale()), file.state_dict(), rules=rules).fits
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_class_made_of_weight_norm_takes_its_tensors():
+    file, model = hooked(OLD.weight_norm), parametrized(WeightNorm())
+    assert ckptool.load_into(model, file.state_dict()).fits
+    torch.testing.assert_close(model["body"][0].weight, file["body"][0].weight)
+
+
+def test_a_parametrization_of_the_model_is_told_by_its_class():
+    error = refusal(parametrized(Scale()), parametrized().state_dict())
+    assert error.report.reformed[0][0] == "the model has Scale on body.0, and the file has not"
+
+
 def test_the_old_spectral_norm_which_leaves_a_hook_behind_is_put_on_later():
     error = refusal(generator(OLD.spectral_norm), generator().state_dict())
     assert error.hint == (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptool.errors import CheckpointError, MatchError, UnreadableFile, UsageError, warn
 from ckptool.loading.filling.assigning import Assigned, trainable
@@ -37,7 +37,17 @@ _CHECKED = 1 << 30
 
 _IN_PART = "the model is filled in part"
 
-Undo = Callable[[], None]
+Step = Callable[[], None]
+
+
+class Beside(Protocol):
+    """What is loaded beside the model."""
+
+    def remembered(self) -> Step:
+        """What puts it back as it is now."""
+
+    def apply(self) -> None:
+        """Load it."""
 
 
 class Installation:
@@ -95,15 +105,15 @@ class Installation:
         *,
         verify: bool | None,
         together: Ranks,
-        between: Callable[[], Undo] | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """Do it all; what is raised before the last step leaves the model as it was.
 
-        What `between` did is undone then; it is called before the first tensor is filled from the
-        file. In the last step what is still to be filled is read. A signal waits until that is
-        through, and all of the model is loaded. What fails in it is undone where no more than 128
-        MiB are filled there; else the error says that they are filled in part. Each step is taken
-        where all processes of `together` have come to the end of the one before.
+        What is `beside` it is put back then too; it is loaded before the last step. In that what is
+        still to be filled is read. A signal waits until that is through, and all of the model is
+        loaded. What fails in it is undone where no more than 128 MiB are filled there; else the
+        error says that they are filled in part. Each step is taken where all processes of
+        `together` have come to the end of the one before.
 
         Raises:
             MatchError: torch itself, or a hook of the model's, refuses what it is given.
@@ -116,12 +126,13 @@ class Installation:
             with trainable():
                 given = self._given()
             snapshot = Snapshot(self._model, copied=self._copied())
-        undo: Undo | None = None
+            undo = None if beside is None else beside.remembered()
         filled = False
         try:
             with together.reached():
                 self._load(given)
-                undo = between() if between is not None else None
+                if beside is not None:
+                    beside.apply()
             with held_back():
                 with together.reached("" if self._copies_all else _IN_PART):
                     self._fill()
@@ -132,7 +143,7 @@ class Installation:
                     self._put_back(snapshot, undo)
             raise
 
-    def _put_back(self, snapshot: Snapshot, undo: Undo | None) -> None:
+    def _put_back(self, snapshot: Snapshot, undo: Step | None) -> None:
         """Undo what was done; what hinders it is told beside the error that made it necessary."""
         for step in filter(None, (snapshot.restore, undo)):
             try:

@@ -117,7 +117,7 @@ class Boxes:
         if isinstance(box, OrderedMap) and isinstance(metadata, Mapping):
             box.attributes = {"_metadata": metadata}
             if hasattr(node, OF_THE_MODEL):
-                box.attributes[OF_THE_MODEL] = True
+                box.attributes[OF_THE_MODEL] = getattr(node, OF_THE_MODEL)
         return box
 
     def _standing_for(self, original: Any, box: Any) -> Any:

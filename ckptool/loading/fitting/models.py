@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.loading.live.own_loading import NamedModule, OwnLoading, own_loading
+from ckptool.loading.live.parametrized import with_forms
 from ckptool.loading.live.slots import live_slots, live_tensors
 from ckptool.loading.live.spreading import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
@@ -51,7 +52,7 @@ def target_of(model: torch.nn.Module) -> Target:
     loading = own_loading(modules)
     unlisted, unsure = _unlisted(modules, state, loading)
     state = {**state, **unlisted}
-    slots = live_slots(state, parameters=model.parameters(), rest="buffer")
+    slots = with_forms(live_slots(state, parameters=model.parameters(), rest="buffer"), modules)
     tensors = live_tensors(state)
     return Target(label_of(model), slots, tensors, metadata, model, loading, unsure)
 
@@ -112,7 +113,8 @@ def _of_shards(model: torch.nn.Module, shards: Shards) -> Target:
     """What a model wants of whose parameters this rank has a part, in flat ones."""
     state = ungathered(model, shards)
     live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
-    slots = {**state, **live_slots(live, rest="buffer")}
+    modules = list(model.named_modules(remove_duplicate=False))
+    slots = with_forms({**state, **live_slots(live, rest="buffer")}, modules)
     tensors = live_tensors(live)
-    loading = own_loading(model.named_modules(remove_duplicate=False))
+    loading = own_loading(modules)
     return Target(label_of(model), slots, tensors, state.metadata, model, loading)

@@ -160,7 +160,7 @@ def _of_tree(
             f"the only optimizer, {names[0]}, {whose}",
             Remedy(note=ALONE, instead=(_taking(found[0].name, " takes it all the same"),)),
         )
-    may_be = [owner is None or owner.holder is model for owner in owners]
+    may_be = [owner is None or _trains(owner, state.section) for owner in owners]
     raise Unchosen(
         f"there are {len(found)} optimizers: {listed(names)}", _either(state, found, may_be)
     )
@@ -174,10 +174,9 @@ def _whose(
     An average has its model's own parameters, so that nothing is mistaken where it is chosen.
     """
     if of is not None:
+        is_other = not _trains(of, chosen)
         return (
-            None
-            if of.holder is chosen.holder
-            else (f"is that of {printable(of.name)}, which is not the model chosen")
+            f"is that of {printable(of.name)}, which is not the model chosen" if is_other else None
         )
     if not owner(chosen) or _AVERAGE.search(owner(chosen)):
         return None
@@ -189,6 +188,14 @@ def _whose(
         and shapes <= Counter(tensor.shape for _, tensor in one.tensors())
     ]
     return f"may be that of {listed(rivals)} as well" if rivals else None
+
+
+def _trains(of: Section, chosen: Section) -> bool:
+    """Whether a model is the one chosen, or, by their names, that is its average."""
+    if of.holder is chosen.holder:
+        return True
+    whose = owner(chosen)
+    return bool(_AVERAGE.search(whose)) and _AVERAGE.sub("", whose) in ("", owner(of))
 
 
 def _either(state: State, found: Sequence[Section], may_be: Sequence[bool]) -> Remedy:

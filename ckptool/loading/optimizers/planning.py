@@ -55,10 +55,14 @@ class OptimizerPlan:
     report: OptimizerReport
     _maker: Maker | None = None
 
-    def apply(self) -> Callable[[], None]:
-        """Load the state, by the optimizer's own `load_state_dict`; what is returned undoes it.
+    def remembered(self) -> Callable[[], None]:
+        """What puts the optimizer back as it is now."""
+        return remembered(self.optimizer)
 
-        Its hooks run, as do those of a wrapper. Whatever raises leaves it as it was.
+    def apply(self) -> None:
+        """Load the state, by the optimizer's own `load_state_dict`.
+
+        Its hooks run, as do those of a wrapper. What raises may leave it changed: see `remembered`.
 
         Raises:
             MatchError: the report has problems.
@@ -69,15 +73,9 @@ class OptimizerPlan:
         if self._maker is None or self.report.problems:
             raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
         check_bytes(self._maker.stored())
-        undo = remembered(self.optimizer)
-        try:
-            self._maker.load(self.optimizer)
-            for source in self._maker.saved.tree.sources:
-                source.check_unchanged()
-        except BaseException:
-            undo()
-            raise
-        return undo
+        self._maker.load(self.optimizer)
+        for source in self._maker.saved.tree.sources:
+            source.check_unchanged()
 
 
 def planned_optimizer(

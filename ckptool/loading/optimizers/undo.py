@@ -14,8 +14,8 @@ def remembered(optimizer: Any) -> Undo:
     """Remember an optimizer, and those that it wraps; what is returned puts all of it back.
 
     The same dicts, lists and tensors stand there again, with what they held. The numbers in tensors
-    are copied only where something else than `Optimizer.load_state_dict` is to run, which makes
-    new tensors and leaves these alone.
+    of the state are copied only where something else than `Optimizer.load_state_dict` is to run,
+    which makes new tensors and leaves these alone.
     """
     steps: list[Undo] = []
     for one in layers(optimizer):
@@ -24,6 +24,9 @@ def remembered(optimizer: Any) -> Undo:
         for group in getattr(one, "param_groups", ()):
             params = group.get("params")
             steps.append(_undo_dict(group))
+            for held in group.values():
+                if held is not params:
+                    steps.extend(_deep(held, numbers=True))
             if isinstance(params, list):
                 steps.append(_undo_list(params))
         state = getattr(one, "state", None)

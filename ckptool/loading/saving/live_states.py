@@ -47,6 +47,8 @@ class LiveStates:
         """By `id`, what stands for an object: its state dict, or the whole of a spread tensor."""
         self.counter: Any = None
         """How many models the one of `of_model` is the average of, where it is one."""
+        self.owners: dict[int, torch.nn.Module] = {}
+        """By the `id` of an optimizer the module that has all of its parameters, if one has."""
         self._ranks = ranks
         self._writes = ranks.own == 0
         self._modules: list[torch.nn.Module] = []
@@ -171,6 +173,8 @@ class LiveStates:
     def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
         """The state dict of an optimizer; none where it is to be gathered."""
         owner = self._owner(optimizer)
+        if owner is not None:
+            self.owners[id(optimizer)] = owner
 
         def take() -> Any:
             return self._put(optimizer, self._of_optimizer(optimizer, owner))
