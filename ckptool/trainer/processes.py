@@ -25,6 +25,9 @@ TIMEOUT = timedelta(minutes=10)
 """How long processes wait for each other."""
 _RUNS = count()
 """Numbers the runs of a script, the same in all of its processes."""
+_ENDED: list[Any] = []
+"""The group of the last run: to let go of it is to join its threads, with Python's lock held. One
+that has just taken part in the last exchange may wait for that lock to free a tensor (gloo)."""
 
 
 class Processes(World):
@@ -103,6 +106,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
             raise PeerLost("another process of this run has gone, which ends this one") from error
         raise
     finally:
+        _ENDED[:] = [dist.group.WORLD]
         dist.destroy_process_group()
 
 
