@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptool.matching.inference import Inferred, inferred
@@ -41,6 +41,8 @@ def inferred_by_few(
     if len(have) + len(want) < _MANY:
         return None
     mine, wanted = _some(have), _some(want)
+    if not (_is_even(mine.groups) and _is_even(wanted.groups)):
+        return None
     if 2 * (len(mine.names) + len(wanted.names)) > len(have) + len(want):
         return None
     if any((name in wanted.names) is not (own in mine.names) for name, own in pairs.items()):
@@ -69,6 +71,17 @@ def inferred_by_few(
     if _are_alike(mine.groups, used) and _are_alike(wanted.groups, met):
         return found._replace(rules=tuple(rules))
     return None
+
+
+def _is_even(groups: Iterable[Sequence[str]]) -> bool:
+    """Whether every layer of a list has the names of the first ones."""
+    sizes: dict[str, int] = {}
+    for names in groups:
+        *_, last = _NUMBER.finditer(names[0])
+        front = _NUMBER.sub("0", names[0][: last.end()])
+        if sizes.setdefault(front, len(names)) != len(names):
+            return False
+    return True
 
 
 def _some(names: Mapping[str, Slot]) -> _Some:

@@ -68,6 +68,14 @@ def test_what_the_first_layers_tell_is_told_of_all(old, new):
             | {f"layers.{n}.attn.q.weight": Slot((8, 8), "float32") for n in (10, 11)},
             id="names that stay at the end",
         ),
+        pytest.param(
+            {
+                name: slot
+                for name, slot in renamed(layers(12), "layers.", "blocks.").items()
+                if not re.match(r"blocks\.(9|1\d)\.mlp", name)
+            },
+            id="less in the last ones",
+        ),
     ],
 )
 def test_all_are_looked_at_where_the_last_layers_are_not_as_the_first(want):
