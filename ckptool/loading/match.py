@@ -69,8 +69,8 @@ def match(
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key, wanted=target.slots) as state:
         found = planned(state, target, rules=rules, prefixes=prefixes)
-        own = {**found.pairs, **found.beyond}
-        fitting = OrderedDict(zip(own, state.values(own.values()), strict=True))
+        every = {**found.pairs, **found.beyond}
+        fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
         metadata = metadata_for(state, target, found)
         if metadata is not None:
             vars(fitting)["_metadata"] = metadata

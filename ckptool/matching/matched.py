@@ -181,7 +181,7 @@ class _Matching:
             wanted, found = self.want[name], self.have[own]
             if wanted.form and own in self._respelled:
                 continue
-            if wanted.shape == found.shape or fits(found, wanted):
+            if fits(found, wanted):
                 self.pairs[name] = own
             elif found.shape is not None:
                 self.wrong[name] = own

@@ -58,10 +58,8 @@ def inferred_by_few(
         apply = regex_rule(rule.rule).apply
         made = {own: new for own in mine.others if (new := apply(own)) is not None}
         for own, new in made.items():
-            slot, found_slot = wanted.others.get(new), mine.others[own]
-            if slot is None or new in met or own in used:
-                return None
-            if slot.shape != found_slot.shape and not fits(found_slot, slot):
+            slot = wanted.others.get(new)
+            if slot is None or new in met or own in used or not fits(mine.others[own], slot):
                 return None
             met[new] = own
             used.add(own)

@@ -117,15 +117,16 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
     Raises:
         UsageError: one is out of its range.
     """
-    kinds = {field.name: str(field.type) for field in fields(TrainConfig)}
+    known = {field.name: field for field in fields(TrainConfig)}
     for name, value in values.items():
-        fault = _unlike(value, kinds[name]) or (None if value is None else _fault(name, value))
+        fault = _unlike(value, str(known[name].type)) or (
+            None if value is None else _fault(name, value)
+        )
         if fault is not None:
             raise UsageError(f"{spelled(name, value)} {fault}")
-    usual = {field.name: field.default for field in fields(TrainConfig)}
     for name, others in _ONLY_WITH.items():
         for other, wanted in others.items():
-            if values[name] != usual[name] and values[other] != wanted:
+            if values[name] != known[name].default and values[other] != wanted:
                 raise UsageError(
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Note, Observer, Resumed
-from ckptool.trainer.folder import kept
+from ckptool.trainer.folder import Kept, kept
 from ckptool.trainer.progress import Progress
 from ckptool.trainer.randomness import restore_random_state, seed_all
 from ckptool.trainer.strategies.base import Strategy
@@ -83,13 +83,14 @@ class Resuming:
         return path
 
     def _meant(self, named: str) -> tuple[str | None, list[str]]:
-        if named == "auto":
-            return self._newest(self._config.out)
-        return self._newest(named) if kept(named) else (named, [])
+        is_auto = named == "auto"
+        out = self._config.out if is_auto else named
+        there = kept(out)
+        return self._newest(out, there) if there or is_auto else (named, [])
 
-    def _newest(self, out: str) -> tuple[str | None, list[str]]:
+    def _newest(self, out: str, there: Sequence[Kept]) -> tuple[str | None, list[str]]:
         damaged: list[str] = []
-        for one in kept(out):
+        for one in there:
             damage = _damage(one.path)
             if damage is None:
                 return one.path, [f"{said}: passed over" for said in damaged]

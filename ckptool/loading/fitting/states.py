@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -119,13 +119,6 @@ class State:
         if self._maker is None:
             self._maker = TreeMaker(self.root, originals=self._originals, **self._options)
         return self._maker.made(node, (name,))
-
-    def values(self, names: Iterable[str]) -> Iterator[Any]:
-        """What stands under each of several names, as `value` has it."""
-        root, originals = self.root, self._originals
-        for name in names:
-            original = originals.get(id(root[name]))
-            yield self.value(name) if original is None else original
 
     def made(self, node: Any, **options: Any) -> Any:
         """What stands for any node of `tree`, tensors made; read anew whenever it is asked for.

@@ -21,6 +21,7 @@ from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
+from ckptool.matching.words import words_of
 from ckptool.optimizers import model_of, owner, shapes_in
 from ckptool.paths import listed, printable, resolve
 from ckptool.remedies import Remedy
@@ -31,8 +32,8 @@ __all__ = ["Unchosen", "found_optimizer"]
 _FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 _FOLDER = re.compile(r"optimizer_\d+")
 """How accelerate calls the distributed checkpoint of an optimizer of FSDP's."""
-_AVERAGE = re.compile("average|avg|best|ema|polyak|shadow|swa")
-"""What the names of a model's averages, and of its copies, have."""
+_AVERAGES = frozenset(("average", "averaged", "avg", "best", "ema", "polyak", "shadow", "swa"))
+"""Words in the names of a model's averages, and of its copies."""
 _NONE = "the state of an optimizer is asked for, and there is none"
 
 
@@ -178,24 +179,27 @@ def _whose(
         return (
             f"is that of {printable(of.name)}, which is not the model chosen" if is_other else None
         )
-    if not owner(chosen) or _AVERAGE.search(owner(chosen)):
+    if not owner(chosen) or _averaged(chosen) is not None:
         return None
     shapes = Counter(shapes_in(section).values())
     rivals = [
         printable(one.name)
         for one in others
-        if not _AVERAGE.search(owner(one))
-        and shapes <= Counter(tensor.shape for _, tensor in one.tensors())
+        if _averaged(one) is None and shapes <= Counter(tensor.shape for _, tensor in one.tensors())
     ]
     return f"may be that of {listed(rivals)} as well" if rivals else None
 
 
 def _trains(of: Section, chosen: Section) -> bool:
     """Whether a model is the one chosen, or, by their names, that is its average."""
-    if of.holder is chosen.holder:
-        return True
-    whose = owner(chosen)
-    return bool(_AVERAGE.search(whose)) and _AVERAGE.sub("", whose) in ("", owner(of))
+    return of.holder is chosen.holder or _averaged(chosen) in ("", owner(of))
+
+
+def _averaged(section: Section) -> str | None:
+    """Whose average it is: `disc` of `disc_ema`, empty of `ema`; None: by its name it is none."""
+    words = words_of("_".join(map(str, section.path)))
+    rest = [word for word in words if word not in _AVERAGES]
+    return None if len(rest) == len(words) else owner(replace(section, path=("_".join(rest),)))
 
 
 def _either(state: State, found: Sequence[Section], may_be: Sequence[bool]) -> Remedy:

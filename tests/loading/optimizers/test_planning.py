@@ -714,6 +714,8 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     [
         ("netD", "netG", False),
         ("netD", "model", False),
+        ("netSemantic", "netD", False),
+        ("netD", "netSwap", False),
         ("model", "netD", True),
         ("netD", "netD_ema", True),
         ("ema", "model", True),
