@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ckptool._collecting import uncollected
 from ckptool.errors import UsageError, warn
 from ckptool.loading.arguments import advising, check_arguments
 from ckptool.loading.filling.agreement import agreement
@@ -115,6 +116,7 @@ def load_into(
     _check_model(model)
     together = agreement(model)
     with ExitStack() as held:
+        held.enter_context(uncollected())
         with together.reached(), trainable():
             check_arguments(
                 switches={"assign": assign, "verify": verify},
