@@ -37,6 +37,7 @@ _MOST_TOLD = 8
 """Of several state dicts, the keys that a hint has."""
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
+_EXTRA_STATE = "_extra_state"
 OF_THE_MODEL = "_ckptool_model"
 """An attribute beside `_metadata`: of all state dicts in its file, this one is the model's.
 
@@ -160,7 +161,9 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
 def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
-    entries = [value for name, value in mapping.items() if not is_extra_state(name)]
+    entries = list(mapping.values())
+    if any(name.endswith(_EXTRA_STATE) for name in mapping):
+        entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
@@ -183,7 +186,9 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, at_root: bool) -
 
 def is_extra_state(name: Any) -> bool:
     """Whether an entry is what a module's `get_extra_state` gave, whatever that is."""
-    return isinstance(name, str) and (name == "_extra_state" or name.endswith("._extra_state"))
+    if not (isinstance(name, str) and name.endswith(_EXTRA_STATE)):
+        return False
+    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
 
 
 def _holds_tensors(node: Any) -> bool:

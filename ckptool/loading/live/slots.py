@@ -30,7 +30,7 @@ def live_slots(
     places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
     ties = _ties(tensors, places)
     trained: dict[int, list[torch.Tensor]] | None = None
-    plain = torch.Tensor, torch.nn.Parameter
+    plain, parameter = torch.Tensor, torch.nn.Parameter
     made: dict[Any, Slot] = {}
     slots: Slots = {}
     for name in values:
@@ -39,19 +39,20 @@ def live_slots(
             slots[name] = EXTRA
             continue
         # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
-        is_plain = type(tensor) in plain
-        trains = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        known = type(tensor)
+        trains = known is not plain and isinstance(tensor, parameter)
         if not trains:
             if trained is None:
                 trained = _by_place(parameters)
-            near = trained.get(places[name], ())
-            trains = bool(near) and _elements(tensor) in map(_elements, near)
-        is_plain = is_plain and not tensor.is_nested
-        key = tensor.shape if is_plain else shape_of(tensor), tensor.dtype, trains, ties.get(name)
+            if near := trained.get(places[name]):
+                trains = _elements(tensor) in map(_elements, near)
+        is_plain = (known is plain or known is parameter) and not tensor.is_nested
+        shape = tensor.shape if is_plain else shape_of(tensor)
+        key = shape, tensor.dtype, trains, ties.get(name) if ties else None
         slot = made.get(key)
         if slot is None:
-            kind, shape = "parameter" if trains else rest, shape_of(tensor)
-            slot = made[key] = Slot(shape, dtype_name(tensor), kind, key[3])
+            kind = "parameter" if trains else rest
+            slot = made[key] = Slot(shape_of(tensor), dtype_name(tensor), kind, key[3])
         slots[name] = slot
     return slots
 
