@@ -64,7 +64,9 @@ class _Failure:
         """The lowest is the cause; the others ended because of it, or were told to."""
         if self.message and not self.is_lost_peer:
             return 0, self.time
-        return 3 if self.is_lost_peer else 2 if self._is_asked_for else 1, self.time
+        if self._is_asked_for:  # SIGTERM is also what the launcher sends to those that are left
+            return 2 + (self.code != _ASKED[0]), self.time
+        return 4 if self.is_lost_peer else 1, self.time
 
     def as_exit_code(self) -> int:
         """The exit code of the run.
@@ -205,13 +207,17 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
 
     Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
     and what helps, of any other. Nothing is done where no launcher has named a file for it.
+
+    SIGTERM ends a worker at once while nothing is trained: one that waits for the others, inside
+    torch, would not come to a handler of Python's before the launcher loses patience.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
         yield
         return
     try:
-        yield
+        with _ended_by_sigterm():
+            yield
     except Exception as error:
         is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))
         sentence, hint = in_words(error)
@@ -231,6 +237,20 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         beside.write_text(json.dumps(told), encoding="utf-8")
         beside.replace(path)
         raise SystemExit(2) from error
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """The system's own way with the signal; what was there before comes back afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: none of Python's, which cannot be set again
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

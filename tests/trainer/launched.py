@@ -30,6 +30,19 @@ def fail():
     raise ZeroDivisionError("nobody foresaw this")
 
 
+def wait_for_the_other():
+    """Rank 1 is interrupted, while rank 0 waits for it where no handler of Python's is run."""
+    meeting = os.path.join(OUT, "meeting")  # a pipe: either waits there for the other
+    if RANK == 1:
+        with open(meeting):
+            os._exit(130)
+    import torch.distributed
+
+    with open(meeting, "w"):
+        pass
+    torch.distributed.init_process_group("gloo")
+
+
 def main():
     if HOW == "refuses":
         raise TrainingError("a sentence", hint="what helps")
@@ -39,6 +52,8 @@ def main():
         return 0
     if HOW in ("killed", "exits", "bug"):
         fail()
+    if HOW == "interrupted":
+        wait_for_the_other()
     from tests.trainer.runs import Told, net, run  # torch, for which the others need not wait
 
     epochs = 1_000_000 if HOW == "forever" else 3
@@ -46,5 +61,6 @@ def main():
     return 0 if result.stopped is None else 128 + result.stopped
 
 
+signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the command line
 with recorded(lambda error: (str(error), getattr(error, "hint", None))):
     sys.exit(main())

@@ -62,6 +62,17 @@ def test_a_worker_that_is_asked_to_end_ends_all_of_them_saved(tmp_path):
     assert torch.load(tmp_path / "last.pth", weights_only=True)["step"] >= 3
 
 
+def test_one_that_is_interrupted_while_the_others_wait_for_it(tmp_path):
+    os.mkfifo(tmp_path / "meeting")
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(25)  # before the launcher's own patience ends
+    try:
+        assert launched("interrupted", tmp_path) == 130
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def test_a_port_that_is_taken(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
