@@ -119,7 +119,7 @@ def _taken(path: str) -> int:
                     os.close(fd)
                     raise FileBusy(
                         f"{folder} is in use by {who(pid)}",
-                        hint="another --out, or wait until it has ended",
+                        hint="another folder, or wait until it has ended",
                     )
                 if leads_to(path, fd):  # else it was removed before it was locked
                     return fd

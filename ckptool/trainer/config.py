@@ -54,9 +54,7 @@ _AT_LEAST_ONE = frozenset(
     )
 )
 _POSITIVE = frozenset(("lr", "clip", "save_seconds"))
-_NOT_NEGATIVE = frozenset(
-    ("weight_decay", "momentum", "gamma", "warmup", "staleness", "output_device")
-)
+_NOT_NEGATIVE = frozenset(("weight_decay", "gamma", "warmup", "staleness", "output_device"))
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "momentum": {"optimizer": "sgd"},
@@ -169,8 +167,10 @@ def _fault(name: str, value: Any) -> str | None:
         return "must not be below 0"
     if name == "seed" and not -(2**63) <= value < 2**63:
         return "must be from -2**63 to below 2**63"
-    if name == "ema" and not 0 <= value < 1:
+    if name in ("ema", "momentum") and not 0 <= value < 1:
         return "must be from 0 to below 1"
+    if name == "resume" and not value:
+        return "must be a checkpoint, a folder or auto"
     return "must be a folder" if name == "out" and not value else None
 
 

@@ -76,6 +76,11 @@ def test_the_help_has_each_option_once_under_a_heading(ckptool):
         (["--lr", "nan"], "--lr nan is no finite number"),
         (["--clip", "0"], "--clip 0.0 must be above 0"),
         (["--ema", "1"], "--ema 1.0 must be from 0 to below 1"),
+        (
+            ["--optimizer", "sgd", "--momentum", "1.5"],
+            "--momentum 1.5 must be from 0 to below 1",
+        ),
+        (["--resume", ""], "--resume '' must be a checkpoint, a folder or auto"),
         (["--momentum", "0.9"], "--momentum 0.9 is for --optimizer sgd, and this is --optimizer a"),
         (["--max-steps", "0"], "--max-steps 0 must be at least 1"),
         (["--staleness", "2"], "--staleness 2 is for --strategy parameter-server"),
