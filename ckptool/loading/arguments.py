@@ -17,6 +17,10 @@ from ckptool.transforms.name_rules import Rule, prefix_regex
 __all__ = ["advising", "check_arguments", "check_lists", "check_order"]
 
 
+_SAYS_NOTHING = {"strict": True}
+"""What an argument is where it changes nothing; False unless it stands here."""
+
+
 def check_arguments(
     *,
     switches: Mapping[str, Any],
@@ -87,7 +91,7 @@ def _as_told(arguments: Mapping[str, Any]) -> dict[str, Given]:
     told: dict[str, Given] = {}
     for name, value in arguments.items():
         some = (value,) if isinstance(value, str) and name.startswith("allow_") else value
-        if isinstance(some, (str, float, int)) and some is not False:
+        if isinstance(some, (str, float, int)) and some is not _SAYS_NOTHING.get(name, False):
             told[name] = some
         elif isinstance(some, Collection) and some:
             texts = tuple(one.regex if isinstance(one, Rule) else one for one in some)

@@ -135,6 +135,7 @@ def load_into(
             rules, prefixes = list(rules), list(prefixes)
             held.enter_context(
                 advising(
+                    strict=strict,
                     rules=rules,
                     prefixes=prefixes,
                     allow_missing=allow_missing,

@@ -213,3 +213,13 @@ def test_a_rule_that_would_do_no_good_is_not_advised():
         remedy = Allowance().judged(report, match.again).remedy
         assert "rules" not in dict(remedy.arguments)
         assert rule not in str(remedy)
+
+
+def test_what_is_advised_beside_strict_false_has_that_as_well():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    state = {"0.weight": torch.ones(3, 2), "1.weight": torch.ones(5, 3), "1.bias": torch.ones(4)}
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(model, state, strict=False)
+    assert caught.value.hint == "strict=False, allow_mismatched=['1.weight']"
+    report = ckptool.load_into(model, state, **dict(caught.value.remedy.arguments))
+    assert report.missing_keys == ["0.bias"]
