@@ -96,6 +96,11 @@ class Checkpoints:
         """Write `best.pth`."""
         self._write("best", progress)
 
+    @property
+    def has_best(self) -> bool:
+        """Whether `best.pth` is there."""
+        return os.path.lexists(self._path("best"))
+
     def numbered(self, progress: Progress) -> None:
         """Write that of this step, and remove those that are too many."""
         self._write(f"step-{progress.step:08d}", progress)

@@ -70,6 +70,7 @@ class Loop:
             if self._progress.position:
                 self._end_within_epoch()
             self._require_a_step()
+            self._tell_of_a_better_one()
         finally:
             self._scalars.close()
 
@@ -81,6 +82,17 @@ class Loop:
                 f"all {progress.step} steps were skipped, as their gradients overflowed in fp16: "
                 "nothing was learned",
                 hint="--amp bf16, a lower --lr, or data that are standardised",
+            )
+
+    def _tell_of_a_better_one(self) -> None:
+        """A run that goes on in another folder has no best.pth there until an epoch is better."""
+        best = self._progress.best
+        if math.isfinite(best) and not self._checkpoints.has_best:
+            self._observer.tell(
+                Note(
+                    f"no epoch came below the loss of {best:g} that was reached before: best.pth "
+                    "is in the folder from which the run goes on"
+                )
             )
 
     @property

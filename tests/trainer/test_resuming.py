@@ -319,3 +319,16 @@ def test_strategies_go_on_from_each_other(tmp_path, there, back):
     run(tmp_path / "cut", told, resume="auto", strategy=back, save_every=1, keep=9)
     assert without(told) == ()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):
+    first, then = tmp_path / "first", tmp_path / "then"
+    run(first, epochs=2, lr=0.01)
+    told = Told()
+    run(then, told, epochs=3, resume=str(first / "last.pth"), lr=1e6)
+    assert not (then / "best.pth").exists()
+    assert any("best.pth is in the folder from which the run goes on" in one for one in told.notes)
+    told = Told()
+    run(tmp_path / "better", told, epochs=3, resume=str(first / "last.pth"), lr=0.01)
+    assert (tmp_path / "better" / "best.pth").exists()
+    assert not any("best.pth" in one for one in told.notes)
