@@ -182,7 +182,7 @@ def test_which_of_two_parts_is_asked_whatever_is_allowed(case):
     assert len(ways) == 2
     for way in ways:
         given = dict(way.arguments)
-        report = ckptool.load_into(built(want), state_of(have), strict=False, **given)
+        report = ckptool.load_into(built(want), state_of(have), **given)
         assert report.fitting == len(layers("", "a", "b"))
 
 
