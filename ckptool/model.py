@@ -38,6 +38,7 @@ __all__ = [
     "Wrapping",
     "children",
     "find_tensors",
+    "row_major_strides",
 ]
 
 Path = tuple[Any, ...]
@@ -325,3 +326,13 @@ def find_tensors(root: Any) -> Iterator[TensorRef]:
         elif isinstance(node, (dict, list, tuple, Opaque)) and id(node) not in seen:
             seen.add(id(node))
             todo.extend(reversed(tuple(children(node))))
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of that shape."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -181,6 +181,7 @@ SAMPLES = {
     "torch zip, packed anew": single("archives/unaligned_plain.pth", of_a_zip),
     "TorchScript": single("torchscript/scripted.pt", of_a_zip),
     "PT2": single("torchscript/exported.pt2", of_a_zip),
+    "npz": single("numpy/jax.npz", of_a_zip),
     "legacy stream": single("torch-2.13.0/dp_legacy.pth", of_a_stream),
     "legacy stream, protocol 4": single("streams/protocol4.pth", of_a_stream),
     "legacy stream, protocol 5": single("streams/protocol5.pth", of_a_stream),
@@ -293,7 +294,7 @@ class Damaged:
             )
         if self.kind == "pickle":
             return True  # torch reads none; what still is a pickle is one
-        if self.kind in ("unzipped", "PT2"):
+        if self.kind in ("unzipped", "PT2", "npz"):
             return listed(self.path) == listed(FIXTURES / self.sample.name)
         description = judge().describe(*judge().read(self.path))
         wanted = json.loads((FIXTURES / f"{self.sample.name}.oracle.json").read_text())

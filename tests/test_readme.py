@@ -26,6 +26,7 @@ PREPARED = {
     "run.pth": CURRENT / "dp_full.pth",
     "epoch1.pth": CURRENT / "dp.pth",
     "epoch2.pth": CURRENT / "dp.pth",
+    "jax.npz": FIXTURES / "numpy" / "jax.npz",
     "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
 }
 """What each name of a file in the README stands for."""

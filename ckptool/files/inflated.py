@@ -11,6 +11,8 @@ from ckptool.files.source import BLOCK, ByteRange
 __all__ = ["InflatedSource", "refuse_bomb"]
 
 _SMALL = 128 << 10
+_PREAMBLE = 4 << 10
+"""Stored bytes by which a deflated beginning may be longer than what it inflates to: its tables."""
 
 
 class InflatedSource:
@@ -64,6 +66,18 @@ class InflatedSource:
             parts.append(part)
             length -= len(part)
         return b"".join(parts)
+
+    def head(self, length: int) -> bytes:
+        """Up to `length` first bytes; nothing is kept for the next read.
+
+        Raises:
+            CorruptFile: they cannot be inflated.
+        """
+        packed = self._packed.read(0, min(self._packed.length, length + _PREAMBLE))
+        try:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
+        except zlib.error as error:
+            raise self._damaged(error) from error
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or an error."""
@@ -123,13 +137,14 @@ class InflatedSource:
             try:
                 data = inflater.decompress(block, most)
             except zlib.error as error:
-                raise CorruptFile(
-                    f"a compressed record is damaged ({error})", file=self.name
-                ) from error
+                raise self._damaged(error) from error
             self._pending = inflater.unconsumed_tail
             if data:
                 return data
         return b""
+
+    def _damaged(self, error: zlib.error) -> CorruptFile:
+        return CorruptFile(f"a compressed record is damaged ({error})", file=self.name)
 
 
 def refuse_bomb(data: ByteRange, most: int) -> None:

@@ -59,6 +59,7 @@ REGISTRY = (
     Entry("torch-zip", "torch_zip", zipped=True, writable=True),
     Entry("torchscript", "torchscript", zipped=True),
     Entry("pt2", "pt2", zipped=True),
+    Entry("npz", "npz", zipped=True),
     Entry("safetensors", "safetensors", writable=True),
     Entry("torch-legacy", "torch_legacy", writable=True),
     Entry("torch-tar", "torch_tar"),

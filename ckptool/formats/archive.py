@@ -16,7 +16,10 @@ from ckptool.formats.zip_directory import Entry, find_end, read_directory
 from ckptool.formats.zip_records import payload_offsets, record_of
 from ckptool.limits import Limits
 
-__all__ = ["FolderFile", "open_archive", "read_json", "read_text", "zip_archive"]
+__all__ = ["ARRAY", "FolderFile", "open_archive", "read_json", "read_text", "zip_archive"]
+
+ARRAY = ".npy"
+"""How the records of numpy's archives end, which all of them do."""
 
 _SIGNATURE = b"PK\x03\x04"
 _MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt")
@@ -45,7 +48,8 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...]
     """The records of a zip that fills `data`, a file or a record of another archive.
 
     The archive's folder is the one that holds `data.pkl`, where one alone does; else, as torch
-    has it, that of the first entry. Entries outside it are named in a note.
+    has it, that of the first entry. Entries outside it are named in a note. An archive of numpy's
+    has none: a slash belongs to the name of an array.
 
     Raises:
         CorruptFile: it breaks a rule of the format.
@@ -58,9 +62,10 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...]
 
         raise truncated(data, limits)
     entries = read_directory(data, end, limits)
-    _check_names(data, entries)
+    arrays = all(entry.name.endswith(ARRAY) for entry in entries)
+    _check_names(data, entries, exact=arrays)
     offsets, dead = payload_offsets(data, entries, end)
-    folder = _folder_of(entries)
+    folder = "" if arrays else _folder_of(entries)
     cut = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
     records: dict[str, Record] = {}
@@ -76,13 +81,14 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...]
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
 
-def _check_names(data: ByteRange, entries: list[Entry]) -> None:
+def _check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
     """Refuse two records of one name; torch looks names up without regard to ASCII case."""
-    if len({entry.name.lower() for entry in entries}) == len(entries):
+    spelled = str if exact else str.lower
+    if len({spelled(entry.name) for entry in entries}) == len(entries):
         return
     seen: dict[str, Entry] = {}
     for entry in entries:
-        other = seen.setdefault(entry.name.lower(), entry)
+        other = seen.setdefault(spelled(entry.name), entry)
         if other is not entry:
             raise CorruptFile(
                 f"the zip has two records of one name, {other.name!r} at offset "

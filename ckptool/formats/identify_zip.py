@@ -69,13 +69,6 @@ def find(probe: Probe) -> Finding | None:
     except CheckpointError as error:
         return Finding(f"a damaged zip archive: {error.message}", error.hint, type(error))
     file = shell(probe.path)
-    if names and all(name.endswith(".npy") for name in names):
-        arrays = [name.removesuffix(".npy") for name in names]
-        return Finding(
-            f"a NumPy archive (.npz) with the arrays {few(arrays)}",
-            "numpy.load reads it",
-            UnsupportedFormat,
-        )
     for row in ZIP_KINDS:
         if all(any(map(re.compile(name).fullmatch, names)) for name in row.names):
             return Finding(row.what, row.hint.format(file=file), row.kind)

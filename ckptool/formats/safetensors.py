@@ -15,7 +15,7 @@ from ckptool.files import ByteRange
 from ckptool.formats.base import EditPlan, Probe, WritePlan
 from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
 from ckptool.formats.safetensors_metadata import FORMAT, restored
-from ckptool.model import Storage, TensorRef
+from ckptool.model import Storage, TensorRef, row_major_strides
 from ckptool.paths import listed, printable
 
 __all__ = ["SAFETENSORS", "Safetensors"]
@@ -93,13 +93,8 @@ def _tensor(entry: Entry, header: Header) -> TensorRef:
     nbytes = entry.stop - entry.start
     data = ByteRange(header.body.source, header.body.offset + entry.start, nbytes)
     shape = _torch_shape(entry)
-    stride = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
     storage = Storage(entry.name, data, nbytes)
-    return TensorRef(dtype.name, shape, tuple(reversed(stride)), 0, storage, "cpu")
+    return TensorRef(dtype.name, shape, row_major_strides(shape), 0, storage, "cpu")
 
 
 def _torch_shape(entry: Entry) -> tuple[int, ...]:

@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Global, Opaque, Storage, TensorRef
+from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
 from ckptool.symbolic.text import raw_bytes
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["CALLS", "finished", "row_major_strides"]
+__all__ = ["CALLS", "ELEMENT_TYPES", "finished"]
 
-_CODES = {
+ELEMENT_TYPES = {
     "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
     "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64",
     "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128",
     "bool": "bool", "int64": "int64", "float32": "float32", "float64": "float64",
     "bfloat16": "bfloat16",
 }  # fmt: skip
+"""Torch's name by numpy's code, without byte order."""
 _FORMATS = {
     "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
     "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d",
@@ -52,18 +53,8 @@ def element_type(node: Any) -> tuple[str, str] | None:
         if state[2] is not None or state[3] is not None:
             return None  # a sub-array or a record
         order = "big" if state[1] == ">" else "little"
-    name = _CODES.get(code) if isinstance(code, str) else None
+    name = ELEMENT_TYPES.get(code) if isinstance(code, str) else None
     return None if name is None else (name, order)
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of that shape."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def finished(made: Opaque, file: str) -> Any:

@@ -19,6 +19,7 @@ from ckptool.model import (
     Storage,
     TensorRef,
     Wrapping,
+    row_major_strides,
 )
 from ckptool.symbolic import special, strided
 from ckptool.symbolic.strided import (
@@ -159,7 +160,6 @@ def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
         data=ByteRange(MemorySource(bytes(raw), file), 0, len(raw)),
         nbytes=len(raw),
     )
-    from ckptool.symbolic.arrays import row_major_strides
 
     shape = tuple(size or 0 for size in array.shape)
     return replace(

@@ -311,10 +311,6 @@ def test_other_zips_say_what_they_hold(content):
     images = zipped(**{f"img/{number}.png": b"x" for number in range(9)})
     error = content(images)
     assert is_a(error, NotACheckpoint, "'img/0.png'", "and 5 more")
-    arrays = io.BytesIO()
-    with zipfile.ZipFile(arrays, "w") as archive:
-        archive.writestr("w.npy", b"x")
-    assert is_a(content(arrays.getvalue()), UnsupportedFormat, "NumPy archive", "'w'")
     error = content(zipped(**{"readme.md": b"", "out/model.pth": b""}))
     assert is_a(error, NotACheckpoint, "with a checkpoint in it")
     assert error.hint.endswith("ckptool list out/model.pth")

@@ -39,6 +39,12 @@ _FORMATS: dict[str, tuple[str, str, str]] = {
         "torch.load says: PytorchStreamReader failed locating file data.pkl: file not found; "
         "torch.export.load gives a program, not a state dict",
     ),
+    "npz": (
+        "numpy",
+        "it is an archive of numpy's (numpy.savez), not a file of torch.save",
+        "torch.load says: file in archive is not in a subdirectory, or, where names have slashes: "
+        'Expected hasRecord("version") to be true, but got false',
+    ),
     **dict.fromkeys(
         ("safetensors-sharded", "torch-sharded"),
         (
@@ -144,7 +150,7 @@ def _compressed(patient: Patient) -> Iterator[Found]:
         for path, tensor in patient.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names:
+    if names and patient.checkpoint.format != "npz":  # which torch does not take for its own
         yield _found(
             "compressed",
             "misleads",
