@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
+from ckptool.trainer.signals import ASKING, handled
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -32,7 +33,6 @@ __all__ = ["launch", "recorded"]
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _HERE = "127.0.0.1"
-_ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _SENT_ON = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -57,7 +57,12 @@ class _Failure:
     @property
     def _is_asked_for(self) -> bool:
         """Whether a signal, which others may have got too, has ended it."""
-        return not self.message and (self.code in _ASKED or self.code == -signal.SIGTERM)
+        return not self.message and self._exit_code - 128 in ASKING
+
+    @property
+    def _exit_code(self) -> int:
+        """As a shell has it: 128 and the signal that has ended it."""
+        return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def order(self) -> tuple[int, float]:
@@ -65,7 +70,7 @@ class _Failure:
         if self.message and not self.is_lost_peer:
             return 0, self.time
         if self._is_asked_for:  # SIGTERM is also what the launcher sends to those that are left
-            return 2 + (self.code != _ASKED[0]), self.time
+            return 2 + (self._exit_code - 128 != signal.SIGINT), self.time
         return 4 if self.is_lost_peer else 1, self.time
 
     def as_exit_code(self) -> int:
@@ -75,7 +80,7 @@ class _Failure:
             WorkerFailed: nobody has asked for this end.
         """
         if self._is_asked_for:
-            return self.code if self.code > 0 else 128 - self.code
+            return self._exit_code
         if self.traceback or not self.message:
             raise WorkerFailed(f"rank {self.rank} {self._ending}", self.traceback)
         raise WorkerFailed(self.message, hint=self.hint)
@@ -208,15 +213,15 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
     and what helps, of any other. Nothing is done where no launcher has named a file for it.
 
-    SIGTERM ends a worker at once while nothing is trained: one that waits for the others, inside
-    torch, would not come to a handler of Python's before the launcher loses patience.
+    SIGTERM and SIGINT end a worker at once while nothing is trained: one that waits for the others,
+    inside torch, would not come to a handler of Python's before the launcher loses patience.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
         yield
         return
     try:
-        with _ended_by_sigterm():
+        with handled(signal.SIG_DFL):
             yield
     except Exception as error:
         is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))
@@ -237,20 +242,6 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         beside.write_text(json.dumps(told), encoding="utf-8")
         beside.replace(path)
         raise SystemExit(2) from error
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """The system's own way with the signal; what was there before comes back afterwards."""
-    if threading.current_thread() is not threading.main_thread():  # no other may set a handler
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if before is not None:  # None: none of Python's, which cannot be set again
-            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -5,14 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Signals"]
+__all__ = ["ASKING", "Signals", "handled"]
 
-_ASKING = (signal.SIGTERM, signal.SIGINT)
+ASKING = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Give both signals to `handler` inside; what took them before does so again afterwards."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        before = {one: signal.signal(one, handler) for one in ASKING}
+    try:
+        yield
+    finally:
+        for one, other in before.items():
+            if other is not None:  # None: none of Python's, which cannot be set again
+                signal.signal(one, other)
 
 
 class Signals:
@@ -28,18 +42,9 @@ class Signals:
         is_torch = "TORCHELASTIC_RUN_ID" in os.environ
         self._launcher = os.getppid() if is_torch else None
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take the two inside; what took them before does so again afterwards."""
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # no other may set a handler
-            before = {one: signal.signal(one, self._take) for one in _ASKING}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                if handler is not None:  # None: none of Python's, which cannot be set again
-                    signal.signal(one, handler)
+    def watched(self) -> AbstractContextManager[None]:
+        """Take the two inside."""
+        return handled(self._take)
 
     def _take(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and number in self._came and not self._is_patient:
@@ -54,9 +59,9 @@ class Signals:
         """
         if self._launcher is not None and os.getppid() != self._launcher:
             self._came.add(signal.SIGTERM)
-        return [float(one in self._came) for one in _ASKING]
+        return [float(one in self._came) for one in ASKING]
 
     @staticmethod
     def asked(votes: Sequence[float]) -> int | None:
         """The signal that any process has voted for; None: to go on."""
-        return next((one for one, vote in zip(_ASKING, votes, strict=False) if vote), None)
+        return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)

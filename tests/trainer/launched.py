@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from datetime import timedelta
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.launching import recorded
@@ -43,6 +44,17 @@ def wait_for_the_other():
     torch.distributed.init_process_group("gloo")
 
 
+def wait_for_ever():
+    """Where no handler of Python's is run."""
+    import torch.distributed
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*place, is_master=False)
+    if RANK == 0:
+        print("under way", flush=True)
+    store.wait([f"never {RANK}"], timedelta(minutes=20))
+
+
 def main():
     if HOW == "refuses":
         raise TrainingError("a sentence", hint="what helps")
@@ -54,6 +66,8 @@ def main():
         fail()
     if HOW == "interrupted":
         wait_for_the_other()
+    if HOW == "waits":
+        wait_for_ever()
     from tests.trainer.runs import Told, net, run  # torch, for which the others need not wait
 
     epochs = 1_000_000 if HOW == "forever" else 3

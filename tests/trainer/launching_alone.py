@@ -4,4 +4,4 @@ import sys
 
 from ckptool.trainer.launching import launch
 
-sys.exit(launch(["forever", sys.argv[1]], nproc=2, program=("-m", "tests.trainer.launched")))
+sys.exit(launch(sys.argv[1:3], nproc=2, program=("-m", "tests.trainer.launched")))

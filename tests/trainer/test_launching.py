@@ -82,13 +82,10 @@ def test_a_port_that_is_taken(tmp_path):
             launch(["words", str(tmp_path)], nproc=2, port=port, program=PROGRAM)
 
 
-@pytest.mark.parametrize(
-    ("sent", "times", "code"),
-    [(signal.SIGINT, 2, 130), (signal.SIGKILL, 1, -9)],  # SIGTERM: tests/cli/test_train.py
-)
-def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, sent, times, code):
+def alone(how, out):
+    """A launcher in a session of its own, when its workers say that they are under way."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.launching_alone", str(tmp_path)],
+        [sys.executable, "-m", "tests.trainer.launching_alone", how, str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -96,6 +93,24 @@ def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, sent, times, 
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("under way")
+    return process
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_signal_to_the_launcher_ends_workers_that_wait_inside_torch(tmp_path, send, sent, code):
+    process = alone("waits", tmp_path)
+    send(process.pid, sent)
+    _, errors = process.communicate(timeout=25)  # before the launcher's own patience ends
+    assert (process.returncode, errors) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "times", "code"),
+    [(signal.SIGINT, 2, 130), (signal.SIGKILL, 1, -9)],  # SIGTERM: tests/cli/test_train.py
+)
+def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, sent, times, code):
+    process = alone("forever", tmp_path)
     for _ in range(times):  # as a terminal sends Ctrl-C, to the whole group
         os.killpg(process.pid, sent)
     _, errors = process.communicate(timeout=100)  # to the end of the workers: they have the pipes
