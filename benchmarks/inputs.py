@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "renamed", "shapes", "single"]
+__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "marking", "renamed", "shapes", "single"]
 
 LAYERS = 37
 """With six tensors each, and three beside them: 225."""
@@ -103,6 +103,24 @@ def _small(front: str, count: int) -> dict[str, Any]:
     import torch
 
     return {f"{front}.{index}.weight": torch.rand(2, 3) for index in range(count)}
+
+
+def marking(folder: Path, mark: Path) -> list[Path]:
+    """A zip, a legacy stream and a pickle that make another file, `mark`, where they are run."""
+    import pickle
+
+    import torch
+
+    class Marks:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return open, (str(mark), "w")
+
+    content = {"state_dict": {"w": torch.ones(2)}, "marks": Marks()}
+    paths = [folder / name for name in ("zip.pth", "legacy.pth", "pickle.pth")]
+    torch.save(content, paths[0])
+    torch.save(content, paths[1], _use_new_zipfile_serialization=False)
+    paths[2].write_bytes(pickle.dumps({"marks": Marks()}))
+    return paths
 
 
 def save_tagged(state: dict[str, Any], path: Path) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.markers import between
 from benchmarks.rows import MB, Result
 from benchmarks.timing import Measured, ratio
 
 __all__ = ["Growth", "growth", "page", "refresh", "summary", "table"]
-
-BEGIN, END = "<!-- numbers: written by make bench -->", "<!-- end of numbers -->"
 
 HEADERS = ("work", "who", "median s", "peak MB", "ckptool / it", "wanted")
 PAGE = """# Benchmarks
@@ -74,9 +73,7 @@ def both(measured: Measured) -> str:
 
 def refresh(readme: str, results: Sequence[Result]) -> str:
     """The README with the numbers between its two markers replaced."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{summary(results)}\n{END}{after}"
+    return between(readme, "numbers", summary(results))
 
 
 def lines_of(result: Result) -> Iterator[tuple[str, ...]]:
