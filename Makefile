@@ -1,4 +1,5 @@
 # make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
+# make docs: docs/cli.md and docs/api.md, which follow from the code.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
 # All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
 
@@ -11,7 +12,7 @@ DEMO = build/demo
 # Modules are compiled once, whatever the surroundings say: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint fixtures bench compat soak clean
+.PHONY: demo test lint docs fixtures bench compat soak clean
 
 # Made once, renewed when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -40,6 +41,9 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready
+	$(BIN)/python -m tests.pages
 
 fixtures: $(VENV)/.ready
 	$(BIN)/python fixtures/make/trained.py fixtures/trained

@@ -48,6 +48,10 @@ def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Ch
 
     Close it, or use it as a context manager.
 
+    Args:
+        path: A file, an index of shards, or the folder of a model in several files.
+        limits: How much a header may ask for.
+
     Raises:
         FileMissing: there is no such file.
         NotACheckpoint: it is something else; the message says what.
@@ -283,6 +287,10 @@ def remap(state: Checkpoint | StateDict, rules: Mapping[str, str]) -> Checkpoint
     """Devices by `rules`, all at once: `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`, `{"*": "cpu"}`.
 
     In a checkpoint the tags are rewritten; the tensors of a dict in memory are moved.
+
+    Args:
+        state: A state dict, a dict that holds some, or an open checkpoint.
+        rules: A device or a pattern, and the device in its place.
 
     Raises:
         DeviceError: a device word that is none, or something that cannot be moved.

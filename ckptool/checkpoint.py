@@ -51,6 +51,7 @@ class Details:
     torch_version: str | None = None
     """The version, where the file states it."""
     byteorder: str = "little"
+    """Of the elements in the file: `little` or `big`."""
     protocol: int | None = None
     """Pickle protocol of the object, where there is a pickle."""
     globals: tuple[str, ...] = ()
@@ -84,12 +85,19 @@ class Checkpoint:
     """
 
     root: Any
+    """The tree: dicts, lists and tuples, plain values, `TensorRef` and `Opaque`."""
     format: str
+    """As `convert` takes it: `torch-zip`, `torch-legacy`, `safetensors`, ..."""
     path: str
+    """As it was given."""
     details: Details = field(default_factory=Details)
+    """What the file is beside its content: sizes, writer, notes."""
     changes: tuple[Change, ...] = ()
+    """What transforms did since it was read, in order."""
     sources: tuple[FileSource, ...] = ()
+    """The open files that the tensors read from."""
     reports: tuple[Report, ...] = ()
+    """Called when it has been written: what only the computation tells."""
     original: Any = None
     """The tree as it was read."""
 

@@ -57,12 +57,15 @@ class Storage:
     """A run of bytes in a file, never read until asked. Compared by identity."""
 
     key: str
+    """Its name in the file, which tied tensors share."""
     data: ByteRange | None
     """None on the meta device, which has no bytes."""
     nbytes: int
+    """Bytes of all of it, whatever tensors see."""
     device: str = "cpu"
     """The location tag: an opaque string."""
     byteorder: str = "little"
+    """`little` or `big`."""
     crc32: int | None = None
     """CRC-32 of the bytes, where the file states one that counts."""
 
@@ -123,19 +126,26 @@ class TensorRef:
     """
 
     dtype: str
+    """torch's name without `torch.`: `float32`."""
     shape: tuple[int | None, ...]
+    """One size a dimension; `()` of a scalar."""
     stride: tuple[int, ...]
     offset: int
     storage: Storage | None
+    """Where its bytes are; None where it has none of its own (it is made of `parts`)."""
     device: str
+    """The tag in the file, an opaque string: `cpu`, `cuda:3`, `xla:0`."""
     requires_grad: bool = False
+    """As the file has it."""
     kind: str = "strided"
+    """`strided`, `sparse_coo` and its like, `quantized`, `nested`, `meta`, `subclass`, `numpy`."""
     flags: tuple[str, ...] = ()
     """`conj` and `neg`, the lazy bits of torch."""
     hooks: Any = None
     """Backward hooks where there are any; None for the usual empty OrderedDict."""
     parts: Mapping[str, Any] | None = None
     wrapping: tuple[Wrapping, ...] = ()
+    """What made a Parameter or a subclass of it, the innermost first."""
 
     def __post_init__(self) -> None:
         """Refuse a tensor that reaches outside its storage or counts more than 2**63 elements."""

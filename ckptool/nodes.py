@@ -94,9 +94,12 @@ class Opaque:
     """
 
     func: Any
+    """Mostly a `Global`: a class or function by its name, not imported."""
     args: Any = ()
     kwargs: Any = None
+    """None where there were none."""
     maker: str = "reduce"
+    """How it was made: `reduce`, `newobj` or `persid`."""
     steps: list[tuple[str, Any]] = field(default_factory=list)
     plain: tuple[str, Any] | None = None
     """Type and value, where the object is a plain value all the same (a numpy scalar)."""

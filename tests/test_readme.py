@@ -1,7 +1,6 @@
 """The README's commands run, and what they write loads."""
 
 import re
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,42 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.forks import in_shell
+from tests.pages.prepared import prepare
 from tests.sources import PROJECT
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
-FIXTURES = PROJECT / "fixtures"
-CURRENT = FIXTURES / "torch-2.13.0"
-
-PREPARED = {
-    "model.pth": CURRENT / "dp_full_cuda3.pth",
-    "single.pth": CURRENT / "single.pth",
-    "whole.pth": CURRENT / "whole_dp.pth",
-    "scripted.pt": CURRENT / "scripted.pt",
-    "with-args.pth": CURRENT / "misc.pth",
-    "compiled.pth": FIXTURES / "ecosystem" / "dp_compiled.pth",
-    "ema.pth": FIXTURES / "ecosystem" / "ema.pth",
-    "run.pth": CURRENT / "dp_full.pth",
-    "epoch1.pth": CURRENT / "dp.pth",
-    "epoch2.pth": CURRENT / "dp.pth",
-    "jax.npz": FIXTURES / "numpy" / "jax.npz",
-    "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
-}
-"""What each name of a file in the README stands for."""
-
-POINTER = """version https://git-lfs.github.com/spec/v1
-oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
-size 83000000
-"""
-NET = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 3)
-        self.bn1 = nn.BatchNorm2d(8)
-        self.fc = nn.Linear(8, 10)
-"""
 
 
 @dataclass(frozen=True)
@@ -74,14 +41,7 @@ def blocks(language):
 @pytest.fixture
 def folder(tmp_path):
     """A folder with every file that the README names, of its content."""
-    import torch
-
-    for name, source in PREPARED.items():
-        shutil.copyfile(source, tmp_path / name)
-    state = torch.load(PREPARED["single.pth"])
-    torch.save(state, tmp_path / "protocol4.pth", pickle_protocol=4)
-    (tmp_path / "pointer.pth").write_text(POINTER)
-    (tmp_path / "net.py").write_text(NET)
+    prepare(tmp_path)
     return tmp_path
 
 

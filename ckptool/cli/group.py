@@ -48,7 +48,7 @@ Example, from a DataParallel file tagged cuda:3 to one that loads anywhere:
 \b
 Exit codes: 0 fine, 1 a finding, 2 an error or wrong usage, 130 interrupted.
 CKPTOOL_DEBUG=1 shows the traceback of an error.
-Completion for bash (zsh and fish alike):
+Completion for bash (docs/cli.md has zsh and fish):
   eval "$(_CKPTOOL_COMPLETE=bash_source ckptool)"
 """
 

@@ -34,6 +34,7 @@ class Recovery:
     """What `recover` found beside a file, and did."""
 
     path: str
+    """The file that the edit was of."""
     action: str
     """`nothing` (no journal), `rolled-back` (the file is as before the edit), `completed` (all of
     the edit is in it), `discarded` (the journal is gone, the file untouched)."""

@@ -139,17 +139,23 @@ class Diff:
     """
 
     a: str
-    """The files as they were given."""
+    """The first file, as it was given."""
     b: str
+    """The second."""
     format_a: str
+    """What it is, as `Checkpoint.format`."""
     format_b: str
+    """The same of the second."""
     identical: bool
+    """Whether nothing differs that counts."""
     only_in_a: tuple[Side, ...] = ()
     """In the order of the file, what was renamed left out."""
     only_in_b: tuple[Side, ...] = ()
+    """The same, in the order of B."""
     changed: tuple[Changed, ...] = ()
     values: tuple[Changed, ...] = ()
     renamed: tuple[Renamed, ...] = ()
+    """Tensors that both have, under names that do not correspond."""
     changed_in_all: int = 0
     """How many `changed` would have without `max_diffs`."""
     counts: Mapping[str, int] = field(default_factory=dict)

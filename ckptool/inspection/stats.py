@@ -161,9 +161,13 @@ class Stats:
     """The figures of every tensor that was asked for, in the order of the file."""
 
     file: str
+    """As it was given."""
     format: str
+    """As `Checkpoint.format`."""
     tensors: tuple[TensorStats, ...]
+    """In the order of the file; folded layers are one."""
     totals: Totals
+    """Over all of them."""
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.stats/1`."""

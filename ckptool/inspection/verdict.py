@@ -44,14 +44,19 @@ class Verdict:
     """
 
     file: str
+    """As it was given."""
     format: str = ""
     problems: tuple[Problem, ...] = ()
+    """What is wrong, in the order of the file; empty: nothing was found."""
     notes: tuple[str, ...] = ()
+    """Sentences on what could not be checked, and what is worth knowing."""
     size: int = 0
     shards: int = 0
+    """Files of tensors, where there are several."""
     records: int = 0
     summed: int = 0
     tensors: int = 0
+    """Names of tensors, tied ones each."""
     content: int = 0
     """Bytes that the tensors' elements take, of ties once."""
     checked: int = 0

@@ -29,8 +29,11 @@ def load(
     be read while the checkpoint is open. An attribute of a tensor that would hide one of its class
     (`p.mean`) is left out, with a `CheckpointWarning`.
 
-    `map_location` is what `torch.load` takes; `"meta"` reads no tensor. `mmap=True` maps the file
-    privately in place of reading it: the file must not be truncated while the tensors live.
+    Args:
+        path: A file, an index of shards or their folder; or an open checkpoint.
+        map_location: As `torch.load` takes it; `"meta"` reads no tensor.
+        mmap: Map the file privately in place of reading it: it must not be truncated while the
+            tensors live.
 
     Raises:
         TorchMissing: torch is not installed.

@@ -36,15 +36,22 @@ def load_state_dict(
 ) -> OrderedDict[str, Any]:
     """The state dict of a model, ready for `model.load_state_dict`, with its `_metadata`.
 
-    It is the one under `key` (an address, such as `"ema"`), or the only one of the file; of a
-    pickled module or a TorchScript archive what its `state_dict()` would be. The wrapper names of
-    DataParallel, `torch.compile` and their like go unless `wrappers` is `"keep"`. `dtype` casts
-    the floating tensors, storage by storage. Tensors that shared memory share it, a Parameter that
-    was saved in a state dict stays one, and an `_extra_state` is as `load` gives it, as are
-    `map_location` and `mmap`.
+    Of a pickled module or a TorchScript archive it is what its `state_dict()` would be. Tensors
+    that shared memory share it, a Parameter that was saved in a state dict stays one, and an
+    `_extra_state` is as `load` gives it.
 
     What no model takes is left out, with a `CheckpointWarning` that names it: plain values beside
     the tensors, and `AveragedModel`'s `n_averaged` where its `module` goes.
+
+    Args:
+        path: A file, an index of shards or their folder; or an open checkpoint.
+        key: Which one (an address, such as `"ema"`), where the file has several.
+        wrappers: `"strip"` takes the names of DataParallel, `torch.compile` and their like off;
+            `"keep"` leaves them.
+        map_location: As `torch.load` takes it.
+        dtype: What floating tensors are cast to, storage by storage.
+        mmap: Map the file privately in place of reading it: it must not be truncated while the
+            tensors live.
 
     Raises:
         TorchMissing: torch is not installed.

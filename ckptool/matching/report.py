@@ -117,8 +117,11 @@ class MatchReport:
     unexpected_keys: list[str] = field(default_factory=list)
     """Names of the file that fit nothing of the model's."""
     mismatched: tuple[Mismatch, ...] = ()
+    """Names of both sides, of different shapes."""
     renamed: tuple[Renaming, ...] = ()
+    """The rules by which names came to fit, in the order in which they apply."""
     cast: tuple[Cast, ...] = ()
+    """Tensors that change type on the way."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of the model that are one tensor, which is loaded."""
     untied: tuple[tuple[str, ...], ...] = ()
@@ -149,7 +152,9 @@ class MatchReport:
     names: int = 0
     """Names that the model has, those that are `kept` left out."""
     optimizer: OptimizerReport | None = None
+    """How its state was matched; None where none was asked for."""
     notes: tuple[str, ...] = ()
+    """Sentences worth telling the user."""
 
     @property
     def coverage(self) -> float:

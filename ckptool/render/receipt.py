@@ -23,7 +23,7 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
     if not receipt.left_out and all(change.kind == "warning" for change in receipt.changes):
-        yield f"nothing to change in {clean(receipt.source)}"
+        yield f"names, values and devices stay as they are in {clean(receipt.source)}"
     yield from _told(receipt.outcomes)
     yield from _few(f"left out: {text}" for text in receipt.left_out)
     for text in receipt.notes:

@@ -18,6 +18,7 @@ class Receipt:
     path: str
     """The file; of a checkpoint in shards, the index."""
     format: str
+    """As `Checkpoint.format`."""
     size: int
     """Bytes of the file, of all files together where there are several."""
     tensors: int
@@ -31,6 +32,7 @@ class Receipt:
     left_out: tuple[str, ...] = ()
     """What the source has and the file has not, a phrase each."""
     notes: tuple[str, ...] = ()
+    """Sentences worth telling the user."""
     blockers: tuple[str, ...] = ()
     """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
     written: int = 0

@@ -247,7 +247,7 @@ def test_a_receipt_of_several_files_names_each():
 def test_nothing_changed_is_said():
     lines = list(receipt_lines(receipt(dry_run=True)))
     assert lines != list(receipt_lines(receipt(dry_run=True, left_out=("epoch",))))
-    assert lines[0] == "nothing to change in in.pth"
+    assert lines[0] == "names, values and devices stay as they are in in.pth"
     assert lines[-1].startswith("would write out.pth")
 
 

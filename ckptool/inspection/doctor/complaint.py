@@ -34,8 +34,10 @@ class Complaint:
     """
 
     kind: str
+    """One word for programs: `wrappers`, `adapter`, ..."""
     severity: Severity
     what: str
+    """What the file is or has, one sentence without a full stop."""
     where: tuple[str, ...]
     """Addresses, repeated layers folded, at most some; `and 12 more` where there are more."""
     why: str

@@ -40,6 +40,7 @@ class Diagnosis:
     """Every complaint about a file, and what mends them."""
 
     file: str
+    """As it was given."""
     format: str | None
     """None of a file that does not open."""
     devices: tuple[str, ...]

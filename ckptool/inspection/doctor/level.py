@@ -24,6 +24,8 @@ from ckptool.wrappers import N_AVERAGED
 
 __all__ = ["level"]
 
+_GATHER = "gather the weights with zero_to_fp32.py, which DeepSpeed writes into the run's folder"
+
 
 def level(patient: Patient) -> Iterator[Found]:
     """What `load_state_dict(torch.load(FILE))` would not find, or find too much."""
@@ -99,9 +101,14 @@ def _none(patient: Patient) -> Found:
             f"there is no state dict of a model in it, but {held}",
             names_of(f"the {part.kind} {part.name or 'at the root'}" for part in patient.sections),
             f"load_state_dict(torch.load(FILE)) says: {says}",
-            remedy="take the file that has the weights",
+            remedy=_GATHER if _is_of_zero(patient) else "take the file that has the weights",
         )
     )
+
+
+def _is_of_zero(patient: Patient) -> bool:
+    """Whether it is one process's part of what DeepSpeed saved."""
+    return any(name.startswith("deepspeed.") for name in patient.blocked)
 
 
 def _held(root: Any) -> str:

@@ -15,6 +15,8 @@ __all__ = ["objects"]
 
 _NUMPY2 = "numpy._core."
 _GATHER = "gather the full tensors where it was trained, and save those"
+_EVERYWHERE = ("torch", "builtins", "collections", "numpy")
+"""Packages whose classes are found wherever a file is loaded."""
 _SHARDED = ("DTensor", "ShardedTensor")
 
 
@@ -37,19 +39,27 @@ def _module(patient: Patient, modules: list[tuple[str, Opaque]]) -> Found:
     """Models that were pickled whole."""
     names = dict.fromkeys(class_of(node) for _, node in modules)
     first = next(iter(names))
-    home, _, name = first.rpartition(".")
+    known = [*names, *patient.blocked]
+    own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
     complaint = Complaint(
         "module",
         "fails",
         f"the model itself was pickled, not its state_dict: {listed(names)}",
         names_of(name or "the root" for name, _ in modules),
         f"torch.load says: Weights only load failed. ... Unsupported global: GLOBAL "
-        f"{printable(first)}; with weights_only=False, where that class is not: "
-        f"ModuleNotFoundError: No module named '{printable(home.partition('.')[0])}', or Can't get "
-        f"attribute '{printable(name)}'",
+        f"{printable(first)}; {_absent(own) if own else 'weights_only=False runs what it says'}",
     )
     alone = patient.model is not None and patient.model.kind == "module"
     return Found(complaint, (Need("select") if alone else Need("plain"),))
+
+
+def _absent(name: str) -> str:
+    """What `weights_only=False` says where the program of a class is not."""
+    home, _, own = name.rpartition(".")
+    return (
+        f"with weights_only=False, where {printable(name)} is not: ModuleNotFoundError: No module "
+        f"named '{printable(home.partition('.')[0])}', or Can't get attribute '{printable(own)}'"
+    )
 
 
 def _objects(others: list[tuple[str, str]]) -> Found:

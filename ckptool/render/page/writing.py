@@ -24,12 +24,15 @@ class PageReceipt:
     """What one page tells of, and where it is."""
 
     path: str
+    """The page."""
     size: int
     """Bytes of the page."""
     source: str
+    """The file that it is about."""
     other: str | None
     """The file that it is compared with."""
     tensors: int
+    """How many tensors it tells of."""
     measured: int
     """Of those, the ones whose values were read."""
     identical: bool | None
@@ -38,6 +41,7 @@ class PageReceipt:
     """Whether only their headers were compared, and no values; None where there is one file only.
     """
     notes: tuple[str, ...] = ()
+    """Sentences worth telling the user."""
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.report/1`."""

@@ -58,3 +58,22 @@ def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name
     assert left or loads(target)  # some load in a process that has imported what they need
     again = {one.kind for one in diagnose(target, quick=True, devices=["cpu"]).complaints}
     assert not again & {one.kind for one in found.complaints if one.commands}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("torch-2.13.0/whole_dp.pth", "where net.Net is not: ModuleNotFoundError: No module named"),
+        ("modules/whole_tower.pth", "where nets.Tower is not"),
+    ],
+)
+def test_a_module_fails_for_the_class_that_may_not_be_there(name, says):
+    found = diagnose(FIXTURES / name, quick=True, devices=["cpu"])
+    (complaint,) = (one for one in found.complaints if one.kind == "module")
+    assert says in complaint.why
+
+
+def test_a_part_of_deepspeeds_names_what_gathers_it():
+    path = FIXTURES / "foreign" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    found = diagnose(path, quick=True, devices=["cpu"])
+    assert any("zero_to_fp32.py" in one.remedy for one in found.complaints)

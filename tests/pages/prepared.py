@@ -1,0 +1,110 @@
+"""The files that the README and the cookbook name, of their content."""
+
+import gzip
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+
+from tests.sources import PROJECT
+
+FIXTURES = PROJECT / "fixtures"
+CURRENT = FIXTURES / "torch-2.13.0"
+
+COPIES = {
+    "model.pth": CURRENT / "dp_full_cuda3.pth",
+    "single.pth": CURRENT / "single.pth",
+    "whole.pth": CURRENT / "whole_dp.pth",
+    "scripted.pt": CURRENT / "scripted.pt",
+    "with-args.pth": CURRENT / "misc.pth",
+    "compiled.pth": FIXTURES / "ecosystem" / "dp_compiled.pth",
+    "ema.pth": FIXTURES / "ecosystem" / "ema.pth",
+    "run.pth": CURRENT / "dp_full.pth",
+    "epoch1.pth": CURRENT / "dp.pth",
+    "epoch2.pth": CURRENT / "dp.pth",
+    "jax.npz": FIXTURES / "numpy" / "jax.npz",
+    "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
+    "python2.pth": FIXTURES / "torch-1.0.1-python2" / "whole_dp.pth",
+    "tower.pth": FIXTURES / "modules" / "whole_tower.pth",
+    "lightning.ckpt": FIXTURES / "trainers" / "lightning.ckpt",
+    "train.pth.tar": FIXTURES / "trainers" / "ddp.pth.tar",
+    "ties.pth": FIXTURES / "tensors" / "ties.pth",
+    "views.pth": FIXTURES / "tensors" / "views.pth",
+    "tpu.pth": FIXTURES / "foreign" / "xla_1.12.pth",
+    "rank0.pth": FIXTURES / "distributed" / "fsdp1_sharded_0_of_2.pth",
+    "dtensor.pth": FIXTURES / "distributed" / "dtensor_0_of_2.pth",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": FIXTURES
+    / "foreign"
+    / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "s390x.pth": FIXTURES / "archives" / "big_endian.pth",
+    "hub": FIXTURES / "shards" / "hub_safetensors",
+    "unzipped": FIXTURES / "archives" / "unzipped",
+}
+"""What each name stands for: a fixture, or a folder of them."""
+
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 83000000
+"""
+PAGE = "<!DOCTYPE html><html><head><title>Google Drive - Quota exceeded</title></head></html>"
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes=10):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, classes)
+"""
+
+
+class _Calls:
+    def __reduce__(self):
+        return open, ("you-have-been-run", "w")
+
+
+def prepare(folder: Path) -> None:
+    """Put all of them there."""
+    import torch
+
+    for name, source in COPIES.items():
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.json.oracle"))
+        else:
+            shutil.copyfile(source, folder / name)
+    state = torch.load(COPIES["single.pth"])
+    torch.save(state, folder / "protocol4.pth", pickle_protocol=4)
+    torch.save({"state_dict": state, "note": _Calls()}, folder / "stranger.pth")
+    torch.save(_adapter(), folder / "adapter.pth")
+    torch.save(OrderedDict(state, **{"fc.bias": torch.full((10,), 1e6)}), folder / "large.pth")
+    (folder / "net.py").write_text(NET)
+    (folder / "pointer.pth").write_text(POINTER)
+    (folder / "page.pth").write_text(PAGE)
+    (folder / "empty.pth").write_bytes(b"")
+    whole = (folder / "model.pth").read_bytes()
+    torch.save({"weight": torch.zeros(100_000)}, folder / "cut.pth")
+    os.truncate(folder / "cut.pth", 200_000)
+    (folder / "zipped.pth").write_bytes(gzip.compress(whole, mtime=0))
+    (folder / "flipped.pth").write_bytes(_flipped(whole))
+
+
+def _adapter():
+    """What peft saves of one layer."""
+    import torch
+
+    name = "base_model.model.layers.0.q_proj.lora_{}.weight"
+    return {name.format("A"): torch.ones(4, 8), name.format("B"): torch.zeros(8, 4)}
+
+
+def _flipped(content: bytes) -> bytes:
+    """One bit of the first storage is another."""
+    import zipfile
+    from io import BytesIO
+
+    with zipfile.ZipFile(BytesIO(content)) as archive:
+        record = next(one for one in archive.infolist() if one.filename.endswith("data/0"))
+    start = record.header_offset + 30
+    name, extra = (int.from_bytes(content[start - n : start - n + 2], "little") for n in (4, 2))
+    place = start + name + extra
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
