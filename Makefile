@@ -49,6 +49,7 @@ fixtures: $(VENV)/.ready
 	$(BIN)/python fixtures/make/trained.py fixtures/trained
 
 bench: $(VENV)/.ready
+	@$(PIP) -e '.[test,bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
 compat: $(VENV)/.ready

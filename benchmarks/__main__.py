@@ -12,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.rows import Inputs, Result, rows, run_row
+from benchmarks.peer_environment import PEERS, SCANNER, installed, versions
+from benchmarks.rows import Result, run_row
+from benchmarks.works import HOLLOW, Inputs, rows
 
 FOLDER = Path("build/bench")
 PAGE = Path("docs/benchmarks.md")
+PLOT = Path("docs/growth.svg")
 README = Path("README.md")
-HOLLOW = 10**12
-"""Bytes of a file that takes no room."""
 
 
 def arguments() -> argparse.Namespace:
@@ -31,8 +32,12 @@ def arguments() -> argparse.Namespace:
         default=100_000,
         help="most tensors in one file (default %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="a tenth of both")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each command")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a tenth of both, one run of each, no other tools; below two minutes",
+    )
+    parser.add_argument("--repeats", type=int, help="runs of each command (default 5)")
     parser.add_argument("--only", metavar="REGEX", help="rows whose work matches")
     parser.add_argument("--keep", action="store_true", help=f"leave the inputs in {FOLDER}")
     return parser.parse_args()
@@ -58,7 +63,7 @@ def copied(source: Path, path: Path) -> Path:
     return path
 
 
-def inputs(size: int, tensors: int) -> Inputs:
+def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
     """All inputs, made where they are missing.
 
     Raises:
@@ -82,6 +87,7 @@ def inputs(size: int, tensors: int) -> Inputs:
         make("renamed", FOLDER / f"renamed-{tensors}.pth", tensors),
         FOLDER,
         size,
+        peers,
     )
 
 
@@ -94,23 +100,32 @@ def main() -> int:
     """Run; 1 where a bound was missed."""
     wanted = arguments()
     scale = 10 if wanted.quick else 1
+    repeats = wanted.repeats or (1 if wanted.quick else 5)
     try:
-        made = inputs(wanted.size // scale, wanted.tensors // scale)
+        python = None if wanted.quick else installed()
+        programs = Path(python).parent if python else None
+        made = inputs(wanted.size // scale, wanted.tensors // scale, programs)
         results: list[Result] = []
         for row in rows(made):
             if re.search(wanted.only or "", row.work):
                 print(f"{row.work} ...", file=sys.stderr)
-                results.append(run_row(row, wanted.repeats))
+                results.append(run_row(row, repeats))
         # Imported when nothing is left to measure: a child's peak counts what its parent holds.
-        from benchmarks.report import growth, page, refresh, table
+        from benchmarks.report import page, refresh, table
 
         print(table(results, "simple"))
+        if wanted.quick:
+            print("\nThe bounds are those of the whole size.")
+            return 0
         misses = [f"{r.row.work}: {miss}" for r in results for miss in r.misses()]
         print("", *misses or ["Every bound was kept."], sep="\n")
-        if not (wanted.only or wanted.quick):
-            steps = growth(results, list(made.many))
-            text = page(results, steps, made.large.stat().st_size, wanted.repeats)
+        if python and not wanted.only:
+            peers = versions(python, [*PEERS.values(), SCANNER])
+            text = page(results, made.large.stat().st_size, repeats, peers)
             PAGE.write_text(text, encoding="utf-8")
+            from benchmarks.plot import draw
+
+            draw(results, PLOT)
             README.write_text(
                 refresh(README.read_text(encoding="utf-8"), results), encoding="utf-8"
             )

@@ -21,6 +21,10 @@ __all__ = [
     "LOAD",
     "LOAD_MAPPED",
     "LOAD_META",
+    "MATCH",
+    "MERGEKIT",
+    "PT_EXPORT",
+    "PT_LOAD",
     "REMAP",
     "STATS",
     "STRIP",
@@ -29,7 +33,7 @@ __all__ = [
 
 LIST = """
 import sys, torch
-state = torch.load(sys.argv[1], map_location="cpu", mmap=True)
+state = torch.load(sys.argv[1], map_location="meta")
 for name, tensor in state.items():
     print(name, tensor.dtype, tuple(tensor.shape), tensor.device)
 """
@@ -178,4 +182,23 @@ start = time.perf_counter()
 consume_prefix_in_state_dict_if_present(file, "module.")
 consume_prefix_in_state_dict_if_present(file, "backbone.")
 print(time.perf_counter() - start)
+"""
+
+PT_EXPORT = """
+import sys
+from pt_loader import PtCheckpoint
+PtCheckpoint.load(sys.argv[1]).export(sys.argv[2])
+"""
+
+PT_LOAD = """
+import sys
+from pt_loader import PtCheckpoint
+state = PtCheckpoint.load(sys.argv[1]).state_dict(backend="numpy", copy=False)
+"""
+
+MERGEKIT = """
+import sys
+from mergekit.io.loader import TensorLoader
+loader = TensorLoader.get(sys.argv[1], use_lazy_unpickle=True, device="cpu")
+state = {name: loader.get_tensor(name) for name in loader.keys()}
 """

@@ -118,7 +118,7 @@ def by_mergekit(path: str) -> Given:
     """`TensorLoader.get`, as its merges read a model."""
     from mergekit.io.loader import TensorLoader
 
-    loader = TensorLoader.get(path, use_lazy_unpickle=True)
+    loader = TensorLoader.get(path, use_lazy_unpickle=True, device="cpu")
     for name in loader.keys():  # noqa: SIM118 (no mapping)
         tensor = loader.get_tensor(name)
         yield list(tensor.shape), sha256(tensor)
@@ -129,7 +129,7 @@ READERS: dict[str, Reader] = {
     "torch.load(weights_only=True)": by_torch,
     "checkpoint-tools convert": by_checkpoint_tools,
     "ckptkit info": by_ckptkit,
-    "mergekit, its loader": by_mergekit,
+    "mergekit, its lazy loader": by_mergekit,
     "pt-safe-loader": by_pt_loader,
     "sft convert": by_sft,
 }

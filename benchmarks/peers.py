@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import venv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -23,29 +22,17 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.markers import between
+from benchmarks.peer_environment import ENVIRONMENT, PEERS, PROJECT, installed, versions
 
 __all__ = ["OURS", "OUTCOMES", "asked", "columns", "fixtures", "judged"]
 
-PROJECT = Path(__file__).parent.parent
 FIXTURES = PROJECT / "fixtures"
-ENVIRONMENT = PROJECT / "build" / "peers"
 PAGE, README = PROJECT / "docs" / "peers.md", PROJECT / "README.md"
 NAME = "peers"
 PATIENCE = 60
 """Seconds for one file."""
 
 OURS = "ckptool"
-PEERS = {
-    "torch.load(weights_only=True)": "torch",
-    "checkpoint-tools convert": "checkpoint-tools",
-    "ckptkit info": "ckptkit",
-    "mergekit, its loader": "mergekit",
-    "pt-safe-loader": "pt-safe-loader",
-    "sft convert": "sft-cli",
-}
-"""What is asked, and the package that has it."""
-ALSO = ("safetensors", "numpy")
-
 OUTCOMES = {
     "right": "every tensor, with the numbers that torch reads",
     "part": "some, or none, and no word about the others",
@@ -166,33 +153,6 @@ def _runs(tool: str, folder: Path, python: str) -> bool:
     return mark.exists()
 
 
-def installed() -> str:
-    """The interpreter of an environment with all of them, made where it is missing."""
-    python = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not (ENVIRONMENT / ".ready").exists():
-        print(f"setting up {ENVIRONMENT} ...", file=sys.stderr)
-        venv.create(ENVIRONMENT, clear=True, with_pip=True)
-        install = [
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "-c",
-            str(PROJECT / "constraints.txt"),
-        ]
-        subprocess.run([*install, *PEERS.values(), *ALSO], check=True)
-        (ENVIRONMENT / ".ready").touch()
-    return str(python)
-
-
-def _versions(python: str) -> str:
-    code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
-    command = [python, "-c", code, *PEERS.values()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return ", ".join(map(" ".join, zip(PEERS.values(), done.stdout.split(), strict=True)))
-
-
 def main() -> int:
     """Run all; 1 where ckptool's own column is not all right."""
     argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__).parse_args()
@@ -210,12 +170,12 @@ def main() -> int:
     print(table)
     judges = fixtures()
     folders = {name.split("/")[0] for name in judges if name.startswith("torch-")}
-    versions = sorted({folder.split("-")[1] for folder in folders}, key=_order)
+    released = sorted({folder.split("-")[1] for folder in folders}, key=_order)
     text = PAGE_TEXT.format(
         count=len(judges),
-        versions=f"{versions[0]} to {versions[-1]}",
+        versions=f"{released[0]} to {released[-1]}",
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        tools=_versions(python),
+        tools=versions(python, PEERS.values()),
         table=table,
         legend="\n".join(f"- {word}: {what}" for word, what in OUTCOMES.items()),
         details="\n".join(_details({tool: found[tool][1] for tool in PEERS})),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 from tabulate import tabulate
@@ -18,7 +19,7 @@ from benchmarks.markers import between
 from benchmarks.rows import MB, Result
 from benchmarks.timing import Measured, ratio
 
-__all__ = ["Growth", "growth", "page", "refresh", "summary", "table"]
+__all__ = ["Step", "page", "refresh", "steps", "summary", "table"]
 
 HEADERS = ("work", "who", "median s", "peak MB", "ckptool / it", "wanted")
 PAGE = """# Benchmarks
@@ -31,17 +32,20 @@ fills a model or matches names the seconds are those of that part alone, inside 
 imported torch and built the model before.
 
 {machine}
+Other tools: {peers}.
 
 Large file: {size:,} bytes, 225 float16 tensors, names with `module.`, storages tagged `cuda:3`.
 
 {table}
 
-{growth}
+`list` as the number of tensors grows: {growth}.
+
+![seconds and megabytes by size and number of tensors](growth.svg)
 
 {verdict}
 
-To repeat: `make bench`, or `make bench ARGS=--quick` with a tenth of the size. The programs run
-beside ckptool are in `benchmarks/idioms.py`.
+To repeat: `make bench`; `make bench ARGS=--quick` takes a tenth of the size, one run of each and
+two minutes. The programs run beside ckptool are in `benchmarks/idioms.py`.
 """
 
 
@@ -97,7 +101,7 @@ def memory(value: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class Step:
     """What one more tensor costs between two files, in seconds and bytes."""
 
     fewer: int
@@ -113,26 +117,25 @@ class Growth:
         )
 
 
-def growth(results: Sequence[Result], counts: Sequence[int]) -> tuple[Growth, ...]:
+def steps(results: Sequence[Result]) -> tuple[Step, ...]:
     """From file to file, as the number of tensors grows: equal where the cost is linear."""
-    ours = [
-        next(r.ours for r in results if f" {count:,} tensors" in r.row.work) for count in counts
-    ]
-    steps = zip(counts, counts[1:], ours, ours[1:], strict=False)
+    found = [(r.row.growth, r.ours) for r in results if r.row.growth]
+    ours = sorted(((g.amount, m) for g, m in found if g.by == "tensors"), key=lambda one: one[0])
     return tuple(
-        Growth(few, many, (b.seconds - a.seconds) / (many - few), (b.peak - a.peak) / (many - few))
-        for few, many, a, b in steps
+        Step(few, many, (b.seconds - a.seconds) / (many - few), (b.peak - a.peak) / (many - few))
+        for (few, a), (many, b) in pairwise(ours)
     )
 
 
-def page(results: Sequence[Result], steps: Sequence[Growth], size: int, repeats: int) -> str:
+def page(results: Sequence[Result], size: int, repeats: int, peers: str) -> str:
     """The whole page in Markdown."""
     misses = [f"- {result.row.work}: {miss}" for result in results for miss in result.misses()]
     verdict = "\n".join(["Missed:", "", *misses]) if misses else "Every bound was kept."
-    linear = "`list` as the number of tensors grows: " + "; ".join(map(str, steps)) + "."
+    linear = "; ".join(map(str, steps(results)))
     return PAGE.format(
         repeats=repeats,
         machine=machine(),
+        peers=peers,
         size=size,
         table=table(results),
         growth=linear,

@@ -44,6 +44,16 @@ class Command:
         return cls(label, tuple(map(str, arguments)))
 
     @classmethod
+    def into(cls, folder: Path) -> Callable[..., Command]:
+        """Programs of the system that write into a folder, which is made for them."""
+
+        def command(label: str, *arguments: object) -> Command:
+            script = 'mkdir -p "$0" && exec "$@"'
+            return cls.system(label, "sh", "-c", script, folder, *arguments)
+
+        return command
+
+    @classmethod
     def program(cls, label: str, text: str, *arguments: object, tells: bool = False) -> Command:
         """A Python program given as text."""
         words = (sys.executable, "-c", text.strip(), *map(str, arguments))

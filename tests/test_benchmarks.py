@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.decoder import decoder
 from benchmarks.inputs import hollow, large, many, renamed, shapes, single
-from benchmarks.report import growth, refresh, table
-from benchmarks.rows import MB, Inputs, Result, Row, clear, rows
+from benchmarks.report import refresh, steps, table
+from benchmarks.rows import MB, Growth, Result, Row, clear
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
+from benchmarks.works import Inputs, rows
 from tests.sources import PROJECT
 
 OURS = Command("ckptool list", ("ckptool", "list"))
@@ -175,10 +176,13 @@ def test_a_bound_that_is_missed_is_named():
 
 def test_growth_is_what_one_more_tensor_costs():
     results = [
-        Result(Row(f"`list`, {n:,} tensors", Path("x"), (OURS,)), (timed(OURS, n / 1000),))
+        Result(
+            Row("list", Path("x"), (OURS,), growth=Growth("list", "tensors", n)),
+            (timed(OURS, n / 1000),),
+        )
         for n in (1000, 5000)
     ]
-    (step,) = growth(results, [1000, 5000])
+    (step,) = steps(results)
     assert step.seconds == pytest.approx(0.001)
     assert step.peak == 0
 
@@ -194,12 +198,30 @@ def test_the_numbers_of_the_readme_are_replaced_and_nothing_else():
 
 
 def test_every_row_compares_ckptool_with_something():
-    edited = {MB: Path("small"), 10**12: Path("hollow")}
+    edited = {MB: Path("small"), 2 * MB: Path("middle"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    inputs = Inputs(*files, edited, many, Path("renamed"), Path("out"), 20 * MB)
+    inputs = Inputs(*files, edited, many, Path("renamed"), Path("out"), 20 * MB, Path("peers"))
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
         assert row.commands[0].arguments[0] == sys.executable
         assert not row.beside or row.beside in [command.label for command in row.commands]
+
+
+def test_what_grows_is_drawn(tmp_path):
+    plot = pytest.importorskip("benchmarks.plot", reason="matplotlib is of the extra `bench`")
+    results = [
+        Result(
+            Row("work", Path("x"), (OURS, THEIRS), growth=Growth("list", "bytes", amount)),
+            (timed(OURS, 0.1), timed(THEIRS, amount / MB)),
+        )
+        for amount in (10 * MB, 1000 * MB)
+    ]
+    pages = [tmp_path / name for name in ("one.svg", "two.svg")]
+    for path in pages:
+        plot.draw(results, path)
+    text = pages[0].read_text()
+    assert text == pages[1].read_text()
+    for word in ("list", "bytes", "seconds", "peak MB", "ckptool", "cp"):
+        assert f">{word}<" in text
