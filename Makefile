@@ -12,7 +12,7 @@ DEMO = build/demo
 # Modules are compiled once, whatever the surroundings say: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint docs fixtures bench compat soak clean
+.PHONY: demo test lint docs fixtures bench compat packages soak clean
 
 # Made once, renewed when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -55,7 +55,11 @@ bench: $(VENV)/.ready
 compat: $(VENV)/.ready
 	$(BIN)/python tests/compat/run.py $(ARGS)
 
+packages: $(VENV)/.ready
+	$(BIN)/python tests/compat/packages.py $(ARGS)
+
 soak: $(VENV)/.ready
+	@$(PIP) -e '.[test,soak]'
 	$(BIN)/python -m tests.soak $(ARGS)
 
 clean:

@@ -12,11 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.kept import Kept
 from benchmarks.peer_environment import PEERS, SCANNER, installed, versions
 from benchmarks.rows import Result, run_row
 from benchmarks.works import HOLLOW, Inputs, rows
 
-FOLDER = Path("build/bench")
+FOLDER = Path("build/bench").absolute()
 PAGE = Path("docs/benchmarks.md")
 PLOT = Path("docs/growth.svg")
 README = Path("README.md")
@@ -39,6 +40,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, help="runs of each command (default 5)")
     parser.add_argument("--only", metavar="REGEX", help="rows whose work matches")
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="rows that a run with --keep has measured are not again",
+    )
     parser.add_argument("--keep", action="store_true", help=f"leave the inputs in {FOLDER}")
     return parser.parse_args()
 
@@ -106,10 +112,12 @@ def main() -> int:
         programs = Path(python).parent if python else None
         made = inputs(wanted.size // scale, wanted.tensors // scale, programs)
         results: list[Result] = []
+        kept = Kept(FOLDER / "results.json", read=wanted.go_on)
         for row in rows(made):
             if re.search(wanted.only or "", row.work):
                 print(f"{row.work} ...", file=sys.stderr)
-                results.append(run_row(row, repeats))
+                results.append(kept.result(row, repeats) or run_row(row, repeats))
+                kept.add(results[-1])
         # Imported when nothing is left to measure: a child's peak counts what its parent holds.
         from benchmarks.report import page, refresh, table
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.decoder import decoder
 from benchmarks.inputs import hollow, large, many, renamed, shapes, single
+from benchmarks.kept import Kept
 from benchmarks.report import refresh, steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
@@ -225,3 +226,14 @@ def test_what_grows_is_drawn(tmp_path):
     assert text == pages[1].read_text()
     for word in ("list", "bytes", "seconds", "peak MB", "ckptool", "cp"):
         assert f">{word}<" in text
+
+
+def test_a_run_goes_on_behind_the_rows_that_are_kept(tmp_path):
+    row = Row("work", Path("x"), (OURS, THEIRS))
+    result = Result(row, (timed(OURS, 1, 2), timed(THEIRS, 3, 4)))
+    Kept(tmp_path / "kept.json", read=False).add(result)
+    again = Kept(tmp_path / "kept.json", read=True)
+    assert again.result(row, 2) == result
+    assert again.result(row, 5) is None
+    assert again.result(Row("other", Path("x"), (OURS,)), 2) is None
+    assert Kept(tmp_path / "kept.json", read=False).result(row, 2) is None

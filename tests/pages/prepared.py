@@ -80,6 +80,9 @@ def prepare(folder: Path) -> None:
     torch.save(OrderedDict(state, **{"fc.bias": torch.full((10,), 1e6)}), folder / "large.pth")
     (folder / "net.py").write_text(NET)
     (folder / "pointer.pth").write_text(POINTER)
+    (folder / "pointer.safetensors").write_text(POINTER)
+    short = (FIXTURES / "safetensors" / "ties.safetensors").read_bytes()[:-10]
+    (folder / "cut.safetensors").write_bytes(short)
     (folder / "page.pth").write_text(PAGE)
     (folder / "empty.pth").write_bytes(b"")
     whole = (folder / "model.pth").read_bytes()

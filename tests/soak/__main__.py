@@ -1,4 +1,4 @@
-"""`make soak`: processes killed at random times, files damaged at random; what came of both."""
+"""`make soak`: processes killed at random times, files damaged at random, readers fuzzed."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from tests.damage import SAMPLES
 from tests.soak.damage import damage
+from tests.soak.fuzz import fuzz_all
 from tests.soak.killing import soak
 from tests.soak.works import MIXED, WORKS, make_sources
 
@@ -27,6 +28,7 @@ COLUMNS = {
     "settled": "settled",
     "refused": "refused",
 }
+FUZZED = ["fuzzed", "inputs", "crashes", "hangs", "slowest s", "peak MB", "corpus"]
 DAMAGES = ["format", "bits", "cuts", "splices", "found", "in bytes that nothing covers", "failures"]
 
 
@@ -71,6 +73,9 @@ def parsed():
     parser.add_argument(
         "--damages", type=int, default=1000, help="bits turned over, cuts, splices of each format"
     )
+    parser.add_argument(
+        "--fuzz", type=int, default=600, metavar="SECONDS", help="of all targets together"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kinds at a time")
     parser.add_argument("--folder", help="where the files are (default: build/)")
     parser.add_argument("--seed", type=int, default=0)
@@ -86,8 +91,10 @@ def main():
         tallies = run(options, above) if options.kills else []
         seconds = time.perf_counter() - begin
         damages = damaged(options, above) if options.damages else []
+        fuzzed = fuzz_all(options.fuzz, options.jobs, above) if options.fuzz else []
     finally:
-        shutil.rmtree(above)
+        if not any(above.rglob("tally-*")):  # inputs that went wrong are kept
+            shutil.rmtree(above)
     rows = [
         [tally.kind, *(tally.found[name] for name in COLUMNS), len(tally.failures)]
         for tally in tallies
@@ -100,7 +107,17 @@ def main():
             [one.kind, *([one.count] * 3), *one.columns(), len(one.failures)] for one in damages
         ]
         print(tabulate(rows, DAMAGES, tablefmt="github"))
-    return 1 if any(one.failures for one in (*tallies, *damages)) else 0
+    if fuzzed:
+        rows = [
+            [
+                *(one.kind, f"{one.inputs:,}", one.crashes, one.hangs, f"{one.slowest:.2f}"),
+                *(one.peak // 10**6, one.corpus),
+            ]
+            for one in fuzzed
+        ]
+        print("", tabulate(rows, FUZZED, tablefmt="github"), sep="\n")
+        print(*(reason for one in fuzzed for reason in one.reasons), sep="\n", file=sys.stderr)
+    return 1 if any(one.failures for one in (*tallies, *damages, *fuzzed)) else 0
 
 
 if __name__ == "__main__":
