@@ -239,9 +239,9 @@ def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
     if len(items) % 2:
         raise ValueError("a key has no value")
     keys = items[::2]
+    for key in keys:  # of an object too: it may be of a class derived from dict
+        machine.check_key(key)
     if isinstance(target, dict):
-        for key in keys:
-            machine.check_key(key)
         target.update(zip(keys, items[1::2], strict=True))
     elif isinstance(target, Opaque):
         target.steps.append(("set", list(zip(keys, items[1::2], strict=True))))

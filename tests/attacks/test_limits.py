@@ -103,8 +103,13 @@ def test_a_small_file_cannot_become_a_large_tree(payload, tmp_path):
         ckptool.open(tmp_path / "bomb.pth")
 
 
-def test_colliding_keys_meet_a_limit_before_they_cost_time(tmp_path):
-    (tmp_path / "keys.pkl").write_bytes(pickle.dumps(colliding(12_000), 2))
+class Derived(dict):
+    """Pickled as an object in which items are set."""
+
+
+@pytest.mark.parametrize("kind", [dict, Derived])
+def test_colliding_keys_meet_a_limit_before_they_cost_time(kind, tmp_path):
+    (tmp_path / "keys.pkl").write_bytes(pickle.dumps(kind(colliding(12_000)), 2))
     with pytest.raises(ckptool.LimitExceeded, match="chosen to collide"):
         ckptool.open(tmp_path / "keys.pkl")
 

@@ -145,7 +145,8 @@ def main() -> int:
                 rows.append([version, package.name, alone, torch])
                 print(*rows[-1], file=sys.stderr)
         if not options.no_torch:
-            rows.append(["pipx run", packages[0].name, tried(try_pipx, packages[0], folder), "-"])
+            wheel = next(one for one in packages if one.suffix == ".whl")
+            rows.append(["pipx run", wheel.name, tried(try_pipx, wheel, folder), "-"])
     headers = ["Python", "package", "without torch", "with torch"]
     print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
     return 1 if any("FAILED" in row for row in rows) else 0

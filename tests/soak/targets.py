@@ -13,6 +13,9 @@ from pathlib import Path
 import ckptool
 from ckptool.cli import main
 from ckptool.paths import walk
+from ckptool.statedict import sections
+from ckptool.symbolic.encoder import blockers
+from ckptool.transforms.refusals import refusals
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read
 
@@ -50,10 +53,11 @@ def watch():
 
 
 def a_pickle(data: bytes) -> None:
-    """The machine alone."""
+    """The machine alone, and what is asked of every tree."""
     with contextlib.suppress(ckptool.CheckpointError):
-        for _ in walk(read(data).root):
-            pass
+        root = read(data).root
+        for asked in (walk, sections, refusals, blockers):
+            assert len(tuple(asked(root))) >= 0
 
 
 def in_a_zip(data: bytes) -> None:

@@ -153,6 +153,7 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
         (b"\x80\x02K\x01K\x02b..", "state is given to a int"),
         (b"\x80\x02}(K\x01u...", "a key has no value"),
         (b"\x80\x02}]K\x01s..", "a list is used as a dict key"),
+        (b"\x80\x02cfoo\nBar\n)\x81]K\x01s.", "a list is used as a dict key"),
         (b"\x80\x02\x82\x01....", "extension registry"),
         (b"\x80\x05\x97....", "out-of-band"),
         (b"\x80\x02K\x01K\x02a...", "appended to a int"),
