@@ -131,7 +131,7 @@ def test_a_rule_that_matches_nothing_is_told_and_the_file_written_all_the_same(c
     done = ckptool("rename", model, "--prefix", "modul=x", "--json")
     assert done.code == 0
     assert "warning: modul=x matched no name; there is module." in done.err
-    assert "nothing to change" in done.err
+    assert "names, values and devices stay" in done.err
     assert [change["kind"] for change in done.document["changes"]] == ["warning"]
     assert model.with_name("model.renamed.pth").exists()
 

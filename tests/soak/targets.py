@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def a_pickle(data: bytes) -> None:
     with contextlib.suppress(ckptool.CheckpointError):
         root = read(data).root
         for asked in (walk, sections, refusals, blockers):
-            assert len(tuple(asked(root))) >= 0
+            deque(asked(root), maxlen=0)
 
 
 def in_a_zip(data: bytes) -> None:
@@ -79,7 +80,7 @@ def a_file(data: bytes) -> None:
 
 def _opened(path: str) -> None:
     with contextlib.suppress(ckptool.CheckpointError), ckptool.open(path) as checkpoint:
-        assert checkpoint.sections is not None
+        deque(checkpoint.sections, maxlen=0)
         for _, tensor in checkpoint.tensors():
             if tensor.has_content and tensor.nbytes <= 1 << 16:
                 with contextlib.suppress(ckptool.CheckpointError):
