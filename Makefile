@@ -1,5 +1,5 @@
 # make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
-# make docs: docs/cli.md and docs/api.md, which follow from the code.
+# make docs: docs/cli.md and docs/api.md, and what the cookbook's commands print.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
 # All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
 

@@ -27,14 +27,16 @@ ALSO = ("safetensors", "numpy", SCANNER)
 
 
 def installed() -> str:
-    """The interpreter of an environment with all of them, made where it is missing."""
+    """The interpreter of an environment with all of them, made anew where one is missing."""
     python = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not (ENVIRONMENT / ".ready").exists():
+    packages = [*PEERS.values(), *ALSO]
+    ready = ENVIRONMENT / ".ready"
+    if not ready.exists() or ready.read_text(encoding="utf-8").split() != packages:
         print(f"setting up {ENVIRONMENT} ...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], check=True)
         pip = [str(python), "-m", "pip", "install", "-q", "-c", str(PROJECT / "constraints.txt")]
-        subprocess.run([*pip, *PEERS.values(), *ALSO], check=True)
-        (ENVIRONMENT / ".ready").touch()
+        subprocess.run([*pip, *packages], check=True)
+        ready.write_text(" ".join(packages), encoding="utf-8")
     return str(python)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.inputs import marking
 from benchmarks.markers import between
 from benchmarks.peer_environment import ENVIRONMENT, PEERS, PROJECT, installed, versions
 
@@ -144,8 +144,6 @@ def columns(
 
 def _runs(tool: str, folder: Path, python: str) -> bool:
     """Whether a file whose pickle makes one has made it, in any of three layouts."""
-    from benchmarks.inputs import marking
-
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f"{tool.split()[0]}.mark"
     mark.unlink(missing_ok=True)
@@ -203,5 +201,4 @@ def _details(outcomes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise SystemExit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import idioms
@@ -156,14 +156,15 @@ def strip_rows(inputs: Inputs) -> Iterator[Row]:
     output = inputs.folder / "out.pth"
     for size, path in inputs.edited.items():
         if not is_hollow(size):
-            row = rewrite_row(
-                "strip-module", path, output, ("-o", output), idioms.STRIP, most_times=1.0
-            )
             is_large = path == inputs.large
-            yield replace(
-                row,
-                work=row.work if is_large else row.work.replace("large file", words(size)),
-                most_times=row.most_times if is_large else None,
+            yield rewrite_row(
+                "strip-module",
+                path,
+                output,
+                ("-o", output),
+                idioms.STRIP,
+                most_times=1.0 if is_large else None,
+                file="large file" if is_large else words(size),
                 growth=Growth("strip-module to a new file", "bytes", size),
             )
 
@@ -186,12 +187,14 @@ def rewrite_row(
     options: tuple[object, ...],
     idiom: str,
     *,
-    most_times: float,
+    most_times: float | None,
+    file: str = "large file",
+    growth: Growth | None = None,
 ) -> Row:
     """A rewriting verb beside a synced copy of the file and beside the torch idiom."""
     copy = Command.copy(source, output)
     return Row(
-        f"`{verb}` to a new `{output.suffix}`, large file",
+        f"`{verb}` to a new `{output.suffix}`, {file}",
         source,
         (
             Command.ckptool(verb, source, *options),
@@ -202,6 +205,7 @@ def rewrite_row(
         beside=copy.label,
         most_times=most_times,
         most_bytes=60 * MB,
+        growth=growth,
     )
 
 

@@ -80,6 +80,15 @@ __all__ = [
 class CheckpointError(Exception):
     """The root: one sentence, and a hint where something helps."""
 
+    message: str
+    """The sentence."""
+    file: str | None
+    """The file that it is about, as it was given."""
+    remedy: Remedy | None
+    """What helps, as arguments of the library."""
+    hint: str | None
+    """What helps, in words; None where nothing is known."""
+
     def __init__(
         self,
         message: str,

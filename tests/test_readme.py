@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import in_shell
-from tests.pages.prepared import prepare
+from tests.pages.prepared import loads, prepare
 from tests.sources import PROJECT
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -43,16 +43,6 @@ def folder(tmp_path):
     """A folder with every file that the README names, of its content."""
     prepare(tmp_path)
     return tmp_path
-
-
-def loads(path):
-    """That torch (or safetensors) reads it, without running anything."""
-    import torch
-    from safetensors.torch import load_file
-
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @pytest.mark.parametrize("block", blocks("sh"))

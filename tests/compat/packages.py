@@ -1,7 +1,7 @@
 """Whether what is built installs and runs: `make packages`, or `python tests/compat/packages.py`.
 
 Builds a wheel and an sdist as `python -m build` does, installs each into a clean environment of
-each Python (looked for as `python3.12` on the PATH and among pyenv's), without torch and with it,
+each Python (found as `run.py` finds them), without torch and with it,
 and runs the main jobs there. Then the wheel by `pipx run`. Prints a table; exit code 1 where
 anything fails. Needs the package index.
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from run import interpreter
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,13 +51,6 @@ def run(*words: object, cwd: Path) -> str:
     if done.returncode:
         raise Failed(f"{' '.join(map(str, words))}\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
     return done.stdout
-
-
-def interpreter(version: str) -> Path | None:
-    """A Python of that version, where there is one."""
-    found = shutil.which(f"python{version}")
-    pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-    return pyenv[-1] if pyenv else Path(found) if found else None
 
 
 def built(folder: Path) -> list[Path]:
@@ -110,10 +104,10 @@ def try_pipx(wheel: Path, folder: Path) -> str:
     return run(programs / "pipx", *spec, "--version", cwd=folder).strip()
 
 
-def tried(step: object, *arguments: object) -> str:
+def tried(step: Callable[..., str], *arguments: object) -> str:
     """What a step comes to, in a word; what went wrong goes to standard error."""
     try:
-        return str(step(*arguments))  # type: ignore[operator]
+        return step(*arguments)
     except (Failed, AssertionError) as error:
         print(error, file=sys.stderr)
         return "FAILED"
@@ -132,11 +126,8 @@ def main() -> int:
         folder = Path(name)
         packages = built(folder)
         for version in options.python:
-            python = interpreter(version)
+            python = Path(interpreter(version))
             for package in packages:
-                if python is None:
-                    rows.append([version, package.name, "no such Python", ""])
-                    continue
                 programs = environment(python, folder / "venv")
                 alone = tried(try_without_torch, package, programs, folder)
                 torch = "-"

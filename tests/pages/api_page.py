@@ -116,8 +116,7 @@ def page() -> str:
         bases = ", ".join(f"`{base}`" for base in error.bases)
         lines.append(f"| `{error.name}` | {bases} | {_one_line(_prose(error))} |")
     lines.append("")
-    common = package()["errors"]["CheckpointError"]
-    lines += ["Every one has:\n", *_fields(common)]
+    lines += ["Every one has:\n", *_fields(at("errors.CheckpointError"))]
     trainer = package()["trainer"]
     lines += ["## The trainer\n", _prose(trainer), ""]
     for name in public(trainer):
@@ -131,7 +130,7 @@ def _entry(title: str, thing: griffe.Object) -> list[str]:
         return [f"### {title}\n", *_function(thing, title)]
     assert isinstance(thing, griffe.Class)
     lines = [f"### {title}\n", *_sections(thing), *_fields(thing)]
-    name = thing.name[0].lower() + thing.name[1:]
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", thing.name).lower()
     for method in _methods(thing):
         lines += [f"#### {thing.name}.{method.name}\n", *_function(method, f"{name}.{method.name}")]
     return lines
@@ -225,9 +224,8 @@ def _fields(thing: griffe.Class) -> list[str]:
     }
     rows = []
     for name, member in fields_of(thing):
-        default = "" if member.value is None else f" = {member.value}"
-        if "factory" in default:
-            default = ""
+        is_default = member.value is not None and "dataclass" in thing.labels
+        default = f" = {member.value}" if is_default and "factory" not in str(member.value) else ""
         kind = f"{member.annotation}{default}".replace("|", "\\|")
         rows.append(f"| `{name}` | `{kind}` | {_one_line(_prose(member) or told.get(name, ''))} |")
     return ["| | | |", "|---|---|---|", *rows, ""] if rows else []

@@ -64,13 +64,23 @@ class _Calls:
         return open, ("you-have-been-run", "w")
 
 
+def loads(path: Path):
+    """What torch (or safetensors) reads from a file, without running anything."""
+    import torch
+    from safetensors.torch import load_file
+
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def prepare(folder: Path) -> None:
     """Put all of them there."""
     import torch
 
     for name, source in COPIES.items():
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.json.oracle"))
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.oracle.json"))
         else:
             shutil.copyfile(source, folder / name)
     state = torch.load(COPIES["single.pth"])

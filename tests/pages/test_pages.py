@@ -17,7 +17,11 @@ from tests.sources import PROJECT
 GROUPED = [name for names in api_page.PARTS.values() for name in names]
 CLASSES = [
     path
-    for path in [*GROUPED, *(f"trainer.{name}" for name in ckptool.trainer.__all__)]
+    for path in [
+        "errors.CheckpointError",
+        *GROUPED,
+        *(f"trainer.{name}" for name in ckptool.trainer.__all__),
+    ]
     if isinstance(api_page.at(path), griffe.Class)
 ]
 
@@ -45,7 +49,9 @@ def test_every_public_name_is_told_once():
 def test_every_field_of_a_public_class_is_told(path):
     thing = api_page.at(path)
     text = thing.docstring.value
-    for name, member in api_page.fields_of(thing):
+    fields = api_page.fields_of(thing)
+    assert fields or path in ("trainer.Observer", "trainer.Trainer")
+    for name, member in fields:
         own = member.docstring and member.docstring.value
         assert own or f"`{name}`" in text or f" {name}:" in text, name
 

@@ -116,7 +116,7 @@ def main():
             for one in fuzzed
         ]
         print("", tabulate(rows, FUZZED, tablefmt="github"), sep="\n")
-        print(*(reason for one in fuzzed for reason in one.reasons), sep="\n", file=sys.stderr)
+        print(*(reason for one in fuzzed for reason in one.failures), sep="\n", file=sys.stderr)
     return 1 if any(one.failures for one in (*tallies, *damages, *fuzzed)) else 0
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.soak.targets import TARGETS
 from tests.soak.thinning import thinned
@@ -32,11 +33,8 @@ class Fuzzed:
     slowest: float
     peak: int
     corpus: int
-    reasons: list[str]
-
-    @property
-    def failures(self):
-        return self.reasons
+    failures: list[str]
+    """Each reason once."""
 
 
 def kept(name):
@@ -78,18 +76,17 @@ def fuzz(name, seconds, above):
         keep(name, alone.submit(thinned, name, small).result())
     for path in wrong:
         print(f"{name}: {path} went wrong", file=sys.stderr)
-    reasons = list(told["reasons"].values())
     counts = (told[one] for one in ("inputs", "crashes", "hangs", "slowest", "peak"))
-    return Fuzzed(name, *counts, len(kept(name)), reasons)
+    return Fuzzed(name, *counts, len(kept(name)), list(told["reasons"].values()))
 
 
 def _worker(name, tally, corpus, *options):
     words = [sys.executable, "-m", "tests.soak.fuzz_worker", name, str(tally), str(corpus)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     log = tally.with_suffix(".log")
-    with log.open("w") as said:
+    with log.open("w") as said, TemporaryDirectory(prefix="fuzz-", dir="/dev/shm") as folder:
         done = subprocess.run(
-            [*words, *options], cwd=PROJECT, env=environment, stdout=said, stderr=said, check=False
+            [*words, *options], cwd=folder, env=environment, stdout=said, stderr=said, check=False
         )
     if done.returncode:
         raise RuntimeError(f"{name}: {log.read_text(errors='replace')[-2000:]}")

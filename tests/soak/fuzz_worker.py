@@ -2,7 +2,8 @@
 
     python -m tests.soak.fuzz_worker TARGET TALLY CORPUS [libFuzzer's options]
 
-An input that raises what it must not, or that takes too long, is kept beside the tally.
+An input that raises what it must not, or that takes too long, is kept beside the tally. The
+current folder is for what targets write; the other paths are absolute.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ import pkgutil
 import resource
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from importlib import import_module
@@ -81,7 +81,7 @@ def main():
     instrument()
     from tests.soak.targets import LONGEST, TARGETS, prepare, watch
 
-    target, tally = TARGETS[name], Tally(Path(tally_path).absolute())
+    target, tally = TARGETS[name], Tally(Path(tally_path))
 
     def hang(*_):
         raise Hang(f"more than {PATIENCE} s")
@@ -100,12 +100,11 @@ def main():
     signal.signal(signal.SIGVTALRM, hang)
     own = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY, own + MEMORY))
-    folder = Path(corpus).absolute()
-    os.chdir(tempfile.mkdtemp(dir="/dev/shm", prefix="fuzz-"))
     prepare()
     watch()
     flags = [f"-max_len={LONGEST}", "-timeout=0", "-rss_limit_mb=0", "-len_control=0"]
-    atheris.Setup([sys.argv[0], str(folder), *flags, *options], one, enable_python_coverage=True)
+    flags.append(f"-artifact_prefix={tally.path.with_name('tally-')}")
+    atheris.Setup([sys.argv[0], corpus, *flags, *options], one, enable_python_coverage=True)
     atheris.Fuzz()
 
 
