@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 from ckptool.matching.allowance import Allowance, Allowed
 from ckptool.matching.matched import Match, matched
-from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Overlap, Renaming
 from ckptool.matching.slots import EXTRA, Slot, Slots, slots_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "MatchReport",
     "Mismatch",
     "OptimizerReport",
+    "Overlap",
     "Problem",
     "Renaming",
     "Slot",

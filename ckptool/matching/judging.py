@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
-from itertools import chain
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.errors import MatchError
@@ -26,11 +26,11 @@ from ckptool.matching.advice import (
     tried,
 )
 from ckptool.matching.again import Again
-from ckptool.matching.change_rules import escaped
 from ckptool.matching.folding import folded, folded_within, labels
 from ckptool.matching.list_rules import list_rules
 from ckptool.matching.nested_rules import nested_rules, twin_rules
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
+from ckptool.matching.shared_memory import of_shared_memory
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Argument, Remedy, together
 
@@ -51,8 +51,8 @@ class Problem(NamedTuple):
     """A reason to refuse, and what would help."""
 
     kind: str
-    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`, `lossy-cast`, `coverage`,
-    `optimizer`."""
+    """`missing`, `unexpected`, `mismatched`, `untied`, `overlapping`, `ambiguous`,
+    `lossy-cast`, `coverage`, `optimizer`."""
     text: str
     """One line, names folded."""
     remedy: Remedy = _NONE
@@ -93,7 +93,7 @@ def judged(
         _missing(missing, wanted),
         _unexpected(unexpected, own),
         () if asked else questions,
-        _untied(report, own),
+        starmap(Problem, of_shared_memory(report, own, wanted)),
         _lossy(allowance.refused_casts(report), wanted),
         _coverage(allowance, report),
         _optimizer(report),
@@ -102,7 +102,7 @@ def judged(
     if problems and untried:
         return Judgement(problems, by_torch(untried))
     if (problems and asked and not (report.moved or _is_reformed(report, problems))) or of_lists:
-        beside = _of(problems, "untied", "lossy-cast", "optimizer")
+        beside = _of(problems, "untied", "overlapping", "lossy-cast", "optimizer")
         others = tuple(together((way, beside)) for way in question.instead)
         remedy = together((question, beside))._replace(instead=others)
     else:
@@ -241,26 +241,6 @@ def _unexpected(unexpected: Sequence[str], known: Collection[str]) -> Iterator[P
     if unexpected:
         text = f"{_are(unexpected)} not in the model: {folded(unexpected)}"
         yield Problem("unexpected", text, allowing("allow_unexpected", unexpected, known))
-
-
-def _untied(report: MatchReport, known: Collection[str]) -> Iterator[Problem]:
-    """What lets the first name of each group have its way is told with the first of them."""
-    if not report.untied:
-        return
-    own = {wanted: own for one in report.renamed for own, wanted in one.names}
-    extra = [own.get(name, name) for names in report.untied for name in names[1:]]
-    rules = tuple(f"^{escaped(name)}$=>{_beside(name, n)}" for n, name in enumerate(extra))
-    remedy = allowing_all([Remedy((("rules", rules),)), allowing("allow_unexpected", extra, known)])
-    for names in report.untied:
-        text = f"{folded(names)} are one tensor in the model, and differ in the file"
-        yield Problem("untied", text, remedy)
-        remedy = _NONE
-
-
-def _beside(name: str, number: int) -> str:
-    """A name that no model has, in the same module: what all names begin with stays so."""
-    path, dot, _ = name.rpartition(".")
-    return f"{path}{dot}unused.{number}".replace("\\", r"\\")
 
 
 def _lossy(lossy: Sequence[Cast], known: Collection[str]) -> Iterator[Problem]:

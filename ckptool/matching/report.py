@@ -10,7 +10,7 @@ from ckptool.model import Shape
 if TYPE_CHECKING:
     from ckptool.matching.optimizer_report import OptimizerReport
 
-__all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "Renaming"]
+__all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "Overlap", "Renaming"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,22 @@ class Ambiguity:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Tensors of the model that share some of their memory, and are not one tensor.
+
+    The file has values for them that cannot be in that memory at once.
+    """
+
+    names: tuple[str, ...]
+    whole: str = ""
+    """The one of `names` whose memory holds that of all the others; empty: none does."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `ckptool.match/1` has it."""
+        return {"names": list(self.names), "whole": self.whole}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchReport:
     """Whether a state dict fits a model, and how it is made to."""
@@ -126,6 +142,8 @@ class MatchReport:
     """Names of the model that are one tensor, which is loaded."""
     untied: tuple[tuple[str, ...], ...] = ()
     """Names that are one tensor in the model, and not equal in the file."""
+    overlapping: tuple[Overlap, ...] = ()
+    """Names that share memory in the model, and of which one would undo the other."""
     ambiguous: tuple[Ambiguity, ...] = ()
     """Their names are among the missing and the unexpected too."""
     moved: tuple[str, ...] = ()
@@ -169,6 +187,7 @@ class MatchReport:
             or self.unexpected_keys
             or self.mismatched
             or self.untied
+            or self.overlapping
             or any(cast.lossy for cast in self.cast)
             or (self.optimizer is not None and self.optimizer.problems)
         )
@@ -196,6 +215,7 @@ class MatchReport:
             "cast": [cast.to_dict() for cast in self.cast],
             "tied": [list(names) for names in self.tied],
             "untied": [list(names) for names in self.untied],
+            "overlapping": [overlap.to_dict() for overlap in self.overlapping],
             "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
             "moved": list(self.moved),
             "respelled": list(self.respelled),

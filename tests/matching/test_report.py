@@ -10,6 +10,7 @@ from ckptool.matching import (
     MatchReport,
     Mismatch,
     OptimizerReport,
+    Overlap,
     Renaming,
 )
 
@@ -30,6 +31,7 @@ def test_every_field_is_in_the_document():
         cast=(Cast("d", "d", "float32", "float16", True, "1 of 2 overflow"),),
         tied=(("e", "f"),),
         untied=(("g", "h"),),
+        overlapping=(Overlap(("j", "k"), "j"),),
         ambiguous=(Ambiguity(("b",), ("a", "i"), ("^b=>a",)),),
         left_out=(("n_averaged", "a counter"),),
         kept=(("bn.num_batches_tracked", "a counter"),),

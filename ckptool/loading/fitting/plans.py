@@ -70,10 +70,7 @@ def planned(
         from ckptool.loading.fitting.settling import settled
 
         found = settled(found, loading, state, target)
-    untied = (
-        *_untied(state, target, found.pairs),
-        *differing_overlaps(state, target.entries, found.pairs),
-    )
+    untied = tuple(_untied(state, target, found.pairs))
     apart = frozenset(name for group in untied for name in group)
     casts = () if assign else found.report.cast
     counts = {} if found is first else _counts(found, target, kept)
@@ -85,6 +82,7 @@ def planned(
             if not (apart.intersection(group) or found.pairs.keys().isdisjoint(group))
         ),
         untied=untied,
+        overlapping=tuple(differing_overlaps(state, target, found.pairs)),
         notes=(
             *found.report.notes,
             *([f"{printable(found.untried)}{_UNTRIED}"] if found.untried else []),
