@@ -26,6 +26,7 @@ class Place(NamedTuple):
     own_name: str | None = None
     """What the optimizer's own `param_names` call it."""
     shape: Shape | None = None
+    is_complex: bool = False
 
 
 class Reading(NamedTuple):

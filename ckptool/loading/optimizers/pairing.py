@@ -28,6 +28,7 @@ _VOUCH = Remedy(
     " where the optimizer was built over its parameters in the order of the file",
 )
 ALONE = "without optimizer= the model alone is loaded"
+_REBUILD = f"build the optimizer over its parameters in the order of the file; or {ALONE}"
 _LOOSE = "build the optimizer over the parameters of the model that is loaded"
 
 
@@ -69,7 +70,7 @@ class Pairing:
 def by_names(saved: Saved, reading: Reading, wanted: Wanted) -> Pairing:
     """Each parameter of the file goes to the one that its name leads to."""
     if problem := _disputed(reading):
-        return Pairing("names", problems=(problem,), remedy=_VOUCH)
+        return Pairing("names", problems=(problem,), remedy=_ordering(saved, wanted))
     difference = _unlike(reading, wanted) or _other_groups(saved, reading, wanted)
     if difference or len(saved.groups) != wanted.groups:
         return _unfit("names", saved, wanted, difference)
@@ -108,7 +109,7 @@ def by_some_names(
     if refused := _other_counts("names", saved, wanted):
         return refused
     if problem := _disputed(reading):
-        return Pairing("names", problems=(problem,), remedy=_VOUCH)
+        return Pairing("names", problems=(problem,), remedy=_ordering(saved, wanted))
     difference = None
     pairs: dict[int, Kept] = {}
     for at, number, label in zip(named, reading.found, reading.labels, strict=True):
@@ -178,13 +179,18 @@ def by_shapes(
     remedy: Remedy | str = ""
     if left and not problems:
         problems.append(_undecided(saved, [one for some in left.values() for one in some], owners))
-        remedy = _VOUCH
+        remedy = _ordering(saved, wanted)
     told = {one.group for one in (*kept.values(), *without)}
     if not problems and (text := _alike(saved, told)):
-        problems, remedy = [text], _VOUCH
+        problems, remedy = [text], _ordering(saved, wanted)
     problems += _other_shapes(kept, wanted)
     remedy = remedy or (ALONE if problems else "")
     return Pairing("shapes", as_they_are, kept, tuple(problems), remedy=remedy)
+
+
+def _ordering(saved: Saved, wanted: Wanted) -> Remedy | str:
+    """What helps where only the order is left to go by: to vouch for it, unless shapes forbid."""
+    return _REBUILD if by_position(saved, wanted).problems else _VOUCH
 
 
 def _alike(saved: Saved, told: Collection[int]) -> str | None:
@@ -336,11 +342,14 @@ def _other_shapes(kept: dict[int, Kept], wanted: Wanted) -> Iterator[str]:
 
 
 def _other_length(one: Kept, wanted: Wanted) -> Iterator[str]:
-    """LBFGS: one vector over all parameters."""
+    """LBFGS: one vector of real numbers over all parameters (torch/optim/lbfgs.py)."""
     shapes = [place.shape for place in wanted.places]
     vector = one.state.get("prev_flat_grad")
     if isinstance(vector, TensorRef) and None not in shapes:
-        length = sum(prod(size or 0 for size in shape) for shape in shapes if shape is not None)
+        length = sum(
+            prod(size or 0 for size in place.shape or ()) * (2 if place.is_complex else 1)
+            for place in wanted.places
+        )
         if vector.numel != length:
             yield (
                 f"the state is of {counted(vector.numel, 'number')} in all, and the parameters "

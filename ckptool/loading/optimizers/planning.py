@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ckptool.loading.optimizers.shapes import owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, undealt, unmade
 from ckptool.loading.optimizers.undo import remembered
 from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
+from ckptool.matching.globs import escaped_glob
 from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Remedy
 from ckptool.statedict import is_the_models
@@ -133,13 +134,17 @@ def planned_optimizer(
     cast: tuple[Cast, ...] = ()
     if casts_state(optimizer):
         cast = tuple(casts(state, saved, pairing.kept, parameters, names))
-    lossy = tuple(_lossy(cast, allowance))
+    lossy = [
+        one
+        for one in cast
+        if one.lossy and not allowance.takes_cast(one.name, one.name.partition("/")[0])
+    ]
     report = replace(
         report,
         matched=len(pairing.kept),
         cast=cast,
-        problems=lossy,
-        remedy=Remedy((("allow_lossy_cast", True),)) if lossy else "",
+        problems=tuple(_lost(lossy)),
+        remedy=_casting(lossy) if lossy else "",
     )
     bare = bare_names(named.values())
     inside = [bare.get(named.get(id(param), "")) for param in parameters]
@@ -163,7 +168,8 @@ def _places(optimizer: torch.optim.Optimizer, named: Mapping[int, str]) -> Itera
         for at, (parameter, own) in enumerate(zip(group["params"], own_names, strict=False)):
             name = named.get(id(parameter))
             shown = name or own or f"parameter {at} of group {number}"
-            yield Place(number, shown, name is not None, own, shape_of(parameter))
+            shape = shape_of(parameter)
+            yield Place(number, shown, name is not None, own, shape, parameter.is_complex())
 
 
 def _live(target: Target, parameters: Sequence[torch.Tensor]) -> Model | None:
@@ -282,13 +288,14 @@ def _in_parts(
     return None
 
 
-def _lossy(cast: Sequence[Cast], allowance: Allowance) -> Iterator[str]:
-    """What a cast loses that may not be lost."""
-    lossy = [
-        one
-        for one in cast
-        if one.lossy and not allowance.takes_cast(one.name, one.name.partition("/")[0])
-    ]
+def _casting(lossy: Iterable[Cast]) -> Remedy:
+    """What allows just these kinds of state, of whatever parameter."""
+    kinds = dict.fromkeys(one.name.partition("/")[2] for one in lossy)
+    return Remedy((("allow_lossy_cast", tuple(f"*/{escaped_glob(kind)}" for kind in kinds)),))
+
+
+def _lost(lossy: Sequence[Cast]) -> Iterator[str]:
+    """What casts lose that may not be lost."""
     if lossy:
         first = lossy[0]
         more = f", and of {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""

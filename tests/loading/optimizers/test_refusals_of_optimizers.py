@@ -194,3 +194,46 @@ def test_a_flipped_bit_leaves_both_as_they_were(tmp_path, tensor):
     with pytest.raises(CheckpointError, match=r"f\.pth"):
         ckptool.load_into(model, path, optimizer=optimizer)
     untouched.check()
+
+
+def test_an_order_that_the_shapes_contradict_is_not_proposed():
+    def over(model):
+        return torch.optim.AdamW(list(model.parameters())[::-1])
+
+    model, old = net(), net()
+    given = content(old, stepped(old, parameters=list(old.parameters())[::-1]))
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(model, given, optimizer=torch.optim.AdamW(model.parameters()))
+    assert caught.value.hint.startswith("build the optimizer over its parameters in the order")
+    rebuilt = over(model)
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(model, given, optimizer=rebuilt)
+    ckptool.load_into(model, given, optimizer=rebuilt, **dict(caught.value.remedy.arguments))
+    assert torch.equal(
+        rebuilt.state[model.a.bias]["exp_avg"], given["optimizer"]["state"][4]["exp_avg"]
+    )
+
+
+def test_a_complex_parameter_counts_twice_in_what_lbfgs_keeps_of_all():
+    def made():
+        model = nn.Module()
+        model.a = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        model.b = nn.Parameter(torch.ones(2))
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = sum((p.abs() ** 2).sum() for p in model.parameters())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    old, used = made()
+    step(old, used)
+    new, fresh = made()
+    ckptool.load_into(new, content(old, used), optimizer=fresh, optimizer_order="position")
+    step(old, used)
+    step(new, fresh)
+    assert all(torch.equal(*pair) for pair in zip(old.parameters(), new.parameters(), strict=True))
