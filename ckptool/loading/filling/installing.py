@@ -11,6 +11,7 @@ from ckptool.errors import CheckpointError, MatchError, UnreadableFile, UsageErr
 from ckptool.loading.filling.assigning import Assigned, trainable
 from ckptool.loading.filling.reading import Fill, apart, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.filling.timing import Fills
+from ckptool.loading.filling.uncopied import advice_on_copying
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.versions import metadata_for
@@ -270,7 +271,7 @@ class Installation:
             told = str(error)
             if not told.startswith("Error(s) in loading state_dict"):
                 raise
-            raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
+            raise self._uncopied(told.partition("\n\t")[2].partition("\n")[0]) from error
         if not self._assign:
             self._copy_into_real(real)
         self._check_answer(missing, unexpected)
@@ -316,6 +317,14 @@ class Installation:
             error = self._refused(f"{_called(names)} {what} once its hooks have run")
             error.advise(judgement.remedy or None)
             raise error
+
+    def _uncopied(self, reason: str) -> MatchError:
+        """Torch's own refusal, which names the parameter, and what helps."""
+        error, entries = self._refused(reason), self._target.entries
+        for name, own in self._match.pairs.items():
+            if f'named "{name}", ' in reason and name in entries:
+                error.advise(advice_on_copying(own, entries[name], self._state.value(own)))
+        return error
 
     def _refused(self, reason: str) -> MatchError:
         report = self.report

@@ -38,7 +38,8 @@ def spelled(path: Iterable[Any]) -> str:
 
 def _expression(node: Any, name: str) -> str:
     if isinstance(node, (type, FunctionType, BuiltinFunctionType, MethodType)):
-        return f"{name}.__qualname__"
+        is_nameless = isinstance(node, FunctionType) and "<" in node.__qualname__
+        return f"inspect.getsource({name})" if is_nameless else f"{name}.__qualname__"
     if type(node) is int:  # one of more bits than torch reads
         return f"str({name})"
     for kind, expression in _BY_CLASS:

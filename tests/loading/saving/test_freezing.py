@@ -50,6 +50,7 @@ REFUSED = {
     "bytes that change": (bytearray(b"a"), "bytearray", "bytes(args)"),
     "text of another class": (Text("a"), "Text", "str(args)"),
     "function": (len, "builtin_function_or_method", "args.__qualname__"),
+    "function without a name": (lambda: 1, "function", "inspect.getsource(args)"),
     "class": (Settings, "type", "args.__qualname__"),
     "generator of numbers": (torch.Generator(), "torch._C.Generator", "args.get_state()"),
     "anything": (Bare(), "Bare", "repr(args)"),
