@@ -76,7 +76,9 @@ __all__ = ["command"]
     "--visible-devices", metavar="LIST", help="Renumber as CUDA_VISIBLE_DEVICES=LIST does."
 )
 @click.option(
-    "--max-shard-size", metavar="SIZE", help="Split into files of at most SIZE (5GB) and an index."
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Split what is larger into files of SIZE (5GB) and an index.",
 )
 @click.option("--strict", is_flag=True, help="Refuse to leave anything out.")
 @target_options(place=False)

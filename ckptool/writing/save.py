@@ -52,7 +52,7 @@ def save(
         checkpoint: Open; its tensors are copied from the files that it was read from.
         path: Missing folders are made; a link's target is replaced and the link stays.
         format: `torch-zip`, `torch-legacy`, `safetensors`, `safetensors-sharded`,
-            `torch-sharded`; see `target_format` for the default.
+            `torch-sharded` (an index, even of one shard); see `target_format` for the default.
         overwrite: Replace another file that is there.
         in_place: Allow the target to be the source. It is edited where it lies, if its format and
             the changes allow it; else a new file takes its place.
@@ -82,7 +82,9 @@ def save(
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
     anew = not own or rewrite or max_shard_size is not None
-    plan = _planned(checkpoint, path, name, max_shard_size, anew=anew)
+    plan = _planned(
+        checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS
+    )
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
@@ -107,6 +109,7 @@ def _planned(
     max_shard_size: int | str | None,
     *,
     anew: bool,
+    indexed: bool,
 ) -> Plan:
     """An edit of the source where that will do, unless `anew`; else a new file, or shards."""
     plan = None if anew else _in_place(checkpoint, path, format)
@@ -114,7 +117,7 @@ def _planned(
         return plan
     left_behind = tuple(_left_behind(checkpoint, format))
     if format in SHARD_FORMATS:
-        return _sharded(checkpoint, path, format, max_shard_size, left_behind)
+        return _sharded(checkpoint, path, format, max_shard_size, left_behind, indexed=indexed)
     return NewFile(writer(format).plan(checkpoint), left_behind)
 
 
@@ -140,14 +143,23 @@ def _sharded(
     format: str,
     max_shard_size: int | str | None,
     left_behind: tuple[str, ...],
+    *,
+    indexed: bool,
 ) -> Plan:
-    """Shards and an index, or the one file that all of it fits in.
+    """Shards and an index, or, if not `indexed`, the one file that all of it fits in.
 
     Shards that the new index names no more stay, and are named.
     """
     most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     same_files = most is None and is_a_source(path, checkpoint.sources)
-    plan = plan_shards(checkpoint, path, format=format, max_shard_size=most, same_files=same_files)
+    plan = plan_shards(
+        checkpoint,
+        path,
+        format=format,
+        max_shard_size=most,
+        indexed=indexed,
+        same_files=same_files,
+    )
     if plan.index_path is None:
         return NewFile(plan.shards[0].plan, left_behind)
     new = {os.path.basename(shard.path) for shard in plan.shards}

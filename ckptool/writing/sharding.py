@@ -97,6 +97,7 @@ def plan_shards(
     *,
     format: str,
     max_shard_size: int | None = None,
+    indexed: bool = False,
     same_files: bool = False,
 ) -> ShardPlan:
     """The files for a checkpoint whose root is one flat state dict.
@@ -111,6 +112,7 @@ def plan_shards(
             fits in one shard (`model.safetensors`).
         format: `safetensors-sharded` or `torch-sharded`.
         max_shard_size: Bytes.
+        indexed: Shards and an index even where all of it fits in one.
         same_files: Each tensor stays in the file from which it was read, whatever that one takes;
             `path` is the index of those files.
 
@@ -127,7 +129,7 @@ def plan_shards(
         placed = _by_file(checkpoint, parts.groups)
         return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _filled(parts.groups, limit) or [[]]
-    if not names.indexed and len(runs) == 1:
+    if not (indexed or names.indexed) and len(runs) == 1:
         return _one_file(checkpoint, names.path, parts, SHARD_FORMATS[format])
     files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
     return _plan_files(checkpoint, format, names.index, parts, files)

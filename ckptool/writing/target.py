@@ -17,6 +17,20 @@ FLAT = ("safetensors", *SHARD_FORMATS)
 """The formats that hold one flat state dict."""
 
 _BY_ENDING = {".safetensors": "safetensors"}
+_OTHERS = {
+    ".gguf": "GGUF",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".keras": "Keras",
+    ".msgpack": "Flax",
+    ".npy": "NumPy",
+    ".npz": "NumPy",
+    ".onnx": "ONNX",
+    ".pb": "TensorFlow",
+    ".pt2": "torch.export",
+    ".tflite": "TensorFlow Lite",
+}
+"""Endings that promise a format which is not written."""
 _INDEX = ".index.json"
 DEFAULT = "torch-zip"
 
@@ -38,7 +52,7 @@ def target_format(
     that the target does not have, becomes a torch zip.
 
     Raises:
-        UsageError: `format`, or the format of that ending, is none that can be written.
+        UsageError: `format`, or what the ending promises, is none that can be written.
     """
     name = os.fspath(path).lower()
     if name.endswith(_INDEX):
@@ -61,6 +75,11 @@ def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
     ending = os.path.splitext(name)[1]
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]
+    if ending in _OTHERS:
+        raise UsageError(
+            f"{ending} is the ending of {_OTHERS[ending]} files, which are not written",
+            hint="name a .pth or .safetensors file, or say with --format what is to be written",
+        )
     kept = checkpoint.format in WRITABLE and checkpoint.format not in _BY_ENDING.values()
     return checkpoint.format if kept else DEFAULT
 

@@ -1,6 +1,7 @@
 """Shards on the command line: every verb takes an index or its folder as one checkpoint."""
 
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -221,9 +222,27 @@ def test_in_place_in_other_sizes_what_is_left_of_the_old_set_is_named(tmp_path):
     assert len(list(folder.iterdir())) == 5
 
 
-def test_a_format_in_shards_can_be_asked_for(ckptool, tmp_path):
-    done = ckptool("convert", HUB, tmp_path / "model.bin", "--format", "torch-sharded")
+@pytest.mark.parametrize(
+    ("target", "format", "shard"),
+    [
+        ("model.bin", "torch-sharded", "model-00001-of-00001.bin"),
+        ("model", "safetensors-sharded", "model-00001-of-00001.safetensors"),
+    ],
+)
+def test_a_format_in_shards_can_be_asked_for(ckptool, tmp_path, target, format, shard):
+    done = ckptool("convert", HUB, tmp_path / target, "--format", format, "--json")
     assert done.code == 0, done.err
+    assert done.document["format"] == format
+    index = pathlib.Path(done.document["file"])
+    assert set(json.loads(index.read_bytes())["weight_map"].values()) == {shard}
+    with ckptool_library.open(index) as ours, ckptool_library.open(HUB) as theirs:
+        assert ckptool_library.diff(ours, theirs).equal
+
+
+def test_what_fits_in_one_shard_is_one_file_where_only_a_size_is_given(ckptool, tmp_path):
+    done = ckptool("convert", HUB, tmp_path / "model.bin", "--max-shard-size", "5GB")
+    assert done.code == 0, done.err
+    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
     assert torch.load(tmp_path / "model.bin", weights_only=True)
 
 

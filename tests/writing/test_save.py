@@ -83,6 +83,16 @@ def test_a_format_that_is_written_is_kept(checkpoint, source, path, expected):
     assert target_format(replace(checkpoint, format=source), path) == expected
 
 
+@pytest.mark.parametrize("name", ["out.onnx", "out.NPZ", "out.gguf", "out.pt2"])
+def test_no_torch_file_gets_the_ending_of_another_format_unasked(checkpoint, tmp_path, name):
+    for size in (None, "5GB"):
+        with pytest.raises(UsageError, match="files, which are not written") as caught:
+            save(checkpoint, tmp_path / name, max_shard_size=size)
+        assert "--format" in caught.value.hint
+    assert not (tmp_path / name).exists()
+    assert save(checkpoint, tmp_path / name, format="torch-zip").format == "torch-zip"
+
+
 def test_an_unknown_format(checkpoint, tmp_path):
     with pytest.raises(UsageError, match="safetensors"):
         save(checkpoint, tmp_path / "out", format="zip")
