@@ -40,7 +40,7 @@ import os
 import re
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from ckptool.remedies import Remedy
@@ -88,6 +88,8 @@ class CheckpointError(Exception):
     """What helps, as arguments of the library."""
     hint: str | None
     """What helps, in words; None where nothing is known."""
+    usual_hint: ClassVar[str | None] = None
+    """What helps where the one who raises knows nothing better."""
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class CheckpointError(Exception):
 
     def advise(self, hint: str | Remedy | None) -> None:
         """Say what helps: a text, or arguments, which `remedy` keeps and `hint` has as a text."""
+        hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
 
@@ -156,9 +159,16 @@ class CorruptFile(UnreadableFile, ValueError):
 class TruncatedFile(CorruptFile, EOFError):
     """It ends before its content does."""
 
+    usual_hint = "save, copy or download it again"
+
 
 class LimitExceeded(UnreadableFile, ValueError):
     """It asks for more than `limits.Limits` allows."""
+
+    usual_hint = (
+        "no trainer writes such a file; where it is trusted, ckptool.open(file, "
+        "limits=ckptool.Limits(...)) allows more"
+    )
 
 
 class NotFound(CheckpointError, KeyError):

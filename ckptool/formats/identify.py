@@ -11,6 +11,7 @@ import re
 from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import DCP_HINT, Finding, quoted, shell
+from ckptool.paths import counted
 
 __all__ = ["explain", "refuse"]
 
@@ -103,8 +104,8 @@ def _cut_in_its_magic(probe: Probe) -> Finding | None:
     if not any(magic != head and magic.startswith(head) for magic in _MAGICS):
         return None
     return Finding(
-        f"cut off after {len(head)} bytes, in the very mark of its format",
-        "save, copy or download it again",
+        f"cut off after {counted(len(head), 'byte')}, in the very mark of its format",
+        TruncatedFile.usual_hint,
         TruncatedFile,
     )
 

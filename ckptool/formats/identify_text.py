@@ -50,13 +50,19 @@ _TITLE = re.compile(r"<title[^>]{0,100}>(.{0,400}?)</title", re.IGNORECASE | re.
 _WHITE = "\t\n\r\f\b\x1b"
 
 
+def _pattern(name: str) -> str:
+    """A name as `--include` takes it: a list with commas, of patterns."""
+    return re.sub(r"[*\[\]\\,]", "?", name)
+
+
 def _git_lfs(probe: Probe, text: str) -> Finding:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real one has {size_in_words(int(size[1]))})" if size else ""
     folder, name = os.path.split(os.path.abspath(probe.path))
     return Finding(
         f"a git-lfs pointer, not the file itself{real}",
-        f"git lfs install && git -C {shell(folder)} lfs pull --include {shell('**/' + name)}",
+        f"git lfs install && git -C {shell(folder)} lfs pull "
+        f"--include {shell('**/' + _pattern(name))}",
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
 from ckptool.files import ByteRange
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import Finding, few, shell
+from ckptool.formats.identify_kinds import Finding, few, shell, unused
 from ckptool.formats.zip_directory import find_end, read_directory
 from ckptool.limits import Limits
 
@@ -72,7 +73,7 @@ def find(probe: Probe) -> Finding | None:
     for row in ZIP_KINDS:
         if all(any(map(re.compile(name).fullmatch, names)) for name in row.names):
             return Finding(row.what, row.hint.format(file=file), row.kind)
-    return _other(names, file)
+    return _other(names, probe.path)
 
 
 def _names(data: ByteRange, limits: Limits) -> list[str]:
@@ -86,12 +87,14 @@ def _names(data: ByteRange, limits: Limits) -> list[str]:
     return [entry.name for entry in read_directory(data, end, limits)]
 
 
-def _other(names: list[str], file: str) -> Finding:
+def _other(names: list[str], path: str) -> Finding:
+    file = shell(path)
     inside = next((name for name in names if _WEIGHTS.fullmatch(name)), None)
     if inside is None:
         return Finding(f"a zip archive of other files: it holds {few(names)}", f"unzip -l {file}")
-    target = inside.removesuffix("/data.pkl")
+    folder = unused(f"{path}.unpacked")
+    target = os.path.join(folder, inside.removesuffix("/data.pkl"))
     return Finding(
         f"a zip archive with a checkpoint in it: it holds {few(names)}",
-        f"unzip {file} && ckptool list {shell(target)}",
+        f"unzip {file} -d {shell(folder)} && ckptool list {shell(target)}",
     )

@@ -92,7 +92,7 @@ def test_an_empty_file(content):
 
 @pytest.mark.parametrize("head", [b"P", b"PK\x03", b"GG", b"\x89HD"])
 def test_a_file_cut_in_its_mark(content, head):
-    assert is_a(content(head), TruncatedFile, f"cut off after {len(head)} bytes")
+    assert is_a(content(head), TruncatedFile, f"cut off after {len(head)} byte")
 
 
 def test_zeros(content):
@@ -121,6 +121,7 @@ def test_a_git_lfs_pointer(content):
     assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real one has 83.0 MiB)")
     assert "lfs pull --include '**/my model.pth'" in error.hint
     assert is_a(content(POINTER.replace("size 87064576", "")), NotACheckpoint, "git-lfs pointer")
+    assert "'**/a?1???.pth'" in content(POINTER, "a[1],*.pth").hint
     assert is_a(content(POINTER.replace("87064576", "12")), NotACheckpoint, "12 bytes")
 
 
@@ -313,9 +314,10 @@ def test_other_zips_say_what_they_hold(content):
     assert is_a(error, NotACheckpoint, "'img/0.png'", "and 5 more")
     error = content(zipped(**{"readme.md": b"", "out/model.pth": b""}))
     assert is_a(error, NotACheckpoint, "with a checkpoint in it")
-    assert error.hint.endswith("ckptool list out/model.pth")
+    assert " -d " in error.hint  # into a folder of its own, over nothing that is there
+    assert error.hint.endswith(".unpacked/out/model.pth")
     error = content(zipped(**{"out/archive/data.pkl": b"", "out/archive/data/0": b""}))
-    assert error.hint.endswith("ckptool list out/archive")
+    assert error.hint.endswith(".unpacked/out/archive")
     assert is_a(content(zipped()), NotACheckpoint, "it holds nothing")
     assert is_a(content(zipped(**{"\x1b[31m": b""})), NotACheckpoint, r"'\x1b[31m'")
 

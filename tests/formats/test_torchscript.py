@@ -239,8 +239,9 @@ def test_a_tree_deeper_than_allowed_is_refused(tmp_path):
     for _ in range(300):
         node = Module(a=node)
     records = [("a/data.pkl", module_pickle(node)), ("a/constants.pkl", b"\x80\x02).")]
-    with pytest.raises(LimitExceeded, match="nested deeper than 250"):
+    with pytest.raises(LimitExceeded, match="nested deeper than 250") as caught:
         read(TORCHSCRIPT, save(tmp_path, build(records)))
+    assert "ckptool.Limits(...)" in caught.value.hint
 
 
 def test_a_pickle_without_module_is_refused(tmp_path):

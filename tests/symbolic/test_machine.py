@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits
 from ckptool.model import ByteString, DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.symbolic.pickles import plain, read
@@ -167,6 +167,8 @@ def test_damage_is_told_with_its_place(data, said):
     with pytest.raises(CorruptFile, match=said) as caught:
         read(data)
     assert caught.value.file == "test.pkl"
+    is_cut = isinstance(caught.value, TruncatedFile)
+    assert caught.value.hint == ("save, copy or download it again" if is_cut else None)
 
 
 @pytest.mark.parametrize(
