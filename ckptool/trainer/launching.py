@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
-from ckptool.trainer.signals import ASKING, handled
+from ckptool.trainer.signals import ASKING, handled, leave_to_system
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -214,7 +214,8 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     and what helps, of any other. Nothing is done where no launcher has named a file for it.
 
     SIGTERM and SIGINT end a worker at once while nothing is trained: one that waits for the others,
-    inside torch, would not come to a handler of Python's before the launcher loses patience.
+    inside torch, would not come to a handler of Python's before the launcher loses patience. So
+    they do from then on: a handler of Python's that raises while the interpreter ends prints that.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -242,6 +243,8 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         beside.write_text(json.dumps(told), encoding="utf-8")
         beside.replace(path)
         raise SystemExit(2) from error
+    finally:
+        leave_to_system()
 
 
 @contextmanager

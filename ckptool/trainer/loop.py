@@ -173,10 +173,13 @@ class Loop:
             self._observer.tell(Note(f"training ends after epoch {ended.epoch}: {self._over}"))
 
     def _end_within_epoch(self) -> None:
-        """The last step of all is none of an epoch's: save first, as the epoch may yet go on."""
+        """The last step of all is none of an epoch's: save first, as the epoch may yet go on.
+
+        A resumed run knows nothing of this loss: it is the best one only where there is no other.
+        """
         self._checkpoints.last(self._progress)
         _, loss = self._evaluated()
-        if loss < self._progress.best:
+        if math.isinf(self._progress.best) and math.isfinite(loss):
             self._progress.best = loss
             self._checkpoints.best(self._progress)
 

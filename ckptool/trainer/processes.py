@@ -101,7 +101,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
         raise _not_reached(error) from error
     try:
         yield Processes(device)
-    except RuntimeError as error:
+    except (RuntimeError, CheckpointError) as error:
         if _tells_of_loss(error):
             raise PeerLost("another process of this run has gone, which ends this one") from error
         raise
@@ -132,8 +132,11 @@ def _not_reached(error: BaseException) -> TrainingError:
     )
 
 
-def _tells_of_loss(error: RuntimeError) -> bool:
-    """Whether an error of torch's says that a connection has broken; gloo names its file alone."""
+def _tells_of_loss(error: BaseException | None) -> bool:
+    """Whether torch's error, or the one behind a step that all take together, is of a connection.
+
+    Gloo names its file alone.
+    """
     if isinstance(error, CheckpointError):
-        return False
+        return _tells_of_loss(error.__cause__)
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

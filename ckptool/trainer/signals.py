@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["ASKING", "Signals", "handled"]
+__all__ = ["ASKING", "Signals", "handled", "leave_to_system"]
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,6 +27,13 @@ def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -
         for one, other in before.items():
             if other is not None:  # None: none of Python's, which cannot be set again
                 signal.signal(one, other)
+
+
+def leave_to_system() -> None:
+    """Have both end this process at once, which has nothing left to do."""
+    if threading.current_thread() is threading.main_thread():
+        for one in ASKING:
+            signal.signal(one, signal.SIG_DFL)
 
 
 class Signals:

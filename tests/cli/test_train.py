@@ -19,6 +19,7 @@ from ckptool.cli.training import Teller
 from ckptool.trainer import launching
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced
+from ckptool.trainer.signals import handled
 from tests.cli.test_group import command_of
 from tests.forks import finished
 from tests.sources import PROJECT
@@ -301,7 +302,7 @@ def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, l
 def test_workers_leave_what_is_wrong_to_their_launcher(ckptool, out, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for words, said in ((["--epochs", "0"], "--epochs 0 must be"), (["--seed", "x"], "--seed")):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, handled(signal.default_int_handler):
             ckptool("train", "--out", out, *words)
         assert ended.value.code == 2
         assert said in json.loads((tmp_path / "error.json").read_text())["message"]["message"]

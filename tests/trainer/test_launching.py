@@ -45,6 +45,7 @@ def test_words_go_through_as_they_are_and_all_is_as_it_was(tmp_path, capfd):
     [
         ("refuses", "a sentence", "what helps"),
         ("killed", "rank 1 was ended by signal 9 (Killed)", None),
+        ("killed in a save", "rank 1 was ended by signal 9 (Killed)", None),
         ("exits", "rank 1 ended with exit code 3", None),
         ("bug", "rank 1 ended with ZeroDivisionError: nobody foresaw this", None),
     ],

@@ -116,7 +116,21 @@ def test_the_last_step_is_evaluated_and_saved(tmp_path, limit, epochs):
     assert lines(tmp_path)[-1]["step"] == step
     assert held(tmp_path / "last.pth")["step"] == step
     assert [event.step for event in told.of("Stepped")] == list(range(1, step + 1))
-    assert result.best == min(line["val_loss"] for line in lines(tmp_path))
+    whole = [line for line in lines(tmp_path) if line["step"] % 3 == 0]  # of three steps
+    assert result.best == min(line["val_loss"] for line in whole or lines(tmp_path))
+    assert held(tmp_path / "best.pth")["step"] in [
+        line["step"] for line in whole or lines(tmp_path)
+    ]
+
+
+def test_a_lower_loss_within_an_epoch_takes_nothing_from_the_best_one(tmp_path):
+    options = {"lr": 0.01}
+    result = run(tmp_path, max_steps=4, **options)
+    first, last = (line["val_loss"] for line in lines(tmp_path))
+    assert last < first == result.best
+    run(tmp_path, resume="auto", **options)
+    best = min(lines(tmp_path), key=lambda line: line["val_loss"])
+    assert held(tmp_path / "best.pth")["step"] == best["step"]
 
 
 def test_the_schedule_ends_with_the_last_step(tmp_path):
