@@ -10,14 +10,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 import click
 
 from ckptool.cli.console import EXIT_CODE, complain, say
 from ckptool.cli.group import cli
-from ckptool.cli.interrupts import Interrupts
+from ckptool.cli.interrupts import Ended, Interrupts
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
 from ckptool.render.terminal import look_of
 from ckptool.render.text import clean, clean_lines
@@ -25,12 +24,12 @@ from ckptool.render.text import clean, clean_lines
 __all__ = ["in_words", "run"]
 
 ERROR, INTERRUPTED = 2, 130
+_NEEDED = frozenset(
+    ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
+)
+"""The top-level modules of ckptool and of what it needs."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """The signals that ask for an end, as far as the system has them."""
-
-
-class _Ended(SystemExit):
-    """A signal asks the process to end: what is half done is cleaned up on the way out."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -46,8 +45,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with _signals_raise() as interrupts, _warnings_told():
             code = _run(arguments, interrupts)
-        return INTERRUPTED if interrupts.came else code  # one that was swallowed, too
-    except _Ended as ended:
+        return 128 + interrupts.came if interrupts.came else code  # one that was swallowed, too
+    except Ended as ended:
         return int(ended.args[0])
     finally:
         if collecting:
@@ -63,7 +62,7 @@ def _signals_raise() -> Iterator[Interrupts]:
         if threading.current_thread() is threading.main_thread():  # no other may set a handler
             for number in _ENDING:
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    before[number] = signal.signal(number, _end)
+                    before[number] = signal.signal(number, interrupts.handle)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupts.handle)
         yield interrupts
@@ -90,14 +89,6 @@ def _warnings_told() -> Iterator[None]:
 
         warnings.showwarning = tell
         yield
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    """End the run with the exit code that a shell gives to the signal; once is enough."""
-    for other in _ENDING:
-        if signal.getsignal(other) is _end:
-            signal.signal(other, signal.SIG_IGN)
-    raise _Ended(128 + number)
 
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
@@ -162,10 +153,28 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
     for kind, words in _SENTENCES.items():
         if isinstance(error, kind):
             return words(error), None
+    what = f"{type(error).__name__}: {error}"
+    if (place := _place_of_others(error)) is not None:
+        return (
+            f"the code at {place} fails: {what}",
+            "that is none of ckptool; CKPTOOL_DEBUG=1 shows how it came there",
+        )
     return (
-        f"something unexpected happened, {type(error).__name__}: {error}",
+        f"something unexpected happened, {what}",
         "this is a fault of ckptool; CKPTOOL_DEBUG=1 shows where it lies",
     )
+
+
+def _place_of_others(error: BaseException) -> str | None:
+    """The line, among the calls that led to an error, of code that a user has named: a model's."""
+    from traceback import walk_tb  # imported here: little goes wrong so
+
+    place = None
+    for frame, line in walk_tb(error.__traceback__):
+        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if home not in _NEEDED and home not in sys.stdlib_module_names:
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
 
 
 def _usage(error: click.ClickException) -> tuple[str, str | None]:

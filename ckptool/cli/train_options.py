@@ -68,10 +68,14 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         """The parts of a word; a tuple is one already."""
         if isinstance(value, tuple):
             return value
+        words = [word.strip() for word in value.split(",")] if value.strip() else []
         try:
-            return tuple(self._kind(word.strip()) for word in value.split(",") if word.strip())
+            if "" in words:
+                raise ValueError
+            return tuple(map(self._kind, words))
         except ValueError:
-            self.fail(f"{value!r} is no list such as 0,1", param, ctx)
+            example = "0,1" if self._kind is int else "cuda:0,cuda:1"
+            self.fail(f"{value!r} is no list such as {example}", param, ctx)
 
 
 class TrainCommand(click.Command):

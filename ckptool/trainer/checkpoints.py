@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from ckptool.errors import WriteError
+from ckptool.errors import TrainingError, WriteError
 from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.trainer import folder, saving
 from ckptool.trainer.batches import Batches
@@ -17,7 +17,7 @@ from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer, Saved
 from ckptool.trainer.progress import Progress
 from ckptool.trainer.randomness import random_state
-from ckptool.trainer.strategies.base import Strategy
+from ckptool.trainer.strategies.base import DIVERGED, Strategy
 
 __all__ = ["Checkpoints"]
 
@@ -115,8 +115,17 @@ class Checkpoints:
         return os.path.join(self._config.out, name + self._suffix)
 
     def _write(self, name: str, progress: Progress) -> None:
-        """Write one; what it was before, a folder of parts or one file, goes once this is there."""
+        """Write one; what it was before, a folder of parts or one file, goes once this is there.
+
+        Raises:
+            TrainingError: weights are infinite, or NaN: nothing goes on from such.
+        """
         path = self._path(name)
+        if not all(self._ranks.all(self._strategy.tuning.has_finite_weights)):
+            raise TrainingError(
+                f"a weight is no number after step {progress.step}: {name} is not written",
+                hint=DIVERGED,
+            )
         values = {
             "epoch": progress.epoch,
             "step": progress.step,

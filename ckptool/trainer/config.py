@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "amp": ("bf16", "fp16"),
 }
 """What each option that is a word may be."""
+_LARGEST = 3.4e38
 _AT_LEAST_ONE = frozenset(
     (
         "epochs",
@@ -129,6 +130,18 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"
                 )
+    if values["ema"] is not None and values["save"] != "full":
+        raise UsageError(
+            f"{spelled('ema', values['ema'])} is for {spelled('save', 'full')}, and this is "
+            f"{spelled('save', values['save'])}: no other holds the average"
+        )
+    if values["keep"] != known["keep"].default and not (
+        values["save_every"] or values["save_seconds"]
+    ):
+        raise UsageError(
+            f"{spelled('keep', values['keep'])} is for checkpoints by step, and none is asked for",
+            hint=f"{spelled('save_every', 100)} writes one every 100 steps",
+        )
     if values["target"] is not None and csv_path(values["data"]) is None:
         raise UsageError(
             f"{spelled('target', values['target'])} is for {spelled('data', 'csv:PATH')}, and this "
@@ -159,6 +172,8 @@ def _fault(name: str, value: Any) -> str | None:
         return f"is none of {', '.join(CHOICES[name])}"
     if isinstance(value, float) and not math.isfinite(value):
         return "is no finite number"
+    if isinstance(value, (int, float)) and abs(value) > _LARGEST:
+        return "is beyond what float32 holds"
     if name in _AT_LEAST_ONE and value < 1:
         return "must be at least 1"
     if name in _POSITIVE and value <= 0:

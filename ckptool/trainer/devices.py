@@ -18,7 +18,7 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     """The device of a process; `auto` and `cuda` are the `local_rank`th GPU where there are GPUs.
 
     Raises:
-        TrainingError: this machine has no such device.
+        TrainingError: this machine has no such device, or this torch cannot use it.
     """
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if word == "auto":
@@ -40,6 +40,13 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
         return torch.device("cuda", index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise TrainingError("mps is not here", hint="--device cpu works everywhere")
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # of each backend's own
+        raise TrainingError(
+            f"{word} is not here, or this torch is made without it",
+            hint="--device cpu works everywhere",
+        ) from error
     return device
 
 

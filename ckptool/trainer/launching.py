@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
-from ckptool.trainer.signals import ASKING, handled, leave_to_system
+from ckptool.trainer.signals import ASKING, ended_at_once, leave_to_system
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -211,18 +211,18 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     """In a worker: leave an error to its launcher, which says it, and end with exit code 2.
 
     Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
-    and what helps, of any other. Nothing is done where no launcher has named a file for it.
+    and what helps, of any other. None of this is done where no launcher has named a file for it.
 
-    SIGTERM and SIGINT end a worker at once while nothing is trained: one that waits for the others,
-    inside torch, would not come to a handler of Python's before the launcher loses patience. So
-    they do from then on: a handler of Python's that raises while the interpreter ends prints that.
+    SIGTERM and SIGINT end the process at once while nothing is trained, and a worker when it is
+    done: a handler of Python's that raises while the interpreter ends prints that.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
-        yield
+        with ended_at_once():
+            yield
         return
     try:
-        with handled(signal.SIG_DFL):
+        with ended_at_once():
             yield
     except Exception as error:
         is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptool.errors import TargetExists
 from ckptool.files.atomic import atomic_output
 from ckptool.files.refusals import worded
 from ckptool.trainer.events import EpochEnded
@@ -31,7 +32,11 @@ class Metrics:
 
         Raises:
             WriteError: it cannot be written.
+            TargetExists: a folder is in its place.
         """
+        if self._path.is_dir():
+            hint = "move it away, or choose another folder for the run"
+            raise TargetExists("is a folder", file=self._path, hint=hint)
         kept = "".join(line for line, epoch in self._lines() if epoch <= epochs).encode()
         with atomic_output(self._path, len(kept), overwrite=True) as output:
             output.write(kept)

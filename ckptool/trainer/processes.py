@@ -74,6 +74,11 @@ def require_launcher() -> None:
             f"this strategy runs in several processes, and {missing[0]} does not say which this is",
             hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
         )
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise TrainingError(
+            f"RANK={rank} is none of the {size} processes of WORLD_SIZE: they count from 0"
+        )
 
 
 @contextmanager

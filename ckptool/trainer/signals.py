@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["ASKING", "Signals", "handled", "leave_to_system"]
+__all__ = ["ASKING", "Signals", "ended_at_once", "handled", "leave_to_system"]
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
 
@@ -34,6 +34,51 @@ def leave_to_system() -> None:
     if threading.current_thread() is threading.main_thread():
         for one in ASKING:
             signal.signal(one, signal.SIG_DFL)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Have both end this process where nobody else takes them, with the exit code of a shell.
+
+    It is a thread that ends it. A handler of Python's would not be called while torch waits for
+    other processes, and what it raises in the middle of an import may be swallowed, by half.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: set[int] = set()
+
+    own = os.getpid()
+
+    def take(number: int, _: FrameType | None) -> None:
+        came.add(number)
+
+    def forget() -> None:
+        if os.getpid() != own and signal.getsignal(signal.SIGTERM) is take:
+            signal.set_wakeup_fd(-1)
+            leave_to_system()
+
+    def end() -> None:
+        while number := os.read(read_end, 1)[0]:
+            if number in came or signal.getsignal(number) is take:
+                os._exit(128 + number)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    watcher = threading.Thread(target=end, daemon=True)
+    watcher.start()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)  # it has no such thread, and our pipe
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        with handled(take):
+            yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(write_end, b"\0")
+        watcher.join()
+        os.close(write_end)
+        os.close(read_end)
 
 
 class Signals:

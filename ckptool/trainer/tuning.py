@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,11 +63,16 @@ class Tuning:
         """
         if self.scaler.is_enabled():
             return True
-        held = (one.grad for group in self.optimizer.param_groups for one in group["params"])
-        largest = [_largest(grad) for grad in held if grad is not None]
-        return not largest or bool(
-            torch.stack([one.to(largest[0]) for one in largest]).isfinite().all()
-        )
+        return _are_finite(one.grad for one in self._trained if one.grad is not None)
+
+    @property
+    def has_finite_weights(self) -> bool:
+        """Whether every number that is trained, and is here, is one."""
+        return _are_finite(one.detach() for one in self._trained)
+
+    @property
+    def _trained(self) -> Iterator[torch.Tensor]:
+        return (one for group in self.optimizer.param_groups for one in group["params"])
 
     def step(self, clip: Callable[[float], None]) -> bool:
         """Take the gradients that are there into the weights, and forget them.
@@ -169,9 +174,16 @@ def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> fl
     return 1 - share if config.schedule == "linear" else 1.0
 
 
-def _largest(grad: torch.Tensor) -> torch.Tensor:
+def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    largest = [_largest(one) for one in tensors]
+    return not largest or bool(
+        torch.stack([one.to(largest[0]) for one in largest]).isfinite().all()
+    )
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of the part that this process has; NaN where one is NaN."""
-    part = grad.to_local() if is_spread(grad) else grad  # type: ignore[attr-defined]
+    part = tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
     part = part.coalesce().values() if part.is_sparse else part
     return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
 

@@ -210,9 +210,12 @@ sys.exit(main())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize(("times", "code"), [(1, 130), (2, -2)])
-def test_ctrl_c_waits_for_the_end_of_an_import(process, model, times, code):
-    module = "import os, signal\n" + "os.kill(os.getpid(), signal.SIGINT)\n" * times
+@pytest.mark.parametrize(
+    ("name", "times", "code"),
+    [("SIGINT", 1, 130), ("SIGINT", 2, -2), ("SIGTERM", 1, 143), ("SIGTERM", 2, 143)],
+)
+def test_a_signal_waits_for_the_end_of_an_import(process, model, name, times, code):
+    module = "import os, signal\n" + f"os.kill(os.getpid(), signal.{name})\n" * times
     (model.parent / "slow.py").write_text(module + "through = True\n")
     done = process("list", model, code=("-c", IN_AN_IMPORT), PYTHONPATH=f"{PROJECT}:{model.parent}")
     assert (done.code, done.out, done.err) == (code, "", "")
@@ -325,3 +328,23 @@ def test_closed_streams_are_no_error(model, closed):
         ["sh", "-c", command], capture_output=True, text=True, check=False, env=environment
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_where_the_users_own_code_fails_is_told(ckptool, tmp_path, monkeypatch):
+    lines = (
+        "import torch",
+        "class Net(torch.nn.Linear):",
+        "    def forward(self, given):",
+        "        if given.shape[0] == 2:",
+        "            raise ValueError('no batch of two')",
+        "        return super().forward(given)",
+        "def net():",
+        "    return Net(10, 1)",
+    )
+    (tmp_path / "one_by_one.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    words = ("--data", "friedman", "--model", "one_by_one:net", "--batch-size", 398)
+    done = ckptool("train", "--out", "run", *words, "--device", "cpu", "-q")
+    place = tmp_path / "one_by_one.py"
+    assert done.err.startswith(f"ckptool: the code at {place}:5 fails: ValueError: no batch of two")
+    assert "fault of ckptool" not in done.err

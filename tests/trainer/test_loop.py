@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import CheckpointError, TrainingError, UsageError
+from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.data.datasets import Rows
@@ -136,6 +136,28 @@ def test_a_lower_loss_within_an_epoch_takes_nothing_from_the_best_one(tmp_path):
 def test_the_schedule_ends_with_the_last_step(tmp_path):
     run(tmp_path, max_steps=5, schedule="linear", lr=0.01)
     assert lines(tmp_path)[-1]["lr"] == pytest.approx(0.01 / 5)
+
+
+def test_weights_that_are_no_numbers_take_no_checkpoint_s_place(tmp_path):
+    run(tmp_path, optimizer="sgd", epochs=1)
+    before = (tmp_path / "last.pth").read_bytes()
+    with pytest.raises(TrainingError, match=r"^a weight is no number after step 4: last is not"):
+        run(tmp_path, optimizer="sgd", resume="auto", lr=1e38, weight_decay=1e9, max_steps=4)
+    assert (tmp_path / "last.pth").read_bytes() == before
+
+
+@pytest.mark.parametrize("device", ["xpu", "vulkan", "lazy"])
+def test_a_device_that_this_torch_is_made_without_is_told(tmp_path, device):
+    with pytest.raises(TrainingError, match=f"^{device} is not here") as caught:
+        run(tmp_path, device=device)
+    assert caught.value.hint == "--device cpu works everywhere"
+
+
+def test_a_folder_in_the_place_of_the_figures(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TargetExists) as caught:
+        run(tmp_path)
+    assert "another folder for the run" in caught.value.hint
 
 
 def poisoned(row):
@@ -290,8 +312,14 @@ def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
         ({"devices": ("cpu", 1)}, "devices=('cpu', 1) is not several texts"),
         ({"device_ids": ["0"]}, "device_ids=['0'] is not several whole numbers"),
         ({"resume": 5}, "resume=5 is not a text"),
+        ({"lr": 1e39}, "lr=1e+39 is beyond what float32 holds"),
+        ({"keep": 5}, "keep=5 is for checkpoints by step, and none is asked for"),
+        (
+            {"save": "module", "ema": 0.9},
+            "ema=0.9 is for save='full', and this is save='module': no other holds the average",
+        ),
     ],
 )
-def test_an_option_of_another_type_is_told(tmp_path, option, told):
+def test_an_option_that_is_wrong_or_does_nothing_is_told(tmp_path, option, told):
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
         run(tmp_path, **option)

@@ -192,7 +192,8 @@ def test_where_the_run_is_not_known_it_is_told_how_to_see_the_difference(tmp_pat
 def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
     run(tmp_path, epochs=1)
     told = Told()
-    run(tmp_path, told, resume="auto", epochs=2, seed=4, batch_size=5, clip=0.5, keep=2)
+    other = {"seed": 4, "batch_size": 5, "clip": 0.5, "save_every": 100, "keep": 2}
+    run(tmp_path, told, resume="auto", epochs=2, **other)
     assert told.notes == [
         "the checkpoint is of a run with seed 0, batch_size 4, clip none; "
         "this one has seed 4, batch_size 5, clip 0.5"

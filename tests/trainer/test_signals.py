@@ -2,11 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 
 from ckptool.trainer.signals import Signals
+from tests.sources import PROJECT
 from tests.trainer.runs import Told, assert_same_run, run
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
@@ -92,3 +96,84 @@ def test_votes_are_summed():
     assert Signals.asked([0.0, 2.0]) == signal.SIGINT
     assert Signals.asked([1.0, 1.0]) == signal.SIGTERM
     assert Signals.asked([]) is None
+
+
+AT_ONCE = """
+import os, signal, sys
+from ckptool.trainer.signals import ended_at_once, handled
+
+def told(number, frame):
+    print("taken", flush=True)
+
+with ended_at_once():
+    WAITING
+"""
+SWALLOWING = """while True:
+        try:
+            print("ready", flush=True)
+            signal.pause()
+        except BaseException:
+            pass"""
+IN_C = """import torch.distributed as dist
+    print("ready", flush=True)
+    dist.TCPStore("127.0.0.1", 0, is_master=True, world_size=2)"""
+TAKEN = """with handled(told):
+        print("ready", flush=True)
+        sys.stdin.readline()
+    print("after", flush=True)
+    signal.pause()"""
+FORKED = """pid = os.fork()
+    if not pid:
+        print("ready", flush=True)
+        signal.pause()
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+    print("after", flush=True)
+    signal.pause()"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("waiting", [SWALLOWING, IN_C])
+def test_a_signal_ends_what_would_swallow_it_or_wait(number, waiting):
+    with started(AT_ONCE.replace("WAITING", waiting)) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+
+def test_a_signal_that_somebody_takes_ends_nothing():
+    with started(AT_ONCE.replace("WAITING", TAKEN)) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "taken\n"
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "after\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+def test_a_fork_of_such_a_process_is_ended_alone():
+    code = AT_ONCE.replace("WAITING", FORKED).replace('print("ready"', "print(os.getpid()")
+    with started(code) as process:
+        os.kill(int(process.stdout.readline()), signal.SIGTERM)
+        assert process.stdout.readline() == "after\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+@contextmanager
+def started(code):
+    """A process that runs `code`; none is left behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=PROJECT,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()

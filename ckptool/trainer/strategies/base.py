@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from ckptool.loading.fitting.states import Source
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["Step", "StepResult", "Strategy"]
+__all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
+
+DIVERGED = (
+    "a lower --lr, --clip 1, or data that are standardised; the checkpoints of earlier steps are "
+    "as they were"
+)
+"""What helps where numbers grow beyond what can be computed with."""
 
 
 @dataclass(frozen=True)
@@ -274,8 +280,7 @@ class Strategy:
         what = f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is no number"
         raise TrainingError(
             f"{what} at step {step.number}",
-            hint="a lower --lr, --clip 1, or data that are standardised; the checkpoints of "
-            "earlier steps are as they were",
+            hint=DIVERGED,
         )
 
     # Losses.
