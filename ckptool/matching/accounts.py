@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -206,6 +206,10 @@ class Ledger:
                 (h, w) for h, w in account.explained if h not in self.met and w not in self.pairs
             ]
         return found
+
+    def is_a_whole_side(self, hits: Sequence[Pair]) -> bool:
+        """Whether they are all of the file, or of the model: no other module may be meant."""
+        return len(hits) in (len(self.have.slots), len(self.want.slots))
 
     def beats(self, account: Account, rival: Account) -> bool:
         """Whether a rule is better than another that gives one of the names another meaning.

@@ -92,7 +92,8 @@ def matched(
         return matched(have, want, rules=every, metadata=metadata, closed=closed, file=file).report
 
     ruled, idle = ruled_names(have, rules, file)
-    way = chosen_way({ruled[own]: have[own] for own in have} if ruled else have, want)
+    named = {ruled[own]: have[own] for own in have} if ruled else have
+    way = chosen_way(named, want, is_ruled=bool(ruled))
     own = {new: own for own, new in ruled.items()}
     matching = _Matching(have, want, way, own, Closed(closed, way.want))
     matching.meet()

@@ -194,18 +194,27 @@ def respelled_lists(unused: Mapping[str, Slot], missing: Mapping[str, Slot]) -> 
 
     Each layer the same shapes as the one of its number; told where that is one list alone.
     """
-    ours, theirs = (_contents(side) for side in (unused, missing))
+    sides = unused, missing
+    ours, theirs = map(_contents, sides)
     told = []
     for start, wanted in islice(theirs.items(), _MOST_LISTS):
         numbers = {number for number, _ in wanted}
         alike = [own for own, held in ours.items() if wanted <= held]
-        if len(alike) == 1 and len(numbers) > 1:
+        if len(alike) == 1 and len(numbers) > 1 and not _reads_alike(alike[0], start, *sides):
             shown = _shown(numbers)
             told.append(
                 f"{printable(alike[0])}{shown} of the file may be {printable(start)}{shown} of the "
                 "model, by other names below"
             )
     return tuple(told)
+
+
+def _reads_alike(
+    start: str, other: str, unused: Mapping[str, Slot], missing: Mapping[str, Slot]
+) -> bool:
+    """Whether the names behind the one are those behind the other."""
+    rests = {name.removeprefix(other) for name in missing if name.startswith(other)}
+    return all(start + rest in unused for rest in rests)
 
 
 def _contents(side: Mapping[str, Slot]) -> dict[str, Counter[tuple[str, object]]]:

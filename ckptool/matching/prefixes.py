@@ -54,8 +54,9 @@ def _take(
         rivals = ends.rivals(account, hits)
         if (
             rivals
+            or _is_split(ledger, account)
             or not _is_proven(ledger, account, hits)
-            or gate.verdict(swap, hits) is not Verdict.STANDS
+            or not (ledger.is_a_whole_side(hits) or gate.verdict(swap, hits) is Verdict.STANDS)
         ):
             contested.append(Contested(account, rivals))
             continue
@@ -212,6 +213,11 @@ def _ending(
             ledger.spend(count)
             count = 0
     return found
+
+
+def _is_split(ledger: Ledger, account: Account) -> bool:
+    """Whether it would leave aside some of a part, as names of another part meet what that is."""
+    return any((h in ledger.met) != (w in ledger.pairs) for h, w in account.explained)
 
 
 def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:

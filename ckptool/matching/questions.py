@@ -120,7 +120,9 @@ def _deciding(ledger: Ledger, question: _Question, crossings: Crossings) -> Iter
     )
     for swap in by_size[:_MOST_RULES]:
         hits = question.hits[swap]
-        if crossings.is_one(swap) or not _is_safe(ledger, swap, hits):
+        if not ledger.is_a_whole_side(hits) and crossings.is_one(swap):
+            continue
+        if not _is_safe(ledger, swap, hits):
             continue
         if text := rule_text(swap, dict(hits), ledger.have):
             yield text

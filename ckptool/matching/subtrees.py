@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from ckptool.matching.slots import Slot
 
-__all__ = ["Moved", "has_twin", "moved"]
+__all__ = ["Moved", "has_twin", "moved", "whole_part"]
 
 _DEEPEST = 16
 """Components of a name that may be a front."""
 _MOST_TRIED = 8
-"""Fronts that are looked at in full."""
+"""Fronts that are looked at in full, and names by which they are found."""
 
 Fits = Callable[[Slot, Slot], bool]
 
@@ -66,6 +66,41 @@ def moved(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -
         )
         return Moved(front, score, frozenset(contested), outermost)
     return None
+
+
+def whole_part(longer: Mapping[str, Slot], shorter: Mapping[str, Slot], fits: Fits) -> Moved | None:
+    """The front of `longer` below which all names are that are on both sides, and more.
+
+    `visual.` of a file that has two towers, for a model that is one of them: what has equal names
+    is of the other tower. `rivals` are those below which as much is.
+    """
+    equal = {name for name, slot in shorter.items() if name in longer and fits(longer[name], slot)}
+    left = [name for name in shorter if name not in equal]
+    if not equal or not left:
+        return None
+    tails = tuple(f".{name}" for name in left[:: -(-len(left) // _MOST_TRIED)])
+    fronts = Counter(
+        name[: 1 - len(tail)]
+        for name in longer
+        if name.endswith(tails)
+        for tail in tails
+        if name.endswith(tail)
+    )
+    found: list[tuple[int, str]] = []
+    for front, _ in fronts.most_common(_MOST_TRIED):
+        if all(front + name in longer for name in equal):
+            met = sum(
+                fits(longer[at], slot)
+                for name, slot in shorter.items()
+                if (at := front + name) in longer
+            )
+            found.append((met, front))
+    best = max((met for met, _ in found), default=0)
+    fronts_of_best = [front for met, front in found if met == best]
+    if best <= len(equal):
+        return None
+    first, *rivals = fronts_of_best
+    return Moved(first, best, frozenset(equal), tuple(rivals))
 
 
 def has_twin(

@@ -13,21 +13,29 @@ from functools import cached_property
 
 from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, has_old, respellings
-from ckptool.matching.subtrees import has_twin, moved
+from ckptool.matching.subtrees import has_twin, moved, whole_part
 from ckptool.matching.unwrapping import Bare, bare_forms, common_front, is_average_counter
 
 __all__ = ["Side", "Way", "chosen_way", "without_front"]
 
 _DEEPEST = 16
 """Components of a common front that are looked at."""
+BESIDE = "."
+"""Before the bare names of other parts: no module has a name without letters."""
 
 
 class Side:
     """Names, and what comes off them: a form without wrappers, then a front of components."""
 
-    def __init__(self, slots: Mapping[str, Slot], form: Bare, front: str = "") -> None:
-        """`front`: with its dot; off the names that begin with it."""
+    def __init__(
+        self, slots: Mapping[str, Slot], form: Bare, front: str = "", *, is_part: bool = False
+    ) -> None:
+        """`front`: with its dot; off the names that begin with it.
+
+        `is_part`: all others are of another part, whatever they are called.
+        """
         self.slots, self.form, self.front = slots, form, front
+        self._others = BESIDE if is_part else ""
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -41,7 +49,7 @@ class Side:
             bare = {form.get(name, name): name for name in self.slots}
         if front:
             bare = {
-                (short[cut:] if short.startswith(front) else short): name
+                (short[cut:] if short.startswith(front) else self._others + short): name
                 for short, name in bare.items()
             }
         return bare
@@ -102,9 +110,10 @@ class Side:
         }
         return fronts.pop() if len(fronts) == 1 else ""
 
-    def without(self, front: Iterable[str]) -> Side:
+    def without(self, front: Iterable[str], *, is_part: bool = False) -> Side:
         """The same with other components off in front."""
-        shorter = Side(self.slots, self.form, "".join(f"{part}." for part in front))
+        path = "".join(f"{part}." for part in front)
+        shorter = Side(self.slots, self.form, path, is_part=is_part)
         vars(shorter)["has_old"] = self.has_old
         return shorter
 
@@ -186,17 +195,22 @@ def without_front(name: str, bare: str) -> str:
     """The name without those of its lost components that are before all else."""
     if name.endswith(bare):
         return bare
+    if bare.startswith(BESIDE):
+        return name
     first, at = bare.partition(".")[0], 0
     while name[at:].partition(".")[0] != first:
         at = name.index(".", at) + 1
     return name[at:]
 
 
-def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
+def chosen_way(
+    have: Mapping[str, Slot], want: Mapping[str, Slot], *, is_ruled: bool = False
+) -> Way:
     """The way under which most of `want` is met; of equal ones the one that changes less.
 
     Where none meets anything and wrappers differ they come off: other names hide behind them.
-    A front stays where what is below it may as well be a part of the other side.
+    A front stays where what is below it may as well be a part of the other side. `is_ruled`: the
+    user's rules have given names, which mean what they say.
     """
     sides = [list(_forms(slots)) for slots in (have, want)]
     ways = [Way(mine, wanted) for mine in sides[0] for wanted in sides[1]]
@@ -211,7 +225,9 @@ def chosen_way(have: Mapping[str, Slot], want: Mapping[str, Slot]) -> Way:
         if found.has_twin:
             return best.in_doubt
         best = found
-    return _moved(best) if best.score and not best.is_complete else best
+    if not best.score or best.is_complete:
+        return best
+    return (None if is_ruled else _parted(best)) or _moved(best)
 
 
 def _forms(slots: Mapping[str, Slot]) -> Iterator[Side]:
@@ -242,6 +258,24 @@ def _fronts(bare: Way) -> Iterator[Way]:
                 shorter = side.without(front[:end])
                 if shorter.is_sound:
                     yield Way(shorter, want) if is_mine else Way(have, shorter)
+
+
+def _parted(best: Way) -> Way | None:
+    """The way by which one side is a part of the other, though some names outside it are equal."""
+    have, want = best.have, best.want
+    if have.front or want.front:
+        return None
+    off = whole_part(have.bare, want.bare, fits)
+    on = whole_part(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
+    found = max(filter(None, (off, on)), key=lambda moved: moved.score, default=None)
+    if found is None:
+        return None
+    if found.rivals:
+        return Way(have, want, found.contested, (found.front, *found.rivals))
+    parts = [found.front.removesuffix(".")]
+    if found is off:
+        return Way(have.without(parts, is_part=True), want)
+    return Way(have, want.without(parts, is_part=True))
 
 
 def _moved(best: Way) -> Way:

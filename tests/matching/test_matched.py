@@ -159,10 +159,65 @@ def test_two_parts_that_are_the_model_are_not_guessed_between_though_a_name_is_e
     assert {name for one in match.report.ambiguous for name in one.candidates} == {"w", "model.w"}
 
 
-def test_an_equal_name_stays_where_a_part_of_the_file_has_the_rest():
-    have = ["a.w", "backbone.a.w", "backbone.b.w"]
-    match = matched(slots(have), slots(["a.w", "b.w"]))
-    assert match.pairs["a.w"] == "a.w"
+VISION = {"conv1.w": (8, 3), "blocks.0.w": (8, 8), "blocks.1.w": (8, 8), "ln.w": (8,)}
+CLIP = {**before("visual.", VISION), "token.w": (9, 8), "blocks.0.w": (8, 8), "blocks.1.w": (8, 8)}
+
+
+def test_of_two_towers_alike_none_gets_what_is_the_other_s():
+    match = matched(slots(CLIP), slots(VISION))
+    assert match.pairs == {name: f"visual.{name}" for name in VISION}
+    assert match.report.unexpected_keys == ["token.w", "blocks.0.w", "blocks.1.w"]
+    match = matched(slots(VISION), slots(CLIP))
+    assert match.pairs == {f"visual.{name}": name for name in VISION}
+    assert match.report.missing_keys == ["token.w", "blocks.0.w", "blocks.1.w"]
+
+
+def test_nor_where_the_tower_has_more_than_the_file():
+    match = matched(slots(CLIP), slots({**VISION, "head.w": (5, 8)}))
+    assert match.pairs == {name: f"visual.{name}" for name in VISION}
+    assert match.report.missing_keys == ["head.w"]
+
+
+def test_a_part_of_which_some_is_met_elsewhere_gives_nothing_to_the_rest():
+    have = ["a.w", "c.w", "backbone.a.w", "backbone.b.w"]
+    match = matched(slots(have), slots(["a.w", "b.w", "c.w"]))
+    assert match.pairs == {"a.w": "a.w", "c.w": "c.w"}
+    match = matched(slots(["a.w", "b.w", "c.w"]), slots(have))
+    assert match.pairs == {"a.w": "a.w", "c.w": "c.w"}
+
+
+def test_the_user_s_rule_says_which_tower_it_is():
+    both = {**before("enc.", {**VISION, "head.w": (2, 8)}), **before("dec.", VISION)}
+    wanted = {**VISION, "head.w": (2, 8)}
+    match = matched(slots(both), slots(wanted), rules=[regex_rule(r"^dec\.=>")])
+    assert match.pairs == {name: f"dec.{name}" for name in VISION}
+    assert match.report.missing_keys == ["head.w"]
+
+
+def test_of_two_parts_that_may_be_meant_each_has_its_rule():
+    part = {"emb.w": (9, 4), **{f"encoder.{n}.w": (4, 4) for n in range(3)}, "pooler.w": (4, 4)}
+    both = {**before("encoder.", part), **before("decoder.", part)}
+    match = matched(slots(part), slots(both))
+    assert match.pairs == {}
+    (one,) = match.report.ambiguous
+    assert one.rules == ("^=>encoder.", "^=>decoder.")
+    assert match.report.respelled == ()
+
+
+@pytest.mark.parametrize("front", ["encoder", "emb", "pooler", "body"])
+def test_all_of_a_file_may_be_a_part_that_is_called_as_one_of_its_own(front):
+    part = {"emb.w": (9, 4), **{f"encoder.{n}.w": (4, 4) for n in range(3)}, "pooler.w": (4, 4)}
+    whole = {**before(f"{front}.", part), "head.w": (2, 4)}
+    pairs = {f"{front}.{name}": name for name in part}
+    assert matched(slots(part), slots(whole)).pairs == pairs
+    assert matched(slots(whole), slots(part)).pairs == {n: full for full, n in pairs.items()}
+
+
+def test_two_towers_that_are_the_model_are_not_guessed_between():
+    have = {**CLIP, **before("other.", VISION)}
+    match = matched(slots(have), slots(VISION))
+    assert match.pairs == {}
+    assert len(match.report.ambiguous) == 1
 
 
 def test_a_sequential_that_is_shifted_is_not_matched():
