@@ -38,6 +38,8 @@ _MOST_TOLD = 8
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
 _EXTRA_STATE = "_extra_state"
+_OF_ARRAYS = ("model", "state_dict", "blobs")
+"""Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
 OF_THE_MODEL = "_ckptool_model"
 """An attribute beside `_metadata`: of all state dicts in its file, this one is the model's.
 
@@ -95,9 +97,10 @@ def sections(root: Any) -> tuple[Section, ...]:
     """The parts of a checkpoint in the order of the file, `values` last where there are any.
 
     A dict is a state dict if its keys are strings and tensors stand under at least half of them,
-    none deeper; dicts of random states (all one-dimensional uint8) and of mere numbers (below the
-    root, all without dimensions) are not. Dotted names of arrays and `_metadata` say that it is
-    one all the same. What belongs to an optimizer or scheduler is not looked into.
+    none deeper; dicts of random states (all one-dimensional uint8), and, below the root, of mere
+    numbers (all without dimensions) and of numpy's arrays (but as `model`), are not. Dotted names
+    of what has dimensions, and `_metadata`, say that it is one all the same. What belongs to an
+    optimizer or scheduler is not looked into.
     """
     found: list[Section] = []
     modules: dict[int, OrderedMap] = {}
@@ -127,7 +130,7 @@ def _classified(path: Path, node: Any, modules: dict[int, OrderedMap]) -> Sectio
         return Section(path, "optimizer", mapping, node)
     if _is_scheduler(mapping):
         return Section(path, "scheduler", mapping, node)
-    if _is_state_dict(mapping, at_root=not path):
+    if _is_state_dict(mapping, path):
         return Section(path, "state_dict", mapping, node)
     return None
 
@@ -158,7 +161,7 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
     return not any(map(_holds_tensors, mapping.values()))
 
 
-def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
+def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
     entries = list(mapping.values())
@@ -171,17 +174,20 @@ def _is_state_dict(mapping: dict[Any, Any], *, at_root: bool) -> bool:
         "." in name and isinstance(value, TensorRef) and value.shape
         for name, value in mapping.items()
     )
-    if not tensors or (not dotted and not _looks_like_weights(tensors, len(entries), at_root)):
+    if not tensors or (not dotted and not _looks_like_weights(tensors, len(entries), path)):
         return False
     return len(tensors) == len(entries) or not any(map(_holds_tensors, entries))
 
 
-def _looks_like_weights(tensors: list[TensorRef], entries: int, at_root: bool) -> bool:
+def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
     if 2 * len(tensors) < entries:
         return False
     if all(tensor.dtype == "uint8" and len(tensor.shape) == 1 for tensor in tensors):
         return False
-    return at_root or any(tensor.shape for tensor in tensors)
+    if not path:
+        return True
+    takes_arrays = path[-1] in _OF_ARRAYS
+    return any(one.shape and (takes_arrays or one.kind != "numpy") for one in tensors)
 
 
 def is_extra_state(name: Any) -> bool:

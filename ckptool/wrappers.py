@@ -29,6 +29,7 @@ __all__ = [
     "counts",
     "prefixed",
     "strip_names",
+    "wrapped_in_part",
     "wrappers_of",
 ]
 
@@ -174,6 +175,18 @@ def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
         names = list(filter(counts, map(level.apply, names)))
         found.update(dict.fromkeys(level.kinds))
     return tuple(found)
+
+
+def wrapped_in_part(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The names that `module.` begins, most of all, and those that it does not; else nothing.
+
+    Such a `module` may be a layer, and stays: that of a wrapper would be before every name.
+    """
+    names = list(filter(counts, names))
+    within = [name for name in names if name.startswith("module.")]
+    if len(within) == len(names) or 2 * len(within) <= len(names):
+        return [], []
+    return within, [name for name in names if not name.startswith("module.")]
 
 
 def prefixed(wrapper: str, at: str | None = None) -> Rename:

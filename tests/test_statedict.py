@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptool.errors import AmbiguousName, NotFound
@@ -23,6 +25,10 @@ def adam(*names):
 
 def rng(nbytes=16):
     return tensor(nbytes, dtype="uint8")
+
+
+def array():
+    return replace(tensor(), kind="numpy")
 
 
 def test_a_training_checkpoint():
@@ -62,6 +68,10 @@ def test_a_training_checkpoint():
          {"": "state_dict"}),
         ("random states", {"cpu": rng(), "cuda": rng()}, {"": "values"}),
         ("random states below", {"r": {"cpu": rng()}}, {"": "values"}),
+        ("numpy's below", {"m": state_dict(["a"]), "history": {"loss": array(), "val": array()}},
+         {"m": "state_dict", "": "values"}),
+        ("numpy's at the root", {"w": array(), "b": array()}, {"": "state_dict"}),
+        ("numpy's with dotted names", {"model": {"fc.w": array()}}, {"model": "state_dict"}),
         ("a uint8 weight among others", {"w": tensor(), "packed": rng()}, {"": "state_dict"}),
         ("metrics", {"best": {"epoch=1.ckpt": scalar()}}, {"": "values"}),
         ("a few weights among many values",

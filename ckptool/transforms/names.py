@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -11,7 +11,14 @@ from ckptool.paths import counted, listed, printable
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
 from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
 from ckptool.transforms.unwrapping import unwrapped_modules
-from ckptool.wrappers import COLLISION_HINT, add_name, counts, prefixed, strip_names
+from ckptool.wrappers import (
+    COLLISION_HINT,
+    add_name,
+    counts,
+    prefixed,
+    strip_names,
+    wrapped_in_part,
+)
 
 __all__ = ["add_module", "strip_module"]
 
@@ -26,7 +33,7 @@ def strip_module(
     """Take wrapper components off the names of every state dict (`wrappers.strip_names`).
 
     `_metadata` follows, and so do optimizers that hold names. A pickled wrapper module gives way
-    to the module inside. Nothing to change: the same checkpoint comes back.
+    to the module inside. Nothing to change or to tell: the same checkpoint comes back.
 
     Raises:
         NameCollision: two tensors would get one name.
@@ -43,6 +50,9 @@ def strip_module(
             plan.rename(part, names, result.renamed, result.rename_module)
             if result.renamed:
                 plan.changes.append(_stripped(part, result.wrappers, result.levels, result.renamed))
+            if at is None and (only is None or "module" in only):
+                left = [result.renamed.get(name, name) for name in names]
+                plan.changes.extend(_kept_in_part(part, left))
         elif part.kind == "module":
             _unwrap(plan, part, names, only=only, levels=levels, at=at)
     plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
@@ -100,6 +110,17 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
     if renamed:
         text = f"{before} put before {counted(len(renamed), 'name')} in {place(part)}"
         plan.changes.append(Change("add", text, len(renamed)))
+
+
+def _kept_in_part(part: Section, names: list[str]) -> Iterator[Change]:
+    """A warning where most names look wrapped, and `module.` stays as not all of them do."""
+    within, others = wrapped_in_part(names)
+    if within:
+        text = (
+            f"module. stays before {counted(len(within), 'name')} in {place(part)}, as "
+            f"{printable(others[0])} has none: ckptool rename --prefix module.= takes it off"
+        )
+        yield Change("warning", text, len(within))
 
 
 def _stripped(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.paths import listed, name_of, printable
+from ckptool.paths import counted, listed, name_of, printable
 from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
 
 __all__ = [
@@ -120,7 +120,7 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
             count = sum(1 for path, _ in part.tensors() if not _inside(path, chosen))
             rest = "the rest of " if _inside(chosen, part.path) else ""
             text = f"{rest}the {part.kind} {printable(part.name) or 'at the root'}"
-            yield Change("left-out", f"{text} ({count} tensors)", count)
+            yield Change("left-out", f"{text} ({counted(count, 'tensor')})", count)
 
 
 def _inside(path: Path, outer: Path) -> bool:

@@ -268,7 +268,7 @@ def test_stripping_is_idempotent_and_keeps_the_tensors(names):
     except NameCollision:
         assume(False)
     assert [id(value) for value in once.root.values()] == [id(value) for value in model.values()]
-    assert strip_module(once) is once
+    assert strip_module(once).root is once.root
 
 
 @pytest.mark.parametrize(
@@ -295,3 +295,23 @@ def test_a_real_pickled_wrapper_becomes_the_pickled_module(fixtures):
         made = strip_module(read).root
         assert made.class_name == "net.Net"
         assert list(module_state(made))[:2] == ["conv1.weight", "conv1.bias"]
+
+
+def test_a_module_before_most_names_stays_and_is_told():
+    root = {"model": state_dict(["module.b.w", "module.a.w", "queue"])}
+    for options in ({}, {"only": "module"}):
+        made = strip(root, **options)
+        assert [*made.root["model"]] == ["module.b.w", "module.a.w", "queue"]
+        assert texts(made) == [
+            (
+                "warning",
+                "module. stays before 2 names in model, as queue has none: "
+                "ckptool rename --prefix module.= takes it off",
+            )
+        ]
+    assert not strip(root, only="_orig_mod").changes
+
+
+def test_a_layer_called_module_among_others_is_nothing_to_tell():
+    root = state_dict(["module.w", "a.w", "b.w"])
+    assert strip(root).root is root

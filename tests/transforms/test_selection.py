@@ -29,8 +29,8 @@ def test_the_rest_is_named():
     assert made.root is not root["run"]["model"]
     assert made.root.metadata is root["run"]["model"].metadata
     assert left_out(made) == [
-        "the state_dict ema (1 tensors)",
-        "the optimizer opt (1 tensors)",
+        "the state_dict ema (1 tensor)",
+        "the optimizer opt (1 tensor)",
         "the tensors rng",
         "the values epoch, run/lr, run/hist",
         "the objects args",
@@ -58,7 +58,7 @@ def test_a_module_becomes_its_state_dict_and_its_class_is_named():
 def test_a_part_of_a_section_leaves_out_its_rest():
     root = {"opt": {"state": {0: {"m": tensor()}, 1: {"m": tensor()}}, "param_groups": []}}
     made = single_state_dict(checkpoint(root), "opt/state/0")
-    assert left_out(made) == ["the rest of the optimizer opt (1 tensors)"]
+    assert left_out(made) == ["the rest of the optimizer opt (1 tensor)"]
 
 
 def test_several_need_a_key():

@@ -15,9 +15,9 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient, tensors_of, unwrapped
-from ckptool.paths import listed, printable
+from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, wrapped_names
-from ckptool.wrappers import counts, strip_names
+from ckptool.wrappers import counts, strip_names, wrapped_in_part
 
 __all__ = ["LORA", "naming"]
 
@@ -33,6 +33,7 @@ def naming(patient: Patient) -> Iterator[Found]:
     yield from _unwrapped(patient)
     for section in patient.models:
         yield from _submodules(patient, section)
+        yield from _in_part(section)
         yield from _adapters(patient, section)
         yield from _flat(section)
         yield from _nearly_equal(section)
@@ -59,6 +60,22 @@ def _wrappers(patient: Patient) -> Iterator[Found]:
         remedy=collision,
     )
     yield Found(complaint, (Need("strip"),))
+
+
+def _in_part(section: Section) -> Iterator[Found]:
+    """A `module.` before most names, which may be a wrapper's though not all have it."""
+    within, others = wrapped_in_part(_names(section))
+    if within:
+        complaint = Complaint(
+            "wrapped-in-part",
+            "note",
+            f"module. is before {counted(len(within), 'name')}, and not before "
+            f"{printable(others[0])}",
+            names_of(within),
+            "strip-module leaves it there, as it may be a layer of that name",
+            remedy="where it is a wrapper's: ckptool rename with --prefix module.=",
+        )
+        yield Found(complaint)
 
 
 def _collision(sections: Iterable[Section]) -> str:

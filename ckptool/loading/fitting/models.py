@@ -98,13 +98,13 @@ def _unlisted(
         ):
             shut.add(clean)
         found = unsure if clean in shut else asked
-        before = f"{clean}." if clean else ""
+        before, whole = (f"{one}." if one else "" for one in (clean, path))
         held: Mapping[str, torch.Tensor | None] = module._parameters
         if module._buffers:
             passing = module._non_persistent_buffers_set
             held = {**held, **{n: one for n, one in module._buffers.items() if n not in passing}}
         for name, tensor in held.items():
-            if tensor is not None and before + name not in state:
+            if tensor is not None and state.keys().isdisjoint((before + name, whole + name)):
                 found[before + name] = tensor
     return asked, unsure
 

@@ -136,3 +136,10 @@ def test_objects_without_a_plain_form_that_carry_weights_have_no_command(fixture
     (objects,) = [one for one in found.complaints if one.kind == "objects"]
     assert (objects.commands, found.commands) == ((), ())
     assert "gather" in objects.remedy
+
+
+def test_a_module_before_most_names_is_a_note(complaint):
+    root = {"module.w": torch.ones(2), "module.b": torch.ones(2), "queue": torch.ones(3)}
+    found = complaint("wrapped-in-part", root)
+    assert (found.severity, found.where) == ("note", ("module.w", "module.b"))
+    assert "--prefix module.=" in found.remedy

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from ckptool.loading.fitting.models import label_of, target_of
+from ckptool.loading.load_into import load_into
 from ckptool.matching import Slot
 
 
@@ -173,3 +174,11 @@ def test_a_sharded_model_is_asked_without_gathering(wrap, original, monkeypatch)
     assert sorted(name.removeprefix("_orig_mod.") for name in ties) == (
         [] if wrap is twice else ["body.1.weight", "last.weight"]
     )
+
+
+@pytest.mark.parametrize("name", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+def test_a_module_that_hides_nothing_may_be_called_as_those_that_do(name):
+    model = torch.nn.Module()
+    model.add_module(name, torch.nn.Linear(2, 2))
+    assert [*target_of(model).slots] == [f"{name}.weight", f"{name}.bias"]
+    assert load_into(model, model.state_dict()).fits
