@@ -45,6 +45,12 @@ ZIP_KINDS: tuple[ZipKind, ...] = (
         "torch.package.PackageImporter reads it; it runs the code in the archive",
         UnsupportedFormat,
     ),
+    ZipKind(
+        (r"[^/]+/version", r"[^/]+/(?:byteorder|\.data/serialization_id)"),
+        "what a torch.save that failed has left: it holds no data.pkl",
+        "save it again; the error that torch.save raised says what was in its way",
+        TruncatedFile,
+    ),
     ZipKind((r"\[Content_Types\]\.xml", r"word/.*"), "a Word document", _GIVE),
     ZipKind((r"\[Content_Types\]\.xml", r"xl/.*"), "an Excel workbook", _GIVE),
     ZipKind((r"\[Content_Types\]\.xml", r"ppt/.*"), "a PowerPoint presentation", _GIVE),

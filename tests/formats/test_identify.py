@@ -19,6 +19,7 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
+from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import explain, refuse
 from ckptool.formats.identify_folder import FOLDER_KINDS
@@ -290,6 +291,11 @@ def test_message_pack(content):
 ARCHIVES = {
     "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.h5"],
     "a torch.package archive": ["pkg/.data/extern_modules", "pkg/.data/version"],
+    "what a torch.save that failed has left: it holds no data.pkl": [
+        "m/version",
+        "m/byteorder",
+        "m/.data/serialization_id",
+    ],
     "a Word document": ["[Content_Types].xml", "word/document.xml"],
     "an Excel workbook": ["[Content_Types].xml", "xl/workbook.xml"],
     "a PowerPoint presentation": ["[Content_Types].xml", "ppt/presentation.xml"],
@@ -455,3 +461,12 @@ def test_an_ordinary_file_and_a_folder_are_not_refused(tmp_path):
 def test_every_answer_is_an_error_of_ours(content):
     for seed in range(64):
         assert isinstance(content(bytes([seed * 4 + 1]) * (seed + 1)), CheckpointError)
+
+
+def test_what_a_failed_save_of_torch_s_leaves(tmp_path):
+    given = torch.randn(3, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        torch.save({"c": given, "r": torch.view_as_real(given)}, tmp_path / "f.pth")
+    with pytest.raises(TruncatedFile, match="torch.save that failed has left") as caught:
+        open_checkpoint(tmp_path / "f.pth")
+    assert caught.value.hint.startswith("save it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 
 from ckptool.errors import (
     CheckpointError,
@@ -67,6 +68,12 @@ def _why(error: CheckpointError, path: str) -> str:
     if not head:
         return "torch.load raises an EOFError without a message (before 2.6: Ran out of input)"
     if head.startswith(b"PK\x03\x04"):
+        kinds = NotACheckpoint, UnsupportedFormat, TruncatedFile
+        if isinstance(error, kinds) and zipfile.is_zipfile(path):
+            return (
+                "torch.load says: PytorchStreamReader failed locating file data.pkl: file not "
+                "found, or: file in archive is not in a subdirectory"
+            )
         return (
             "torch.load says: PytorchStreamReader failed reading zip archive: failed finding "
             "central directory, or that it failed reading a record (2.13 of a file below 64 KiB: "
