@@ -467,6 +467,6 @@ def test_what_a_failed_save_of_torch_s_leaves(tmp_path):
     given = torch.randn(3, dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
         torch.save({"c": given, "r": torch.view_as_real(given)}, tmp_path / "f.pth")
-    with pytest.raises(TruncatedFile, match="torch.save that failed has left") as caught:
+    with pytest.raises(TruncatedFile, match=r"torch\.save that failed has left") as caught:
         open_checkpoint(tmp_path / "f.pth")
     assert caught.value.hint.startswith("save it again")

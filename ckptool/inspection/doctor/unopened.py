@@ -72,7 +72,8 @@ def _why(error: CheckpointError, path: str) -> str:
         if isinstance(error, kinds) and zipfile.is_zipfile(path):
             return (
                 "torch.load says: PytorchStreamReader failed locating file data.pkl: file not "
-                "found, or: file in archive is not in a subdirectory"
+                "found; of other zips: file in archive is not in a subdirectory, or: Expected "
+                'hasRecord("version") to be true'
             )
         return (
             "torch.load says: PytorchStreamReader failed reading zip archive: failed finding "
