@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckptool.render.text import clean
 __all__ = [
     "EXIT_CODE",
     "complain",
+    "flush",
     "note_none",
     "print_document",
     "print_lines",
@@ -38,7 +40,23 @@ def print_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout as they come, many at a time."""
     flow: Iterator[str] = iter(lines)
     while batch := list(islice(flow, _BATCH)):
-        sys.stdout.write("\n".join(batch) + "\n")
+        with _named():
+            sys.stdout.write("\n".join(batch) + "\n")
+
+
+def flush() -> None:
+    """Have all of stdout where it goes."""
+    with _named():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What the system refuses is of standard output, and no file's."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def settle(code: int) -> None:
@@ -54,10 +72,11 @@ def print_document(document: Mapping[str, Any]) -> None:
 
 
 def say(lines: Iterable[str], *, quiet: bool = False) -> None:
-    """Write messages to stderr, unless `quiet`."""
+    """Write messages to stderr, unless `quiet`; where they cannot be, what was done is done."""
     if not quiet:
-        for line in lines:
-            print(line, file=sys.stderr)
+        with suppress(OSError):
+            for line in lines:
+                print(line, file=sys.stderr)
 
 
 def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quiet: bool) -> None:

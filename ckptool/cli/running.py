@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import EXIT_CODE, complain, say
+from ckptool.cli.console import EXIT_CODE, complain, flush, say
 from ckptool.cli.group import cli
 from ckptool.cli.interrupts import Ended, Interrupts
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
@@ -96,7 +96,7 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     settled: dict[str, Any] = {}
     try:
         _invoke(words, settled)
-        sys.stdout.flush()
+        flush()
     except BrokenPipeError:
         _forget_stdout()
     except (KeyboardInterrupt, click.Abort):

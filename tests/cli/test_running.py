@@ -316,7 +316,17 @@ def test_the_shell_can_ask_for_completions(process):
 def test_a_full_disk_behind_stdout_is_one_sentence(process, model):
     with open("/dev/full", "w") as full:
         done = process("list", model, stdout=full)
-    assert (done.code, done.err) == (2, "ckptool: No space left on device\n")
+    assert (done.code, done.err) == (2, "ckptool: standard output: No space left on device\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_messages_that_nobody_gets_are_no_error(model, tmp_path):
+    words = [sys.executable, "-m", "ckptool", "strip-module", model, "-o", tmp_path / "o.pth"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stderr=full, check=False, env=environment)
+    assert done.returncode == 0
+    assert (tmp_path / "o.pth").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closed by a shell of POSIX")
