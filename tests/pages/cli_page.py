@@ -37,7 +37,7 @@ Aliases: {aliases}. Every command takes `-h` and `--help`.
 |---|---|
 | 0 | fine |
 | 1 | a finding: the files differ, it does not fit, something is damaged |
-| 2 | an error or wrong usage: nothing was written, or could be told; of several files it outranks 1 |
+| 2 | an error or wrong usage: nothing was written, or told; of several files it outranks 1 |
 | 130, 143 | interrupted: Ctrl-C, SIGTERM |
 
 | environment | |

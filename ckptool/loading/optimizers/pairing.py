@@ -21,14 +21,24 @@ from ckptool.paths import counted, listed, printable, walk
 from ckptool.patterns import families
 from ckptool.remedies import Remedy
 
-__all__ = ["ALONE", "Pairing", "Wanted", "by_names", "by_position", "by_shapes", "by_some_names"]
+__all__ = [
+    "ALONE",
+    "REBUILD",
+    "VOUCH",
+    "Pairing",
+    "Wanted",
+    "by_names",
+    "by_position",
+    "by_shapes",
+    "by_some_names",
+]
 
-_VOUCH = Remedy(
+VOUCH = Remedy(
     (("optimizer_order", "position"),),
     " where the optimizer was built over its parameters in the order of the file",
 )
 ALONE = "without optimizer= the model alone is loaded"
-_REBUILD = f"build the optimizer over its parameters in the order of the file; or {ALONE}"
+REBUILD = f"build the optimizer over its parameters in the order of the file; or {ALONE}"
 _LOOSE = "build the optimizer over the parameters of the model that is loaded"
 
 
@@ -190,7 +200,7 @@ def by_shapes(
 
 def _ordering(saved: Saved, wanted: Wanted) -> Remedy | str:
     """What helps where only the order is left to go by: to vouch for it, unless shapes forbid."""
-    return _REBUILD if by_position(saved, wanted).problems else _VOUCH
+    return REBUILD if by_position(saved, wanted).problems else VOUCH
 
 
 def _alike(saved: Saved, told: Collection[int]) -> str | None:

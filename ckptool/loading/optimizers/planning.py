@@ -18,6 +18,8 @@ from ckptool.loading.optimizers.kind import cousin, other_kind
 from ckptool.loading.optimizers.names import Found, Place, Reading, Sides, read_names
 from ckptool.loading.optimizers.pairing import (
     ALONE,
+    REBUILD,
+    VOUCH,
     Pairing,
     Wanted,
     by_names,
@@ -123,6 +125,8 @@ def planned_optimizer(
     live = _live(target, parameters)
     sides = Sides(state.slots, target.slots, wanted.places, known.match, in_full, live)
     pairing = _paired(saved, wanted, sides, order)
+    if pairing.remedy == VOUCH and _stand_otherwise(sides):
+        pairing = replace(pairing, remedy=REBUILD)
     notes = [*_notes(saved, optimizer, pairing), *filter(None, [known.note])]
     report = replace(report, by=pairing.by, notes=tuple(notes))
     refused = _refused(optimizer, parameters, saved, pairing, wanted, target.slots)
@@ -213,6 +217,25 @@ def _paired(saved: Saved, wanted: Wanted, sides: Sides, order: str | None) -> Pa
         return by_shapes(saved, wanted, owners)
     told = (_contradicted(dict(enumerate(readings[reading])), reading) for reading in best)
     return next(filter(None, told), None) or by_position(saved, wanted)
+
+
+def _stand_otherwise(sides: Sides) -> bool:
+    """Whether parameters of a group, in the order of the model, are in another in the file's.
+
+    The names of safetensors say nothing: its writer sorts them.
+    """
+    if [*sides.have] == sorted(sides.have):
+        return False
+    here, there = ({name: at for at, name in enumerate(side)} for side in (sides.want, sides.have))
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for place in sides.places:
+        own = sides.match.pairs.get(place.name)
+        if own in there and place.name in here:
+            groups.setdefault(place.group, []).append((here[place.name], there[own]))
+    return any(
+        found == sorted(found) and [at for _, at in found] != sorted(at for _, at in found)
+        for found in groups.values()
+    )
 
 
 def _contradicted(names: Mapping[int, str], reading: Reading) -> Pairing | None:

@@ -237,3 +237,14 @@ def test_a_complex_parameter_counts_twice_in_what_lbfgs_keeps_of_all():
     step(old, used)
     step(new, fresh)
     assert all(torch.equal(*pair) for pair in zip(old.parameters(), new.parameters(), strict=True))
+
+
+def test_an_order_that_the_models_names_contradict_is_not_proposed():
+    model = net(("c", "b", "a"))
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(model, without_names(), optimizer=torch.optim.AdamW(model.parameters()))
+    assert caught.value.hint.startswith("build the optimizer over its parameters in the order")
+    in_order = [p for name in "abc" for p in getattr(model, name).parameters()]
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(model, without_names(), optimizer=torch.optim.AdamW(in_order))
+    assert dict(caught.value.remedy.arguments) == {"optimizer_order": "position"}
