@@ -34,8 +34,13 @@ def worded(path: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL:
+            is_limit = error.errno == errno.EFBIG
             raise NoSpace(
-                f"cannot be written ({reason})", file=path, hint="make room, or choose another disk"
+                f"cannot be written ({reason})",
+                file=path,
+                hint="the system limits how large a file may be: ulimit -f"
+                if is_limit
+                else "make room, or choose another disk",
             ) from error
         if error.errno in _DENIED:
             raise WriteDenied(

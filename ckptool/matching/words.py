@@ -50,6 +50,19 @@ duration | pitch | energy
 subject head | object tail | relation rel
 parent | child
 categorical cat | numerical num
+rgb color | flow motion | depth | thermal infrared
+visual vision | textual | acoustic
+camera cam | lidar | radar
+classifier | regressor
+cond conditional | uncond unconditional
+fg foreground | bg background
+lr | hr
+sender | receiver
+policy | reward
+chosen | rejected
+unet | controlnet | vae
+base | refiner
+rpn | roi
 """
 """The parts of one whole, a line each, with the words for each part: none is another's name."""
 

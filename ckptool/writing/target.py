@@ -110,6 +110,10 @@ def check_target(
     name = os.fspath(path)
     if not name or name.endswith(os.sep):
         raise UsageError(f"{name!r} names no file to write", hint="give the name of a file")
+    if name == "-":
+        raise UsageError(
+            "nothing is written to standard output", hint="./- names a file that is called so"
+        )
     if not is_a_source(path, checkpoint.sources):
         refuse_target(path, overwrite=overwrite)
     elif not in_place:

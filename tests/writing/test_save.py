@@ -518,3 +518,10 @@ def test_a_program_goes_to_safetensors_as_its_state_dict_would(fixtures, tmp_pat
         receipt = save(script, tmp_path / "out.safetensors")
     assert receipt.left_out
     assert not any("Parameter" in text or "requires_grad" in text for text in receipt.left_out)
+
+
+def test_a_dash_is_no_name_of_standard_output(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="nothing is written to standard output"):
+        save(checkpoint, "-")
+    assert save(checkpoint, "./-").path == "./-"
