@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptool.matching.slots import Slot
 
-__all__ = ["Moved", "has_twin", "moved", "whole_part"]
+__all__ = ["Fits", "Moved", "has_twin", "moved", "whole_part"]
 
 _DEEPEST = 16
 """Components of a name that may be a front."""

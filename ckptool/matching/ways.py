@@ -8,18 +8,19 @@ with `model.` before all names).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from ckptool.matching.slots import Slot, fits
 from ckptool.matching.spelling import Respelled, has_old, respellings
-from ckptool.matching.subtrees import has_twin, moved, whole_part
+from ckptool.matching.subtrees import Fits, Moved, has_twin, moved, whole_part
 from ckptool.matching.unwrapping import Bare, bare_forms, common_front, is_average_counter
 
 __all__ = ["Side", "Way", "chosen_way", "without_front"]
 
 _DEEPEST = 16
 """Components of a common front that are looked at."""
+_Finder = Callable[[Mapping[str, Slot], Mapping[str, Slot], Fits], Moved | None]
 BESIDE = "."
 """Before the bare names of other parts: no module has a name without letters."""
 
@@ -227,7 +228,8 @@ def chosen_way(
         best = found
     if not best.score or best.is_complete:
         return best
-    return (None if is_ruled else _parted(best)) or _moved(best)
+    part = None if is_ruled else _by_front(best, whole_part, is_part=True)
+    return part or _by_front(best, moved) or best
 
 
 def _forms(slots: Mapping[str, Slot]) -> Iterator[Side]:
@@ -260,36 +262,22 @@ def _fronts(bare: Way) -> Iterator[Way]:
                     yield Way(shorter, want) if is_mine else Way(have, shorter)
 
 
-def _parted(best: Way) -> Way | None:
-    """The way by which one side is a part of the other, though some names outside it are equal."""
+def _by_front(best: Way, find: _Finder, *, is_part: bool = False) -> Way | None:
+    """The way by which more is met with a front off one side, `is_part`: and all else beside.
+
+    Then some names that are equal on both sides are different tensors.
+    """
     have, want = best.have, best.want
     if have.front or want.front:
         return None
-    off = whole_part(have.bare, want.bare, fits)
-    on = whole_part(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
-    found = max(filter(None, (off, on)), key=lambda moved: moved.score, default=None)
-    if found is None:
-        return None
-    if found.rivals:
-        return Way(have, want, found.contested, (found.front, *found.rivals))
-    parts = [found.front.removesuffix(".")]
-    if found is off:
-        return Way(have.without(parts, is_part=True), want)
-    return Way(have, want.without(parts, is_part=True))
-
-
-def _moved(best: Way) -> Way:
-    """The way, or one by which some names that are equal on both sides are different tensors."""
-    have, want = best.have, best.want
-    if have.front or want.front:
-        return best
-    off = moved(have.bare, want.bare, fits)
-    on = moved(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
+    off = find(have.bare, want.bare, fits)
+    on = find(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
     found = max(filter(None, (off, on)), key=lambda moved: moved.score, default=None)
     if found is None or found.score <= best.score:
-        return best
+        return None
     if found.rivals:
         return Way(have, want, frozenset(found.contested), (found.front, *found.rivals))
-    parts = [found.front.removesuffix(".")]
-    way = Way(have.without(parts), want) if found is off else Way(have, want.without(parts))
-    return way if way.have.is_sound and way.want.is_sound else best
+    side = have if found is off else want
+    bare = side.without([found.front.removesuffix(".")], is_part=is_part)
+    way = Way(bare, want) if side is have else Way(have, bare)
+    return way if bare.is_sound else None
