@@ -211,6 +211,10 @@ class Ledger:
         """Whether they are all of the file, or of the model: no other module may be meant."""
         return len(hits) in (len(self.have.slots), len(self.want.slots))
 
+    def splits(self, account: Account) -> bool:
+        """Whether a rule leaves aside some of a part, as another part's names meet what that is."""
+        return any((h in self.met) != (w in self.pairs) for h, w in account.explained)
+
     def beats(self, account: Account, rival: Account) -> bool:
         """Whether a rule is better than another that gives one of the names another meaning.
 

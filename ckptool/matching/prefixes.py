@@ -54,7 +54,7 @@ def _take(
         rivals = ends.rivals(account, hits)
         if (
             rivals
-            or _is_split(ledger, account)
+            or ledger.splits(account)
             or not _is_proven(ledger, account, hits)
             or not (ledger.is_a_whole_side(hits) or gate.verdict(swap, hits) is Verdict.STANDS)
         ):
@@ -213,11 +213,6 @@ def _ending(
             ledger.spend(count)
             count = 0
     return found
-
-
-def _is_split(ledger: Ledger, account: Account) -> bool:
-    """Whether it would leave aside some of a part, as names of another part meet what that is."""
-    return any((h in ledger.met) != (w in ledger.pairs) for h, w in account.explained)
 
 
 def _is_proven(ledger: Ledger, account: Account, hits: list[Pair]) -> bool:

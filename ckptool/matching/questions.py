@@ -122,7 +122,7 @@ def _deciding(ledger: Ledger, question: _Question, crossings: Crossings) -> Iter
         hits = question.hits[swap]
         if not ledger.is_a_whole_side(hits) and crossings.is_one(swap):
             continue
-        if not _is_safe(ledger, swap, hits):
+        if ledger.splits(ledger.account(swap)) or not _is_safe(ledger, swap, hits):
             continue
         if text := rule_text(swap, dict(hits), ledger.have):
             yield text

@@ -268,7 +268,7 @@ def _by_front(best: Way, find: _Finder, *, is_part: bool = False) -> Way | None:
     Then some names that are equal on both sides are different tensors.
     """
     have, want = best.have, best.want
-    if have.front or want.front:
+    if (have.front or want.front) and not is_part:
         return None
     off = find(have.bare, want.bare, fits)
     on = find(want.bare, have.bare, lambda wanted, mine: fits(mine, wanted))
@@ -278,6 +278,7 @@ def _by_front(best: Way, find: _Finder, *, is_part: bool = False) -> Way | None:
     if found.rivals:
         return Way(have, want, frozenset(found.contested), (found.front, *found.rivals))
     side = have if found is off else want
-    bare = side.without([found.front.removesuffix(".")], is_part=is_part)
+    path = (side.front + found.front).removesuffix(".")
+    bare = side.without([path], is_part=is_part)
     way = Way(bare, want) if side is have else Way(have, bare)
     return way if bare.is_sound else None

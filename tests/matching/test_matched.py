@@ -172,6 +172,27 @@ def test_of_two_towers_alike_none_gets_what_is_the_other_s():
     assert match.report.missing_keys == ["token.w", "blocks.0.w", "blocks.1.w"]
 
 
+@pytest.mark.parametrize("front", ["net.", "module.", "model.body."])
+def test_nor_below_a_front_that_all_names_share(front):
+    have = before(front, CLIP)
+    pairs = {name: f"{front}visual.{name}" for name in VISION}
+    assert matched(slots(have), slots(VISION)).pairs == pairs
+    assert matched(slots(VISION), slots(have)).pairs == {n: name for name, n in pairs.items()}
+    both = {**have, **before(f"{front}other.", VISION)}
+    assert matched(slots(both), slots(VISION)).pairs == {}
+
+
+TOWERS = {"text": "abcd", "image": "abef"}
+
+
+def test_no_rule_is_told_that_takes_the_rest_from_another_part():
+    have = {f"{part}.{name}.w": (4, 4) for part, names in TOWERS.items() for name in names}
+    wanted = slots({f"{name}.w": (4, 4) for name in "abcdef"})
+    match = matched(slots(have), wanted, rules=[regex_rule(r"^text\.=>")])
+    assert match.pairs == {f"{name}.w": f"text.{name}.w" for name in "abcd"}
+    assert all(not one.rules for one in match.report.ambiguous)
+
+
 def test_nor_where_the_tower_has_more_than_the_file():
     match = matched(slots(CLIP), slots({**VISION, "head.w": (5, 8)}))
     assert match.pairs == {name: f"visual.{name}" for name in VISION}
