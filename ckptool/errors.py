@@ -167,7 +167,7 @@ class LimitExceeded(UnreadableFile, ValueError):
 
     usual_hint = (
         "no trainer writes such a file; where it is trusted, ckptool.open(file, "
-        "limits=ckptool.Limits(...)) allows more"
+        "limits=ckptool.Limits(...)) raises most limits"
     )
 
 

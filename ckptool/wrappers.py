@@ -177,16 +177,19 @@ def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def wrapped_in_part(names: Iterable[str]) -> tuple[list[str], list[str]]:
+def wrapped_in_part(
+    names: Iterable[str], *, only: str | Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
     """The names that `module.` begins, most of all, and those that it does not; else nothing.
 
     Such a `module` may be a layer, and stays: that of a wrapper would be before every name.
+    `only` narrows to some kinds of wrapper, as in `strip_names`.
     """
     names = list(filter(counts, names))
     within = [name for name in names if name.startswith("module.")]
-    if len(within) == len(names) or 2 * len(within) <= len(names):
-        return [], []
-    return within, [name for name in names if not name.startswith("module.")]
+    others = [name for name in names if not name.startswith("module.")]
+    is_part = 0 < len(others) < len(within) and "module" in _checked_kinds(only)
+    return (within, others) if is_part else ([], [])
 
 
 def prefixed(wrapper: str, at: str | None = None) -> Rename:

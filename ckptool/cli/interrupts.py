@@ -46,7 +46,10 @@ class Interrupts:
         self.came = self.came or number
         if self._through or not _is_importing(frame):
             self._through = False
-            raise KeyboardInterrupt if self.came == signal.SIGINT else Ended(128 + self.came)
+            if self.came != signal.SIGINT:
+                raise Ended(128 + self.came)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second is heard in C as well
+            raise KeyboardInterrupt
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 

@@ -213,8 +213,8 @@ def _reads_alike(
     start: str, other: str, unused: Mapping[str, Slot], missing: Mapping[str, Slot]
 ) -> bool:
     """Whether the names behind the one are those behind the other."""
-    rests = {name.removeprefix(other) for name in missing if name.startswith(other)}
-    return all(start + rest in unused for rest in rests)
+    below = (name.removeprefix(other) for name in missing if name.startswith(other))
+    return all(start + rest in unused for rest in below)
 
 
 def _contents(side: Mapping[str, Slot]) -> dict[str, Counter[tuple[str, object]]]:

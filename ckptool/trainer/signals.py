@@ -40,18 +40,20 @@ def leave_to_system() -> None:
 def ended_at_once() -> Iterator[None]:
     """Have both end this process where nobody else takes them, with the exit code of a shell.
 
-    It is a thread that ends it. A handler of Python's would not be called while torch waits for
-    other processes, and what it raises in the middle of an import may be swallowed, by half.
+    One that is ignored stays so. It is a thread that ends it: a handler of Python's would not be
+    called while torch waits for other processes, and what it raises in the middle of an import may
+    be swallowed, by half.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: set[int] = set()
-
+    ignored = {int(one) for one in ASKING if signal.getsignal(one) == signal.SIG_IGN}
     own = os.getpid()
 
     def take(number: int, _: FrameType | None) -> None:
-        came.add(number)
+        if number not in ignored:
+            came.add(number)
 
     def forget() -> None:
         if os.getpid() != own and signal.getsignal(signal.SIGTERM) is take:
@@ -60,7 +62,8 @@ def ended_at_once() -> Iterator[None]:
 
     def end() -> None:
         while number := os.read(read_end, 1)[0]:
-            if number in came or signal.getsignal(number) is take:
+            is_ours = signal.getsignal(number) is take and number not in ignored
+            if is_ours or number in came:
                 os._exit(128 + number)
 
     read_end, write_end = os.pipe()

@@ -50,9 +50,9 @@ def strip_module(
             plan.rename(part, names, result.renamed, result.rename_module)
             if result.renamed:
                 plan.changes.append(_stripped(part, result.wrappers, result.levels, result.renamed))
-            if at is None and (only is None or "module" in only):
+            if at is None:
                 left = [result.renamed.get(name, name) for name in names]
-                plan.changes.extend(_kept_in_part(part, left))
+                plan.changes.extend(_kept_in_part(part, left, only))
         elif part.kind == "module":
             _unwrap(plan, part, names, only=only, levels=levels, at=at)
     plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
@@ -112,9 +112,11 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
         plan.changes.append(Change("add", text, len(renamed)))
 
 
-def _kept_in_part(part: Section, names: list[str]) -> Iterator[Change]:
+def _kept_in_part(
+    part: Section, names: list[str], only: str | Sequence[str] | None
+) -> Iterator[Change]:
     """A warning where most names look wrapped, and `module.` stays as not all of them do."""
-    within, others = wrapped_in_part(names)
+    within, others = wrapped_in_part(names, only=only)
     if within:
         text = (
             f"module. stays before {counted(len(within), 'name')} in {place(part)}, as "

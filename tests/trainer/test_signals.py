@@ -152,6 +152,18 @@ def test_a_signal_that_somebody_takes_ends_nothing():
         assert process.wait(60) == 143
 
 
+def test_a_signal_that_is_ignored_stays_so():
+    code = AT_ONCE.replace("WAITING", "for _ in range(2): print(input(), flush=True)")
+    ignoring = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with started(ignoring + code) as process:
+        for _ in range(2):
+            process.stdin.write("on\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "on\n"
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
 def test_a_fork_of_such_a_process_is_ended_alone():
     code = AT_ONCE.replace("WAITING", FORKED).replace('print("ready"', "print(os.getpid()")
     with started(code) as process:

@@ -89,7 +89,10 @@ class TreeMaker:
         try:
             return self.node(node)
         except RecursionError as error:
-            raise LimitExceeded("containers are nested deeper than Python's stack") from error
+            raise LimitExceeded(
+                "containers are nested deeper than Python's stack",
+                hint="sys.setrecursionlimit raises it",
+            ) from error
 
     def node(self, node: Any) -> Any:
         """The same for a node on the way down."""
