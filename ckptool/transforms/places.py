@@ -80,7 +80,7 @@ class Place(NamedTuple):
         no more often than the sizes allow; too many ways to sum it up count as sharing.
         """
         (start, end), (first, last) = self.extent, other.extent
-        if end <= first or last <= start:
+        if end <= first or last <= start or start == end or first == last:  # or one is empty
             return True
         if self.dtype != other.dtype:
             return False

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.transforms.places import Place
@@ -41,6 +41,7 @@ def test_packed_it_has_no_holes_and_repeats_what_was_repeated(place):
     assert len(pairs) == len(set(found))  # one new position for each old one
 
 
+@example(Place("int16", 40, (0,), (0,)), Place("int16", 40, (4, 4), (-8, -8)))
 @given(places(), places())
 def test_they_are_apart_where_no_element_is_in_both(one, other):
     assert one.apart_from(other) == (not set(elements(one)) & set(elements(other)))
