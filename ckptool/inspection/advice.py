@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptool.formats.identify_kinds import as_argument
+from ckptool.formats.identify import as_argument
 from ckptool.paths import counted, listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]

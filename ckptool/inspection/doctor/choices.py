@@ -9,7 +9,7 @@ from itertools import pairwise
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError
 from ckptool.formats import writer
-from ckptool.formats.identify_kinds import as_argument, unused
+from ckptool.formats.identify import as_argument, unused
 from ckptool.inspection.doctor.complaint import Choice
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.doctor.plan import MENDED, Plan, format_option

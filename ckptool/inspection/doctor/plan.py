@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, NameCollision, NotRepresentable
 from ckptool.formats import writer
-from ckptool.formats.identify_kinds import as_argument, unused
+from ckptool.formats.identify import as_argument, unused
 from ckptool.inspection.doctor.complaint import Need
 from ckptool.inspection.doctor.memory import dead_is_much, unseen_is_much
 from ckptool.inspection.doctor.patient import Patient

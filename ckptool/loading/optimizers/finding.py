@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.formats.identify_kinds import shell
+from ckptool.formats.identify import shell
 from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
