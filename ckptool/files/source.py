@@ -7,6 +7,7 @@ truncates would kill the process.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,12 +66,30 @@ def open_descriptor(path: str) -> int:
     try:
         return os.open(path, _OPEN_FLAGS)
     except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
+        raise _missing(path) from error
     except PermissionError as error:
         raise FileDenied("the system does not let us read it", file=path) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UnreadableFile(f"cannot be opened ({reason})", file=path) from error
+
+
+def _missing(path: str) -> FileMissing:
+    """Say why nothing is at `path`: a link leads nowhere, or it is no path but an address."""
+    if os.path.islink(path):
+        gone = os.path.realpath(path)
+        hint = "download or copy what it leads to; in a cache of Hugging Face: hf download again"
+        return FileMissing(f"is a link to {gone}, where there is nothing", file=path, hint=hint)
+    local = "there is no such file, and only local files are read"
+    if re.match(r"[a-z0-9]+:/", path):
+        hint = "download it first: hf download ORGANISATION/NAME, or curl -LO URL"
+        return FileMissing(local, file=path, hint=hint)
+    is_file_name = re.search(r"\.(?:pth?|th|tar|ckpt|bin|safetensors|pkl|npz|json)\Z", path)
+    folder = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", path)
+    if folder and not is_file_name and not os.path.exists(folder[1]):
+        hint = f"of a repository of Hugging Face: hf download {path}, then give the folder"
+        return FileMissing(local, file=path, hint=hint)
+    return FileMissing("there is no such file", file=path)
 
 
 _Wanted = TypeVar("_Wanted")

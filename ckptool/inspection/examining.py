@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.files import InflatedSource, Source
 from ckptool.files.crc import crc32s
+from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Probe
 from ckptool.formats.model_folder import of_model_file
@@ -104,6 +107,7 @@ class _Look:
         """Look at one file, or the files of an unzipped one."""
         found = checks.structure(probe)
         self.add(found)
+        self.at_name(probe)
         wrong = self.sum_up(found.checksums)
         try:
             checkpoint = read_probe(probe)
@@ -112,6 +116,26 @@ class _Look:
             self.blame(error, contradicted=bool(self.verdict.problems))
             return
         self.at_content(checkpoint, probe, wrong, values=values, hashes=hashes)
+
+    def at_name(self, probe: Probe) -> None:
+        """Hold the file against the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
+
+        Digits alone may be a date, and letters alone a word.
+        """
+        named = re.fullmatch(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)", os.path.basename(probe.path))
+        if named is None or probe.source is None or named[1].isdigit() or named[1].isalpha():
+            return
+        size, digest = probe.source.size, hashlib.sha256()
+        self.begin(size)
+        for offset in range(0, size, BLOCK):
+            block = probe.source.read(offset, min(BLOCK, size - offset))
+            digest.update(block)
+            self.told(len(block))
+        found = digest.hexdigest()[: len(named[1])]
+        if found != named[1]:
+            text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
+            hint = "torch.hub names files so: download it again, unless it was changed on purpose"
+            self.add(Findings((Problem("name", "", text, hint),)))
 
     def at_set(self, probe: Probe, index: ShardIndex, *, values: bool, hashes: bool) -> None:
         """Look at an index and each of its shards, then at what they are together."""

@@ -111,7 +111,7 @@ def _identities(folder: str, names: Iterable[str]) -> set[_Identity]:
 
 def _may_be_one(path: str) -> bool:
     """Whether the name or the first bytes speak for it."""
-    if should_be_one(path) or _INDEX.fullmatch(path):
+    if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
     try:
         with closing(FileSource(path)) as source:
