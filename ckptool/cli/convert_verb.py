@@ -15,6 +15,7 @@ from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
+from ckptool.errors import UsageError
 from ckptool.matching import Allowance
 from ckptool.writing import target_format
 
@@ -33,7 +34,8 @@ __all__ = ["command"]
     cls=Allowing,
 )
 @click.argument("source", type=PATH)
-@click.argument("destination", type=PATH)
+@click.argument("destination", type=PATH, required=False)
+@click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
 @glob_options
 @click.option(
@@ -84,7 +86,7 @@ __all__ = ["command"]
 @target_options(place=False)
 def command(
     source: str,
-    destination: str,
+    destination: str | None,
     device_map: tuple[str, ...],
     visible_devices: str | None,
     keep: tuple[str, ...],
@@ -102,6 +104,9 @@ def command(
     what is left out is named. All of it is one pass over the file, in the order in which the
     options stand here.
     """
+    if (destination is None) == (target.output is None):
+        raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
+    path = destination or target.output or ""
     conversion = Conversion(
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
@@ -116,14 +121,14 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
-        name = target_format(checkpoint, destination, target.format, sharded=sharded)
+        name = target_format(checkpoint, path, target.format, sharded=sharded)
         with in_options():
             return conversion.applied(checkpoint, name)
 
     write_changed(
         source,
         change,
-        replace(target, output=destination),
+        replace(target, output=path),
         word="converted",
         strict=strict,
         max_shard_size=max_shard_size,

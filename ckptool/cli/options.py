@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -170,17 +171,35 @@ _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
     click.option("--in-place", is_flag=True, help="Replace the file itself."),
 )
+_DESTINATION = click.argument("destination", type=PATH, required=False)
+
+
+def _new_file(destination: str, output: str | None, in_place: bool) -> str:
+    """Return the second file, unless it may have been meant as another one to change."""
+    if output is not None or in_place:
+        raise UsageError(f"{destination} would be the file to write, and an option names another")
+    if os.path.lexists(destination):
+        raise UsageError(
+            f"{destination} is there already, and a second file is written only where it is new",
+            hint=f"-o {destination} --force writes over it; one command changes one file",
+        )
+    return destination
 
 
 def target_options(*, place: bool = True) -> Callable[[F], F]:
-    """The options of a verb that writes, gathered in one `target`; `place`: -o and --in-place."""
-    chosen = (*_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
+    """The options of a verb that writes, gathered in one `target`.
+
+    `place`: with -o, --in-place and a second file, which is written where there is none yet.
+    """
+    chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
 
     def decorate(function: F) -> F:
         @wraps(function)
         def gathered(**given: Any) -> Any:
             fields = {name: given.pop(name, None) for name in Target.__dataclass_fields__}
             fields["in_place"] = bool(fields["in_place"])
+            if place and (destination := given.pop("destination")) is not None:
+                fields["output"] = _new_file(destination, fields["output"], fields["in_place"])
             return function(target=Target(**fields), **given)
 
         decorated: Any = _together(*chosen)(gathered)

@@ -274,3 +274,41 @@ def test_the_commands_that_info_proposes_work(ckptool, tagged, machine):
     assert "commands" in ckptool("info", made, "--json").document
     found = ckptool("info", made, "--json").document
     assert machine not in found["commands"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["strip-module"],
+        ["add-module"],
+        ["remap", "--to", "cpu"],
+        ["cast", "--dtype", "float16"],
+        ["rename", "--prefix", "module=net"],
+        ["extract", "--model-only"],
+        ["compact"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_second_file_is_written_where_there_is_none_yet(ckptool, model, tmp_path, verb):
+    target = tmp_path / "out.pth"
+    assert ckptool(*verb, model, target).code == 0
+    written, before = target.read_bytes(), model.read_bytes()
+    for more in ([], ["--force"]):
+        done = ckptool(*verb, model, target, *more)
+        assert done.code == 2
+        assert "is there already" in done.err
+        assert f"-o {target} --force" in done.err
+    for more in (["--in-place"], ["-o", tmp_path / "other.pth"]):
+        assert ckptool(*verb, model, tmp_path / "new.pth", *more).code == 2
+    assert (target.read_bytes(), model.read_bytes()) == (written, before)
+    assert set(os.listdir(tmp_path)) == {"model.pth", "out.pth"}
+
+
+def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
+    target = tmp_path / "out.safetensors"
+    assert ckptool("convert", model, "-o", target, "--model-only").code == 0
+    assert len(load_file(target)) == 9
+    for words in ([], [target, "-o", target]):
+        done = ckptool("convert", model, *words)
+        assert done.code == 2
+        assert "convert takes one file to write" in done.err
