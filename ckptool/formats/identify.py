@@ -1,7 +1,6 @@
 """Say what a file is that no format takes: one sentence, and the step that helps.
 
-`refuse` comes before the formats, for what one of them would mistake; `explain` after them. Every
-file is held against `refuse`, so what only `explain` takes is imported there.
+`refuse` comes before the formats, for what one of them would mistake; `explain` after them.
 """
 
 from __future__ import annotations
@@ -216,7 +215,7 @@ _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
     (
         r"model_checkpoint_path: ",
         "the note of a TensorFlow checkpoint on which of its files is the latest",
-        "TensorFlow reads it: tf.train.latest_checkpoint({folder})",
+        "TensorFlow reads it: tf.train.latest_checkpoint({place})",
         UnsupportedFormat,
     ),
     (
@@ -292,10 +291,12 @@ def _first(probe: Probe, count: int) -> bytes:
 
 
 def _filled(text: str, probe: Probe, **more: str) -> str:
-    """Fill the braces of a hint: the file, its folder, its name in Python, a name that is free."""
+    """Fill the braces of a hint: words of a shell, texts of Python (`place`, `stem`)."""
+    folder = os.path.dirname(probe.path) or "."
     return text.format(
         file=shell(probe.path),
-        folder=shell(os.path.dirname(probe.path) or "."),
+        folder=shell(folder),
+        place=repr(folder),
         stem=repr(os.path.splitext(probe.path)[0]),
         unpacked=shell(unused(f"{probe.path}.unpacked")),
         **more,

@@ -22,7 +22,6 @@ __all__ = ["FOLDER_KINDS", "find"]
 
 _MOST_OPENED = 64
 
-
 _ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
 _DEEPSPEED = (
     "DeepSpeed's script makes one state dict of it: python {folder}/zero_to_fp32.py {folder} OUT"

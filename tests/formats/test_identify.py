@@ -194,7 +194,10 @@ def test_an_index_of_shards_is_no_shard(content):
     ],
 )
 def test_a_note_that_belongs_to_a_checkpoint(content, text, words):
-    assert is_a(content(text, "latest"), UnsupportedFormat, words)
+    error = content(text, "latest")
+    assert is_a(error, UnsupportedFormat, words)
+    if "TensorFlow" in words:
+        assert error.hint.endswith(f"latest_checkpoint({os.path.dirname(error.file)!r})")
 
 
 # Binary files
