@@ -30,10 +30,13 @@ _WORTH = 4 << 20
 """Bytes in all from which threads are worth their start."""
 
 
-def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int | CorruptFile]:
+def crc32s(
+    runs: Sequence[ByteRange], told: Told | None = None, wait: Told | None = None
+) -> Iterator[int | CorruptFile]:
     """The CRC-32 of each run, in order; of one that cannot be inflated, the error.
 
-    `told` is called with bytes done, now and then.
+    `told` is called with bytes done, now and then; `wait` with the bytes that a thread is about to
+    read, by that thread.
 
     Raises:
         UnreadableFile: the system cannot read a file.
@@ -41,7 +44,7 @@ def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int 
     large = sum(run.length for run in runs) >= _WORTH
     found: int | CorruptFile = 0
     current = 0
-    for index, length, part in (_by_threads if large else _here)(runs):
+    for index, length, part in (_by_threads if large else _here)(runs, wait):
         if index != current:
             yield found
             current, found = index, 0
@@ -53,17 +56,17 @@ def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int 
         yield found
 
 
-def _here(runs: Sequence[ByteRange]) -> Iterator[_Found]:
+def _here(runs: Sequence[ByteRange], wait: Told | None) -> Iterator[_Found]:
     for job in _jobs(runs):
-        yield from _summed(runs, job)
+        yield from _summed(runs, job, wait)
 
 
-def _by_threads(runs: Sequence[ByteRange]) -> Iterator[_Found]:
+def _by_threads(runs: Sequence[ByteRange], wait: Told | None) -> Iterator[_Found]:
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            for found in pool.map(lambda job: _summed(runs, job), _jobs(runs)):
+            for found in pool.map(lambda job: _summed(runs, job, wait), _jobs(runs)):
                 yield from found
         finally:
             pool.shutdown(cancel_futures=True)
@@ -86,7 +89,9 @@ def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
         yield job
 
 
-def _summed(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
+def _summed(runs: Sequence[ByteRange], job: list[_Piece], wait: Told | None) -> list[_Found]:
+    if wait is not None:
+        wait(sum(length for _, _, length in job))
     block = memoryview(bytearray(min(_BLOCK, max(length for _, _, length in job))))
     return [
         (index, length, _crc32(runs[index], start, length, block)) for index, start, length in job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ __all__ = [
     "FileSource",
     "MemorySource",
     "Source",
+    "Stated",
     "open_descriptor",
     "read_at",
 ]
@@ -47,6 +48,25 @@ class Source(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset`, or `TruncatedFile`."""
+        ...
+
+
+class Stated(Protocol):
+    """A run of bytes whose CRC-32 its file states: a record of a zip."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def data(self) -> ByteRange:
+        """Its bytes, inflated."""
+        ...
+
+    @property
+    def crc32(self) -> int | None:
+        """Their CRC-32; None: it was not computed when the file was written."""
         ...
 
 
@@ -102,6 +122,8 @@ class FileSource:
         self._mtime = status.st_mtime_ns
         self._size = self._stored if size is None else size
         self._head = head
+        self.stated: Iterable[Stated] = ()
+        """What a reader found to be stated about its bytes."""
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)

@@ -41,7 +41,9 @@ def open_archive(probe: Probe) -> Archive | None:
     if probe.source is None or not probe.head.startswith(_SIGNATURE):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
-    return zip_archive(whole, probe.limits, (probe.source,))
+    archive = zip_archive(whole, probe.limits, (probe.source,))
+    probe.source.stated = archive.records.values()
+    return archive
 
 
 def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...] = ()) -> Archive:
