@@ -6,7 +6,8 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import Target, dequantize_options, file_argument, target_options, verb
+from ckptool.errors import UsageError
 from ckptool.transforms import cast, floating_type
 
 __all__ = ["command", "parsed_keep"]
@@ -17,11 +18,11 @@ __all__ = ["command", "parsed_keep"]
     "ckptool cast model.pth --dtype bfloat16",
     "ckptool cast model.pth --dtype fp16 --keep '*.norm.*=float32'",
     "ckptool cast model.pth --dtype float8_e4m3fn --keep '*.bias' -o small.pth",
+    "ckptool cast fp8.safetensors --dequantize bfloat16",
 )
 @file_argument
-@click.option(
-    "--dtype", required=True, metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32."
-)
+@click.option("--dtype", metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32.")
+@dequantize_options
 @click.option(
     "--keep",
     multiple=True,
@@ -37,7 +38,9 @@ __all__ = ["command", "parsed_keep"]
 @target_options()
 def command(
     file: str,
-    dtype: str,
+    dtype: str | None,
+    dequantize: str | None,
+    raw: bool,
     keep: tuple[str, ...],
     everything: bool,
     allow_overflow: bool,
@@ -50,12 +53,20 @@ def command(
     float16 (as 65504), 65520 does not. A GLOB is matched with a tensor's own name, or with its
     whole path if it has a slash. The result goes to FILE with the type before its ending.
     """
-    name = floating_type(dtype)
+    if dtype is None and dequantize is None:
+        raise UsageError("cast has no type to cast to", hint="--dtype bfloat16")
+    name = floating_type(dtype or dequantize)
     rules = parsed_keep(keep)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         made = cast(
-            checkpoint, name, keep=rules, everything=everything, allow_overflow=allow_overflow
+            checkpoint,
+            dtype,
+            keep=rules,
+            everything=everything,
+            allow_overflow=allow_overflow,
+            dequantize=dequantize,
+            raw=raw,
         )
         if target.dry_run and made.root is not checkpoint.root:
             text = "whether an element overflows is known only when all are computed"

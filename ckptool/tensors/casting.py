@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
 from shlex import quote
 from threading import Lock, local
+from typing import TYPE_CHECKING
 
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
@@ -18,13 +21,20 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.files.source import BLOCK
-from ckptool.model import Storage, TensorRef
+from ckptool.model import Storage, TensorRef, row_major_strides
 from ckptool.paths import printable
 from ckptool.tensors.cast_kernel import CHUNK, Kernel, Losses, chunks
 from ckptool.tensors.coverage import Owners, Spans
 from ckptool.tensors.floats import FLOATS
+from ckptool.tensors.runtime import require_torch, torch_dtype
 
-__all__ = ["Caster", "checked"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Caster", "checked", "dequantized"]
+
+_BLOCK = 128
+"""Rows and columns that have one scale in the files of DeepSeek-V3."""
 
 
 class Caster:
@@ -71,7 +81,8 @@ class Caster:
             ahead = self._ahead if may_be_shared(storage.data) else None
             source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
             data = ByteRange(source, 0, size)
-        return Storage(storage.key, data, size, storage.device, sys.byteorder)
+        order = sys.byteorder
+        return Storage(storage.key, data, size, storage.device, order, whole=storage.whole)
 
     @property
     def kernel(self) -> Kernel:
@@ -114,6 +125,94 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
             hint="fetch the file again, or take another copy of it",
         ),
     )
+
+
+def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
+    """Weights times their scales in float32, to be computed when they are read.
+
+    The scales are one for all, one for each index of the first dimension, or one for each block of
+    128 x 128, cut at the edges. None: they are laid out otherwise. After `weight_dequant` of
+    DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
+    """
+    shape, scales = (tuple(size or 0 for size in one.shape) for one in (weight, scale))
+    rows = shape[0] if shape else 0
+    columns = weight.numel // rows if rows else 0
+    wide = max(columns, 1)
+    if scale.numel == 1:
+        high = max(rows, 1)
+    elif scales in ((rows,), (rows, *[1] * (len(shape) - 1))):
+        high = 1
+    elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
+        high = wide = _BLOCK
+    else:
+        return None
+    held, beside = weight.storage, scale.storage
+    if held is None or held.data is None or beside is None or beside.data is None:
+        return None
+    if len(shape) != 2:
+        if not shape or not weight.is_contiguous:
+            return None
+        weight = replace(weight, shape=(rows, columns), stride=(columns, 1))
+    factors = _Factors(scale, checked(beside, beside.data), high, wide)
+    dtype, size = weight.dtype, weight.numel * 4
+
+    def fill(offset: int, buffer: memoryview) -> None:
+        require_torch()
+        import torch
+
+        for start, stop, room, skipped in chunks(offset, buffer, 4):
+            content = bytearray((stop - start) * 4)
+            made = torch.frombuffer(content, dtype=torch.float32)
+            at = start
+            while at < stop:
+                row, left = divmod(at, columns)
+                more = (stop - at) // columns  # whole rows
+                down, across = (more, columns) if more and not left else (1, columns - left)
+                across = min(across, stop - at)
+                part = weight[row : row + down, left : left + across]
+                numbers = torch.frombuffer(bytearray(part.read()), dtype=torch_dtype(dtype))
+                torch.mul(
+                    numbers.to(torch.float32).view(down, across),
+                    factors.of(row, down, left, across),
+                    out=made[at - start :][: down * across].view(down, across),
+                )
+                at += down * across
+            room[:] = content[skipped : skipped + len(room)]
+
+    data = ByteRange(ComputedSource(held.data.source.name, size, fill), 0, size)
+    storage = Storage(held.key, data, size, held.device, sys.byteorder, whole=held.data)
+    place = {"storage": storage, "offset": 0, "stride": row_major_strides(shape)}
+    return replace(weight, dtype="float32", shape=shape, flags=(), **place)
+
+
+class _Factors:
+    """Scales, each for `high` rows and `wide` columns, read when they are first asked for."""
+
+    def __init__(self, scale: TensorRef, check: Checked, high: int, wide: int) -> None:
+        self._scale, self._check, self._high, self._wide = scale, check, high, wide
+
+    @cached_property
+    def _all(self) -> torch.Tensor:
+        import torch
+
+        self._check.check()
+        found = torch.frombuffer(
+            bytearray(self._scale.read()), dtype=torch_dtype(self._scale.dtype)
+        )
+        columns = (self._scale.shape[-1] if self._wide == _BLOCK else 1) or 1
+        return found.to(torch.float32).view(-1, columns)
+
+    def of(self, row: int, down: int, left: int, across: int) -> torch.Tensor:
+        """Those of a part of the rows and columns, to be multiplied with."""
+        import torch
+
+        found = self._all[torch.arange(row, row + down) // self._high]
+        if self._all.shape[1] == 1:
+            return found
+        first = left // self._wide
+        found = found[:, first : -(-(left + across) // self._wide)]
+        found = found.unsqueeze(-1).expand(-1, -1, self._wide).reshape(down, -1)
+        return found[:, left - first * self._wide :][:, :across]
 
 
 class _Run:
