@@ -13,15 +13,7 @@ from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.factory import referred
-from ckptool.cli.options import (
-    PATH,
-    Target,
-    dequantize_options,
-    glob_options,
-    plain_options,
-    target_options,
-    verb,
-)
+from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
 from ckptool.conversion import Conversion
 from ckptool.matching import Allowance
 from ckptool.writing import target_format
@@ -73,7 +65,8 @@ __all__ = ["command"]
 @click.option(
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
 )
-@dequantize_options
+@click.option("--dequantize", metavar="DTYPE", help="8-bit weights times their scales, in DTYPE.")
+@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
 @click.option("--cast-optimizer", is_flag=True, help="Cast the optimizer's state as well.")
 @click.option("--allow-overflow", is_flag=True, help="Cast what is too large for the type, too.")
 @click.option("--compact", is_flag=True, help="Trim storages to what tensors see of them.")

@@ -15,7 +15,6 @@ from ckptool.formats import SHARD_FORMATS, WRITABLE
 __all__ = [
     "PATH",
     "Target",
-    "dequantize_options",
     "file_argument",
     "fmt_option",
     "glob_options",
@@ -147,15 +146,6 @@ plain_options = _together(
         is_flag=True,
         help="Leave objects out; with --plain, those that cannot be made plain.",
     ),
-)
-
-dequantize_options = _together(
-    click.option(
-        "--dequantize",
-        metavar="DTYPE",
-        help="8-bit weights times the scales beside them, in this type: bfloat16.",
-    ),
-    click.option("--raw", is_flag=True, help="Cast quantised numbers as plain ones."),
 )
 
 _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (

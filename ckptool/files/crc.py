@@ -30,13 +30,10 @@ _WORTH = 4 << 20
 """Bytes in all from which threads are worth their start."""
 
 
-def crc32s(
-    runs: Sequence[ByteRange], told: Told | None = None, wait: Told | None = None
-) -> Iterator[int | CorruptFile]:
+def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int | CorruptFile]:
     """The CRC-32 of each run, in order; of one that cannot be inflated, the error.
 
-    `told` is called with bytes done, now and then; `wait` with the bytes that a thread is about to
-    read, by that thread.
+    `told` is called with bytes done, now and then.
 
     Raises:
         UnreadableFile: the system cannot read a file.
@@ -44,7 +41,7 @@ def crc32s(
     large = sum(run.length for run in runs) >= _WORTH
     found: int | CorruptFile = 0
     current = 0
-    for index, length, part in (_by_threads if large else _here)(runs, wait):
+    for index, length, part in (_by_threads if large else _here)(runs):
         if index != current:
             yield found
             current, found = index, 0
@@ -56,17 +53,17 @@ def crc32s(
         yield found
 
 
-def _here(runs: Sequence[ByteRange], wait: Told | None) -> Iterator[_Found]:
+def _here(runs: Sequence[ByteRange]) -> Iterator[_Found]:
     for job in _jobs(runs):
-        yield from _summed(runs, job, wait)
+        yield from _summed(runs, job)
 
 
-def _by_threads(runs: Sequence[ByteRange], wait: Told | None) -> Iterator[_Found]:
+def _by_threads(runs: Sequence[ByteRange]) -> Iterator[_Found]:
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            for found in pool.map(lambda job: _summed(runs, job, wait), _jobs(runs)):
+            for found in pool.map(lambda job: _summed(runs, job), _jobs(runs)):
                 yield from found
         finally:
             pool.shutdown(cancel_futures=True)
@@ -89,9 +86,7 @@ def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
         yield job
 
 
-def _summed(runs: Sequence[ByteRange], job: list[_Piece], wait: Told | None) -> list[_Found]:
-    if wait is not None:
-        wait(sum(length for _, _, length in job))
+def _summed(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
     block = memoryview(bytearray(min(_BLOCK, max(length for _, _, length in job))))
     return [
         (index, length, _crc32(runs[index], start, length, block)) for index, start, length in job

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -48,25 +48,6 @@ class Source(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset`, or `TruncatedFile`."""
-        ...
-
-
-class Stated(Protocol):
-    """A run of bytes whose CRC-32 its file states: a record of a zip."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the file."""
-        ...
-
-    @property
-    def data(self) -> ByteRange:
-        """Its bytes, inflated."""
-        ...
-
-    @property
-    def crc32(self) -> int | None:
-        """Their CRC-32; None: it was not computed when the file was written."""
         ...
 
 
@@ -122,8 +103,8 @@ class FileSource:
         self._mtime = status.st_mtime_ns
         self._size = self._stored if size is None else size
         self._head = head
-        self.stated: Iterable[Stated] = ()
-        """What a reader found to be stated about its bytes."""
+        self.stated: Sequence[Stated] = ()
+        """What it says of its own bytes, as far as a reader found."""
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
@@ -349,3 +330,7 @@ class ByteRange:
         """The content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
+
+
+Stated = tuple[str, ByteRange, int]
+"""A run of bytes whose CRC-32 its file states, by name: a record of a zip."""

@@ -42,7 +42,9 @@ def open_archive(probe: Probe) -> Archive | None:
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
     archive = zip_archive(whole, probe.limits, (probe.source,))
-    probe.source.stated = archive.records.values()
+    probe.source.stated = [
+        (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
+    ]
     return archive
 
 

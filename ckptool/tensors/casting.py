@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from shlex import quote
 from threading import Lock, local
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.files.source import BLOCK
-from ckptool.model import Storage, TensorRef, row_major_strides
+from ckptool.model import Storage, TensorRef
 from ckptool.paths import printable
 from ckptool.tensors.cast_kernel import CHUNK, Kernel, Losses, chunks
 from ckptool.tensors.coverage import Owners, Spans
@@ -81,8 +81,7 @@ class Caster:
             ahead = self._ahead if may_be_shared(storage.data) else None
             source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
             data = ByteRange(source, 0, size)
-        order = sys.byteorder
-        return Storage(storage.key, data, size, storage.device, order, whole=storage.whole)
+        return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
 
     @property
     def kernel(self) -> Kernel:
@@ -135,84 +134,51 @@ def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
     DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
     """
     shape, scales = (tuple(size or 0 for size in one.shape) for one in (weight, scale))
-    rows = shape[0] if shape else 0
-    columns = weight.numel // rows if rows else 0
-    wide = max(columns, 1)
+    rows = shape[0] if shape else 1
+    columns = weight.numel // max(rows, 1)
+    wide, across = max(columns, 1), 1
     if scale.numel == 1:
         high = max(rows, 1)
     elif scales in ((rows,), (rows, *[1] * (len(shape) - 1))):
         high = 1
     elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
         high = wide = _BLOCK
+        across = scales[1]
     else:
         return None
     held, beside = weight.storage, scale.storage
-    if held is None or held.data is None or beside is None or beside.data is None:
+    if held is None or beside is None or beside.data is None or not weight.is_verbatim:
         return None
-    if len(shape) != 2:
-        if not shape or not weight.is_contiguous:
-            return None
-        weight = replace(weight, shape=(rows, columns), stride=(columns, 1))
-    factors = _Factors(scale, checked(beside, beside.data), high, wide)
-    dtype, size = weight.dtype, weight.numel * 4
+    data, scale_check = weight.data, checked(beside, beside.data)
+
+    @cache
+    def factors() -> torch.Tensor:
+        import torch
+
+        scale_check.check()
+        found = torch.frombuffer(bytearray(scale.read()), dtype=torch_dtype(scale.dtype))
+        return found.to(torch.float32)
 
     def fill(offset: int, buffer: memoryview) -> None:
         require_torch()
         import torch
 
         for start, stop, room, skipped in chunks(offset, buffer, 4):
-            content = bytearray((stop - start) * 4)
-            made = torch.frombuffer(content, dtype=torch.float32)
-            at = start
-            while at < stop:
-                row, left = divmod(at, columns)
-                more = (stop - at) // columns  # whole rows
-                down, across = (more, columns) if more and not left else (1, columns - left)
-                across = min(across, stop - at)
-                part = weight[row : row + down, left : left + across]
-                numbers = torch.frombuffer(bytearray(part.read()), dtype=torch_dtype(dtype))
-                torch.mul(
-                    numbers.to(torch.float32).view(down, across),
-                    factors.of(row, down, left, across),
-                    out=made[at - start :][: down * across].view(down, across),
-                )
-                at += down * across
-            room[:] = content[skipped : skipped + len(room)]
+            first, left = divmod(start, columns)
+            index = torch.arange(left, left + stop - start, dtype=torch.int32)
+            row = index // columns
+            column = index - row * columns
+            factor = factors()[(row + first) // high * across + column // wide]
+            raw = bytearray(data.read(start, stop - start))
+            numbers = torch.frombuffer(raw, dtype=torch_dtype(weight.dtype)).to(torch.float32)
+            made = bytearray((stop - start) * 4)
+            torch.mul(numbers, factor, out=torch.frombuffer(made, dtype=torch.float32))
+            room[:] = made[skipped : skipped + len(room)]
 
-    data = ByteRange(ComputedSource(held.data.source.name, size, fill), 0, size)
-    storage = Storage(held.key, data, size, held.device, sys.byteorder, whole=held.data)
-    place = {"storage": storage, "offset": 0, "stride": row_major_strides(shape)}
-    return replace(weight, dtype="float32", shape=shape, flags=(), **place)
-
-
-class _Factors:
-    """Scales, each for `high` rows and `wide` columns, read when they are first asked for."""
-
-    def __init__(self, scale: TensorRef, check: Checked, high: int, wide: int) -> None:
-        self._scale, self._check, self._high, self._wide = scale, check, high, wide
-
-    @cached_property
-    def _all(self) -> torch.Tensor:
-        import torch
-
-        self._check.check()
-        found = torch.frombuffer(
-            bytearray(self._scale.read()), dtype=torch_dtype(self._scale.dtype)
-        )
-        columns = (self._scale.shape[-1] if self._wide == _BLOCK else 1) or 1
-        return found.to(torch.float32).view(-1, columns)
-
-    def of(self, row: int, down: int, left: int, across: int) -> torch.Tensor:
-        """Those of a part of the rows and columns, to be multiplied with."""
-        import torch
-
-        found = self._all[torch.arange(row, row + down) // self._high]
-        if self._all.shape[1] == 1:
-            return found
-        first = left // self._wide
-        found = found[:, first : -(-(left + across) // self._wide)]
-        found = found.unsqueeze(-1).expand(-1, -1, self._wide).reshape(down, -1)
-        return found[:, left - first * self._wide :][:, :across]
+    source = ComputedSource(data.source.name, weight.numel * 4, fill)
+    made = ByteRange(source, 0, source.size)
+    storage = Storage(held.key, made, source.size, held.device, sys.byteorder, whole=held.data)
+    return replace(weight, dtype="float32", storage=storage, offset=0)
 
 
 class _Run:

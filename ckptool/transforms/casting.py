@@ -77,34 +77,27 @@ def cast(
         everything: Optimizers too.
         allow_overflow: Take what torch makes of elements that the type cannot hold. Otherwise
             writing them is an error (`NotRepresentable`).
-        dequantize: The type that 8-bit weights with scales beside them become, multiplied by their
-            scales (`tensors.casting.dequantized`), which leave the result.
-        raw: Cast what means something only with other numbers beside it as plain numbers.
+        dequantize: The type that 8-bit weights become, multiplied by scales that leave the result.
+        raw: Cast other quantised numbers as plain ones.
 
     Raises:
         UsageError: `dtype`, or one of `keep`, is no type that can be cast to; `keep` is no such.
         NotRepresentable: quantised numbers would be cast without their companions, or cannot be
             dequantised (`NotFound`: there are none).
     """
-    if (dtype is None and dequantize is None) or (raw and dequantize is not None):
-        raise UsageError("a cast takes a dtype; dequantize and raw exclude each other")
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
     spared = set() if everything else optimizer_tensors(checkpoint)
-    wanted = None if dtype is None else floating_type(dtype)
-    plan = _Plan(with_own(checkpoint, spared), wanted, rules)
+    to = None if dtype is None and dequantize is not None else floating_type(dtype)
+    plan = _Plan(with_own(checkpoint, spared), to, rules)
     if dequantize is not None:
         plan.dequantize(floating_type(dequantize))
     plan.choose(spared)
     if not raw:
-        refuse_apart(
-            plan.checkpoint, plan.wanted, "--raw casts them all the same, as plain numbers"
-        )
+        refuse_apart(plan.checkpoint, plan.wanted)
     changes = list(plan.changes())
-    if not plan.wanted:
-        if plan.scaled:
-            return plan.checkpoint.with_root(plan.checkpoint.root, *changes)
+    if not plan.wanted and not plan.scaled:
         told = [change for change in changes if change.kind == "warning" or not plan.has_fixed]
         return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
     work = _Work(plan, allow_overflow=allow_overflow)
@@ -143,27 +136,21 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(rules)
 
 
-def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], otherwise: str = "") -> None:
-    """Refuse to change numbers that mean something only with others, or those others.
-
-    Args:
-        checkpoint: Whose tensors are to be changed.
-        chosen: The identities of those that are.
-        otherwise: What else may be done about it.
+def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int]) -> None:
+    """Refuse to change tensors (by their identities) that mean something only with others.
 
     Raises:
-        NotRepresentable: one of them is quantised, or is the companion of one that is.
+        NotRepresentable: one is quantised, or the companion of one that is.
     """
     for state, name, found in _quantised(checkpoint.root):
-        members = (state[one] for one in (name, *found.companions))
-        tensors = (_elements(one) for one in members if isinstance(one, TensorRef))
-        if found.companions and any(id(tensor) in chosen for tensor in tensors):
-            hints = [_DEQUANTIZE] if found.scheme.startswith(_SCALED) else []
+        members = (state[one] for one in (name, *found.companions) if found.companions)
+        if any(isinstance(one, TensorRef) and id(_elements(one)) in chosen for one in members):
+            scaled = f"{_DEQUANTIZE}; " if found.scheme.startswith(_SCALED) else ""
             raise NotRepresentable(
                 f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
                 f"only with {listed(found.companions)}",
                 file=checkpoint.path,
-                hint="; ".join([*hints, *([otherwise] if otherwise else [])]),
+                hint=f"{scaled}ckptool cast FILE --raw takes them as plain numbers",
             )
 
 
@@ -242,9 +229,8 @@ class _Plan:
             if found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef):
                 new = made[pair] = made.get(pair) or dequantized(weight, scale)
             if new is None:
-                beside = f" with {listed(found.companions)}" if found.companions else ""
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}{beside}, and "
+                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and "
                     "only 8-bit floats with a scale for all, each row or 128 x 128 blocks can be",
                     file=self.checkpoint.path,
                 )
@@ -316,11 +302,11 @@ class _Plan:
                 yield Change("warning", text)
             elif dtype is None:
                 yield Change("keep", f"{_tensors(count)} kept by {printable(glob)!r}", count)
-        if self._other and self.dtype:
+        if self._other:
             count = sum(self._other.values())
             text = f"not cast: {_tensors(count)} of other types ({listed(self._other)})"
             yield Change("keep", text, count)
-        if self._optimizers and self.dtype:
+        if self._optimizers:
             text = f"not cast: {_tensors(self._optimizers)} of optimizers (--all casts them too)"
             yield Change("keep", text, self._optimizers)
         if self._left:

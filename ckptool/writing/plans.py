@@ -23,7 +23,7 @@ from ckptool.paths import listed
 from ckptool.symbolic.encoder import blockers
 from ckptool.writing.sharding import ShardPlan
 from ckptool.writing.target import check_still_there
-from ckptool.writing.verification import SourceCheck, verify
+from ckptool.writing.verification import source_check, verify
 
 __all__ = ["Edited", "Job", "NewFile", "NewSet", "Plan", "Untouched"]
 
@@ -145,25 +145,24 @@ class NewFile:
         announce(sources)
 
         def check() -> None:
-            stated.finish()
+            check_sources()
             if job.verify:
                 verify(job.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
         with (
             job.reading(),
-            SourceCheck(job.checkpoint, self.format, job.progress) as stated,
+            source_check(job.checkpoint, self.format) as check_sources,
             atomic_output(
                 job.path,
                 self.size,
                 overwrite=job.overwrite or job.in_place,
                 mode=permissions(sources),
                 check=check,
-                progress=stated.written,
+                progress=job.progress,
             ) as output,
         ):
             self._plan.write(output)
-            stated.go_on()
 
 
 class Edited:
@@ -186,8 +185,8 @@ class Edited:
                 verify(job.checkpoint, job.path, {}, job.progress)
 
         header = job.checkpoint.with_root(None)
-        with job.reading(), SourceCheck(header, self.format, None) as stated:
-            stated.finish()
+        with job.reading(), source_check(header, self.format) as check_header:
+            check_header()
         apply_patch(job.checkpoint.sources[0], self._plan.patch, path=job.path, check=check)
 
 
@@ -243,7 +242,7 @@ class NewSet:
         written: list[FileOutput] = []
 
         def check() -> None:
-            stated.finish()
+            check_sources()
             if job.verify:
                 for shard, output in zip(self._plan.shards, written, strict=True):
                     verify(shard.checkpoint, output.name, output.streamed, job.progress)
@@ -251,14 +250,14 @@ class NewSet:
 
         with (
             job.reading(),
-            SourceCheck(job.checkpoint, self.format, job.progress) as stated,
+            source_check(job.checkpoint, self.format) as check_sources,
             atomic_set(
                 self._index,
                 dict(self.files),
                 overwrite=job.overwrite or job.in_place,
                 mode=permissions(sources),
                 check=check,
-                progress=stated.written,
+                progress=job.progress,
             ) as new,
         ):
             for shard in self._plan.shards:
@@ -267,7 +266,6 @@ class NewSet:
                 written.append(output)
             with new.file(self._index) as output:
                 output.write(self._plan.index)
-            stated.go_on()
 
 
 def announce(sources: Sequence[FileSource]) -> None:

@@ -1,17 +1,13 @@
-"""What is written held against what it should be: the sources on the way, the result at the end.
-
-The bytes of a source are those that its checksums are of; a file read back before it takes its name
-has all that it should have.
-"""
+"""Sources checked while they are copied; a file read back before it takes its name."""
 
 from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Condition, Thread
-from types import TracebackType
+from threading import Event
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
@@ -25,14 +21,14 @@ from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import listed, name_of, printable
+from ckptool.paths import printable
 from ckptool.rebuilding import everything
 from ckptool.symbolic.encoder import Encoded, encode
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["SourceCheck", "verify"]
+__all__ = ["source_check", "verify"]
 
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
@@ -49,123 +45,52 @@ class _Stopped(Exception):
     """Nobody waits for the checksums any more."""
 
 
-class SourceCheck:
-    """The checksums of the sources, computed by other threads behind those that write.
+@contextmanager
+def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
+    """Check what a file of `format` takes over from the sources, by threads beside the writer.
 
-    They read what has just been copied, which the system still has in memory. What a cast or a mean
-    computes is checked by the one who computes it, and a checksum that a zip hands on to a zip by
-    whoever reads that.
+    What the block gets waits for them, and raises what they found. What a cast or a mean computes
+    is checked where it is computed; a CRC-32 that a zip hands on to a zip, by whoever reads that.
+
+    Raises:
+        CorruptFile: a record is damaged.
+        UnreadableFile: the system cannot read it.
     """
+    records = _stated(checkpoint, format)
+    large = sum(data.length for _, data, _ in records) >= _LARGE
+    apart = [one for one in records if large and may_be_shared(one[1])]
+    _check([one for one in records if not (large and may_be_shared(one[1]))], lambda: False)
+    if not apart:
+        yield lambda: None
+        return
+    from concurrent.futures import ThreadPoolExecutor  # as in `_compare`
 
-    def __init__(self, checkpoint: Checkpoint, format: str, progress: Progress | None) -> None:
-        """Check what a file, or shards, of `format` take over from the sources of a checkpoint."""
-        self._checkpoint = checkpoint
-        self._progress = progress
-        self._records = _stated(checkpoint, format)
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
-        self._state = Condition()
-        self._wanted, self._written = 0, 0.0
-
-    def __enter__(self) -> SourceCheck:
-        """Begin.
-
-        Raises:
-            CorruptFile: little is to be read, or it is inflated, and it is damaged.
-        """
-        large = sum(record.data.length for record in self._records) >= _LARGE
-        here, apart = list[Stated](), list[Stated]()
-        for record in self._records:
-            (apart if large and may_be_shared(record.data) else here).append(record)
-        self._check(here)
-        if apart:
-            self._thread = Thread(target=self._run, args=(apart,), name="ckptool-check")
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Have the threads end."""
-        self._error = self._error or _Stopped()
-        self.go_on()
-        if self._thread is not None:
-            self._thread.join()
-
-    def written(self, done: int, total: int) -> None:
-        """Take it that so many bytes have been written, and tell who wants to know.
-
-        Raises:
-            CorruptFile: what was copied is damaged.
-        """
-        self.go_on(done)
-        if self._error is not None:
-            raise self._error
-        if self._progress is not None:
-            self._progress(done, total)
-
-    def go_on(self, done: float = float("inf")) -> None:
-        """Have what was written checked: all of it, or the first bytes."""
-        with self._state:
-            self._written = done
-            self._state.notify_all()
-
-    def finish(self) -> None:
-        """Wait until all is checked.
-
-        Raises:
-            CorruptFile: a record is not what its file says.
-            UnreadableFile: the system cannot read it.
-        """
-        self.go_on()
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, records: list[Stated]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        ended = Event()
+        checking = pool.submit(_check, apart, ended.is_set)
         try:
-            self._check(records, self._wait)
-        except BaseException as error:  # it is the writer who has to hear of it
-            self._error = self._error or error
+            yield checking.result
+        finally:
+            ended.set()
 
-    def _wait(self, length: int) -> None:
-        """Return when the writer has passed that many more bytes."""
-        with self._state:
-            self._wanted += length
-            wanted = self._wanted
-            self._state.wait_for(lambda: self._error is not None or self._written >= wanted)
-        if self._error is not None:
+
+def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
+    def told(_: int) -> None:
+        if has_ended():
             raise _Stopped
 
-    def _check(self, records: list[Stated], wait: Callable[[int], None] | None = None) -> None:
-        found = crc32s([record.data for record in records], wait=wait)
-        for record, crc32 in zip(records, found, strict=True):
-            if isinstance(crc32, CorruptFile):
-                raise crc32
-            if crc32 != record.crc32:
-                raise CorruptFile(
-                    f"record {record.name!r}{self._named(record)} is damaged: its bytes have "
-                    f"CRC-32 {crc32:08x}, and the file says {record.crc32:08x}",
-                    file=record.data.source.name,
-                    hint="fetch the file again, or take another copy of it; ckptool verify lists "
-                    "what is damaged, ckptool convert --exclude leaves it out",
-                )
-
-    def _named(self, record: Stated) -> str:
-        """The tensors that lie in a record."""
-        names = [
-            name_of(path)
-            for path, tensor in self._checkpoint.tensors()
-            if tensor.storage is not None
-            if (data := tensor.storage.whole or tensor.storage.data) is not None
-            if data.source is record.data.source
-            and 0 <= data.offset - record.data.offset < record.data.length
-        ]
-        return f" ({listed(names)})" if names else ""
+    found = crc32s([data for _, data, _ in records], told)
+    for (name, data, stated), crc32 in zip(records, found, strict=True):
+        if isinstance(crc32, CorruptFile):
+            raise crc32
+        if crc32 != stated:
+            raise CorruptFile(
+                f"record {name!r} is damaged: its bytes have CRC-32 {crc32:08x}, and the file says "
+                f"{stated:08x}",
+                file=data.source.name,
+                hint="fetch the file again, or take another copy of it; ckptool verify lists what "
+                "is damaged, ckptool convert --exclude leaves it out",
+            )
 
 
 def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
@@ -177,7 +102,8 @@ def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
         data = None if storage is None else storage.whole or storage.data
         if storage is None or data is None or not data.length:
             continue
-        if not (handed_on and storage.crc32 is not None and storage.byteorder == "little"):
+        plain = storage.byteorder == "little" and not storage.compressed
+        if not (handed_on and plain and storage.crc32 is not None):
             starts.setdefault(id(data.source), []).append(data.offset)
     for known in starts.values():
         known.sort()
@@ -188,10 +114,10 @@ def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
         return first < len(known) and known[first] < data.offset + data.length
 
     return [
-        record
+        (name, data, crc32)
         for source in checkpoint.sources
-        for record in source.stated
-        if record.crc32 is not None and (record.name.endswith(_HEADERS) or is_read(record.data))
+        for name, data, crc32 in source.stated
+        if name.endswith(_HEADERS) or is_read(data)
     ]
 
 
