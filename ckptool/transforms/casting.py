@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -13,7 +14,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
-from ckptool.model import SPARSE_KINDS, OrderedMap, Path, Storage, StorageRef, TensorRef
+from ckptool.model import SPARSE_KINDS, Path, Storage, StorageRef, TensorRef
 from ckptool.paths import counted, listed, name_of, printable, rebuild, selected
 from ckptool.paths import everything as every_node
 from ckptool.quantisers import Quantised, quantised
@@ -32,7 +33,6 @@ _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half"
 Keep = Mapping[str, Any] | Iterable[Any]
 _SCALED = "fp8"
 """How the schemes begin whose weights can be dequantised."""
-_DEQUANTIZE = "ckptool cast FILE --dequantize bfloat16 multiplies them by their scales"
 
 
 def floating_type(word: Any) -> str:
@@ -145,12 +145,13 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int]) -> None:
     for state, name, found in _quantised(checkpoint.root):
         members = (state[one] for one in (name, *found.companions) if found.companions)
         if any(isinstance(one, TensorRef) and id(_elements(one)) in chosen for one in members):
-            scaled = f"{_DEQUANTIZE}; " if found.scheme.startswith(_SCALED) else ""
+            by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales; "
             raise NotRepresentable(
                 f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
                 f"only with {listed(found.companions)}",
                 file=checkpoint.path,
-                hint=f"{scaled}ckptool cast FILE --raw takes them as plain numbers",
+                hint=by_scales * found.scheme.startswith(_SCALED)
+                + "--raw takes them as plain numbers",
             )
 
 
@@ -222,7 +223,7 @@ class _Plan:
             NotFound: none is quantised.
         """
         made: dict[tuple[int, int], TensorRef | None] = {}
-        instead: dict[int, dict[str, TensorRef | None]] = {}
+        copies: dict[int, dict[Any, Any]] = {}
         for state, name, found in _quantised(self.checkpoint.root):
             weight, scale = state[name], next((state[one] for one in found.companions), None)
             pair, new = (id(weight), id(scale)), None
@@ -235,21 +236,15 @@ class _Plan:
                     file=self.checkpoint.path,
                 )
             self.scaled[id(new.storage)] = dtype
-            instead.setdefault(id(state), {}).update({name: new, found.companions[0]: None})
-        if not instead:
+            if id(state) not in copies:
+                copies[id(state)] = copy(state)
+            copies[id(state)][name] = new
+            del copies[id(state)][found.companions[0]]
+        if not copies:
             raise NotFound("there are no 8-bit weights with scales", file=self.checkpoint.path)
 
-        def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
-            if id(old) not in instead:
-                return old
-            items = {**old, **instead[id(old)]}.items()
-            gone = {name for name, tensor in instead[id(old)].items() if tensor is None}
-            new = type(old)((name, value) for name, value in items if name not in gone)
-            if isinstance(new, OrderedMap) and isinstance(old, OrderedMap):
-                new.attributes = old.attributes
-            return new
-
-        self.checkpoint = self.checkpoint.with_root(rebuild(self.checkpoint.root, None, mapping))
+        root = rebuild(self.checkpoint.root, None, lambda old: copies.get(id(old), old))
+        self.checkpoint = self.checkpoint.with_root(root)
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""

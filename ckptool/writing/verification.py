@@ -41,10 +41,6 @@ _HEADERS = (".pkl", ".json")
 """How the records end that a tree is made of."""
 
 
-class _Stopped(Exception):
-    """Nobody waits for the checksums any more."""
-
-
 @contextmanager
 def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
     """Check what a file of `format` takes over from the sources, by threads beside the writer.
@@ -77,7 +73,7 @@ def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], N
 def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
     def told(_: int) -> None:
         if has_ended():
-            raise _Stopped
+            raise InterruptedError("nobody waits for the checksums any more")
 
     found = crc32s([data for _, data, _ in records], told)
     for (name, data, stated), crc32 in zip(records, found, strict=True):
