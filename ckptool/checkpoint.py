@@ -208,7 +208,7 @@ class Checkpoint:
 
         return drop_objects(self)
 
-    def cast(self, dtype: Any, **options: Any) -> Checkpoint:
+    def cast(self, dtype: Any = None, **options: Any) -> Checkpoint:
         """Floating tensors in another element type; options as `transforms.cast`."""
         from ckptool.transforms import cast
 

@@ -67,6 +67,10 @@ class Conversion:
     """Cast the optimizer's state too."""
     allow_overflow: bool = False
     """Cast what is too large for the type all the same."""
+    dequantize: str | None = None
+    """The type that 8-bit weights become, multiplied by the scales beside them."""
+    raw: bool = False
+    """Cast quantised numbers as plain ones."""
     compact: bool = False
     """Trim storages to what tensors see of them."""
     to: str | None = None
@@ -90,10 +94,10 @@ class Conversion:
             raise UsageError("choose device rules or visible devices, not both")
         device_rules(self.to, self.device_map)
         self._check_like()
-        needless = self.keep or self.cast_optimizer or self.allow_overflow
-        if self.cast is None and needless:
+        needless = self.keep or self.cast_optimizer or self.allow_overflow or self.raw
+        if self.cast is None and self.dequantize is None and needless:
             raise UsageError(
-                "keep, cast_optimizer and allow_overflow are about a cast, and there is none",
+                "keep, cast_optimizer, allow_overflow and raw are about a cast, and there is none",
                 hint="--cast bfloat16",
             )
 
@@ -159,13 +163,15 @@ class Conversion:
         checkpoint = without_objects(checkpoint, plain=self.plain, drop=self.drop_objects)
         if self.ties == "copy":  # before the cast: tied names may get types of their own
             checkpoint = transforms.untie(checkpoint)
-        if self.cast is not None:
+        if self.cast is not None or self.dequantize is not None:
             checkpoint = transforms.cast(
                 checkpoint,
                 self.cast,
                 keep=self.keep,
                 everything=self.cast_optimizer,
                 allow_overflow=self.allow_overflow,
+                dequantize=self.dequantize,
+                raw=self.raw,
             )
         return checkpoint
 

@@ -68,6 +68,8 @@ class Storage:
     """`little` or `big`."""
     crc32: int | None = None
     """CRC-32 of the bytes, where the file states one that counts."""
+    whole: ByteRange | None = None
+    """What the bytes were a part of before the rest was left out."""
 
     def __post_init__(self) -> None:
         """Refuse a storage that lies about its length."""

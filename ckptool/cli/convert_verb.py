@@ -67,6 +67,8 @@ __all__ = ["command"]
 @click.option(
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
 )
+@click.option("--dequantize", metavar="DTYPE", help="8-bit weights times their scales, in DTYPE.")
+@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
 @click.option("--cast-optimizer", is_flag=True, help="Cast the optimizer's state as well.")
 @click.option("--allow-overflow", is_flag=True, help="Cast what is too large for the type, too.")
 @click.option("--compact", is_flag=True, help="Trim storages to what tensors see of them.")

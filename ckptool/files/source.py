@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ __all__ = [
     "FileSource",
     "MemorySource",
     "Source",
+    "Stated",
     "open_descriptor",
     "read_at",
 ]
@@ -121,6 +122,8 @@ class FileSource:
         self._mtime = status.st_mtime_ns
         self._size = self._stored if size is None else size
         self._head = head
+        self.stated: Sequence[Stated] = ()
+        """What it says of its own bytes, as far as a reader found."""
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
@@ -346,3 +349,7 @@ class ByteRange:
         """The content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
+
+
+Stated = tuple[str, ByteRange, int]
+"""A run of bytes whose CRC-32 its file states, by name: a record of a zip."""

@@ -12,7 +12,7 @@ from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.model import OrderedMap, Path, TensorRef
 from ckptool.paths import counted, listed, name_of, printable, rebuild
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.elements import Originals, over_elements, tensors_placed
 from ckptool.transforms.means import Group, averaged_groups
 from ckptool.transforms.selection import single_state_dict
@@ -40,6 +40,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
         key: The address of the state dict to average, alone.
 
     Raises:
+        NotRepresentable: quantised numbers, which mean something only with their companions.
         UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
             tensors that have no plain elements.
         NotFound: there is no model, or a name that not every file has.
@@ -54,6 +55,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     plan = _Plan(checkpoints, first, ints)
     for part, others in models:
         plan.add(part, others)
+    refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
     groups = averaged_groups(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
     made = _made(first, groups)
     changes = [*plan.changes(), *(warning for group in groups for warning in group.warnings)]

@@ -190,7 +190,8 @@ def _trimmed(storage: Storage, places: set[Place]) -> _Trimmed | None:
         position += piece.nbytes
     runs = [piece.data(storage.data) for piece, _ in pieces]
     data = joined(runs) if runs else storage.data.slice(0, 0)
-    new = replace(storage, data=data, nbytes=nbytes, crc32=None)
+    whole = storage.whole or storage.data
+    new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
     return _Trimmed(new, moved, sum(piece.packed is not None for piece, _ in pieces))
 
 
