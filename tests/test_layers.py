@@ -18,6 +18,7 @@ ROOMS = [
     "files",
     "nodes",
     "model",
+    "quantisers",
     "modules",
     "checkpoint",
     "rebuilding",

@@ -1,0 +1,151 @@
+"""The known quantisers: whose numbers mean something only with other numbers beside them.
+
+One table says by which names and classes each is known. Sources: torch/ao/nn/quantized,
+bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`), torchao/quantization, AutoGPTQ
+and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`) and of compressed-tensors
+(`weight_scale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptool.model import Global, Opaque, TensorRef, find_tensors
+
+__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised", "schemes", "tensor_class"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """One scheme. Names of a weight and its companions are a common stem with these endings."""
+
+    scheme: str
+    """What people call it."""
+    weight: str = ""
+    """The ending of the name of the quantised numbers."""
+    sign: str = ""
+    """The ending of the companion that tells the scheme; empty where only a class does."""
+    others: tuple[str, ...] = ()
+    """The endings of further companions; a file need not have all."""
+    dtypes: str = ""
+    """How the element type of the quantised numbers begins, where names alone do not tell."""
+    classes: tuple[str, ...] = ()
+    """How the qualified names of its classes begin: of modules, tensors and objects."""
+
+
+QUANTISERS = (
+    Quantiser(
+        "torch.ao packed parameters",
+        "_packed_params._packed_params",
+        "_packed_params._packed_params",
+        ("_packed_params.dtype", "scale", "zero_point"),
+        classes=(
+            "torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.nn.quantized.",
+            "torch.nn.intrinsic.quantized.", "torch.ScriptObject",
+            "__torch__.torch.classes.quantized.",
+        ),
+    ),
+    Quantiser(
+        "bitsandbytes 4 bit",
+        "",
+        ".absmax",
+        (
+            ".quant_map", ".nested_absmax", ".nested_quant_map",
+            ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4",
+        ),
+        classes=(
+            "bitsandbytes.nn.modules.Linear4bit", "bitsandbytes.nn.modules.LinearNF4",
+            "bitsandbytes.nn.modules.LinearFP4", "bitsandbytes.nn.modules.Params4bit",
+            "bitsandbytes.functional.QuantState",
+        ),
+    ),
+    Quantiser(
+        "bitsandbytes 8 bit",
+        "weight",
+        "SCB",
+        ("weight_format",),
+        classes=(
+            "bitsandbytes.nn.modules.Linear8bitLt", "bitsandbytes.nn.modules.Int8Params",
+            "bitsandbytes.autograd._functions.MatmulLtState",
+        ),
+    ),
+    Quantiser("torchao", classes=("torchao.",)),
+    Quantiser("GPTQ", "qweight", "g_idx", ("qzeros", "scales")),
+    Quantiser("AWQ", "qweight", "qzeros", ("scales",)),
+    Quantiser("fp8 with scales", "", "_scale_inv", dtypes="float8_"),
+    Quantiser("fp8 with scales", "", "_scale", dtypes="float8_"),
+)  # fmt: skip
+"""In the order in which they are tried: the first that knows a weight has it."""
+
+_BY_NAME = tuple(quantiser for quantiser in QUANTISERS if quantiser.sign)
+_SIGNS = tuple(quantiser.sign for quantiser in _BY_NAME)
+
+
+class Quantised(NamedTuple):
+    """How one weight is quantised."""
+
+    scheme: str
+    companions: tuple[str, ...]
+    """Names of the entries beside it without which its numbers mean nothing."""
+
+
+def quantised(state: Mapping[Any, Any]) -> dict[str, Quantised]:
+    """The quantised weights of a state dict by name, each with its scheme and companions.
+
+    A tensor of a class of a quantiser has its companions in itself: none are named.
+    """
+    found: dict[str, Quantised] = {}
+    for name, value in state.items():
+        scheme = class_scheme(tensor_class(value))
+        if scheme is not None:
+            found[name] = Quantised(scheme, ())
+    signs = [name for name in state if isinstance(name, str) and name.endswith(_SIGNS)]
+    for quantiser in _BY_NAME if signs else ():
+        for name in signs:
+            stem = name.removesuffix(quantiser.sign)
+            weight = stem + quantiser.weight
+            if stem == name or weight in found or not _is_weight(quantiser, state.get(weight)):
+                continue
+            companions = (stem + ending for ending in (quantiser.sign, *quantiser.others))
+            beside = (one for one in companions if one != weight and one in state)
+            found[weight] = Quantised(quantiser.scheme, tuple(beside))
+    return found
+
+
+def _is_weight(quantiser: Quantiser, value: Any) -> bool:
+    if quantiser.weight == quantiser.sign:  # the packed parameters: a tuple, or an object
+        return next(find_tensors(value), None) is not None
+    return isinstance(value, TensorRef) and value.dtype.startswith(quantiser.dtypes)
+
+
+def schemes(nodes: Iterable[Any]) -> tuple[str, ...]:
+    """The schemes of state dicts and objects among `nodes`, each once."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        if isinstance(node, Mapping):
+            found.update(dict.fromkeys(one.scheme for one in quantised(node).values()))
+        elif (scheme := class_scheme(tensor_class(node))) is not None:
+            found[scheme] = None
+    return tuple(found)
+
+
+def class_scheme(qualified: str | None) -> str | None:
+    """The scheme whose class that is, by its qualified name."""
+    if qualified is None:
+        return None
+    known = (one.scheme for one in QUANTISERS if one.classes and qualified.startswith(one.classes))
+    return next(known, None)
+
+
+def tensor_class(node: Any) -> str | None:
+    """The qualified name of the class of a tensor that is a subclass, or of an object."""
+    if isinstance(node, Opaque):
+        return node.class_name
+    if not isinstance(node, TensorRef):
+        return None
+    types = [layer.type for layer in node.wrapping if layer.type is not None]
+    if node.storage is None and node.parts:
+        types.append(node.parts.get("type"))
+    return next((cls.qualified for cls in types if isinstance(cls, Global)), None)
