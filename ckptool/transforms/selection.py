@@ -44,6 +44,11 @@ def single_state_dict(
 def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     """The checkpoint whose root is one section's state dict; what else there is, `left-out`."""
     root = plain_state_dict(checkpoint, chosen)
+    spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
+    spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
+    if spread:
+        text = f"{counted(spread, 'DTensor')}, all in this file, made plain"
+        checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, spread))
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
         return checkpoint if same else checkpoint.with_root(root)
@@ -67,16 +72,15 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     """A section's state dict as a mapping of its own.
 
     Of a module or an exported program the tensors are detached, as `state_dict()` detaches them;
-    what was saved as a state dict has what it was saved with.
+    what was saved as a state dict has what it was saved with. A DTensor of which the file has all
+    is the plain tensor.
     """
     of_module = chosen.kind == "module" or checkpoint.format in _PROGRAMS
     root = OrderedMap(chosen.node)
-    if of_module:
-        root.update(
-            (name, _detached(value))
-            for name, value in chosen.node.items()
-            if isinstance(value, TensorRef)
-        )
+    for name, value in chosen.node.items():
+        if isinstance(value, TensorRef):
+            plain = value.whole or value
+            root[name] = _detached(plain) if of_module else plain
     if isinstance(chosen.node, OrderedMap):
         held = chosen.node.attributes  # alone it is the model's without saying so
         root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}
