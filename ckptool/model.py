@@ -269,9 +269,7 @@ class TensorRef:
         if any(name.endswith("Partial") for name in names):
             return None
         layers = (layer for layer in self.wrapping if layer.kind != "type")
-        return replace(
-            local, requires_grad=self.requires_grad, wrapping=(*local.wrapping, *layers)
-        )
+        return replace(local, requires_grad=self.requires_grad, wrapping=(*local.wrapping, *layers))
 
     @property
     def data(self) -> ByteRange:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CheckpointError, CorruptFile, DeviceError, UnsupportedFormat
-from ckptool.model import Global, StorageRef, TensorRef, Wrapping
+from ckptool.model import StorageRef, TensorRef, Wrapping
 from ckptool.rebuilding import everything
 from ckptool.tensors.assemble import PART_KINDS, assemble
 from ckptool.tensors.placement import MapLocation, Placement
