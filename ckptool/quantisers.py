@@ -8,13 +8,13 @@ and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`) and of c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptool.model import Opaque, TensorRef, find_tensors
 
-__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised", "schemes"]
+__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +118,6 @@ def _is_weight(quantiser: Quantiser, value: Any) -> bool:
     if quantiser.weight == quantiser.sign:  # the packed parameters: a tuple, or an object
         return next(find_tensors(value), None) is not None
     return isinstance(value, TensorRef) and value.dtype.startswith(quantiser.dtypes)
-
-
-def schemes(nodes: Iterable[Any]) -> tuple[str, ...]:
-    """The schemes of state dicts and objects among `nodes`, each once."""
-    found: dict[str, None] = {}
-    for node in nodes:
-        if isinstance(node, Mapping):
-            found.update(dict.fromkeys(one.scheme for one in quantised(node).values()))
-        elif (scheme := class_scheme(node)) is not None:
-            found[scheme] = None
-    return tuple(found)
 
 
 def class_scheme(node: Any) -> str | None:

@@ -10,8 +10,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
+from ckptool.modules import attributes_of, holds_tensors
 from ckptool.paths import counted, listed, printable
-from ckptool.quantisers import class_scheme
+from ckptool.quantisers import class_scheme, quantised
+from ckptool.statedict import wrapped_names
 
 __all__ = [
     "flat_tensors",
@@ -54,7 +56,40 @@ def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
                 file=file,
                 hint=_remedy(tensor),
             )
+    _check_containers(root, file)
     return dict(tensors)
+
+
+def _check_containers(root: Any, file: str) -> None:
+    """Refuse what holds tensors beside its own elements: packed parameters, objects, attributes.
+
+    Raises:
+        NotRepresentable: naming them, with the quantiser where that is known.
+    """
+    holders = {
+        str(key): value
+        for key, value in root.items()
+        if (any(attributes_of(value)) if isinstance(value, TensorRef) else holds_tensors(value))
+    }
+    if not holders:
+        return
+    known = quantised(holders)
+    own = frozenset(wrapped_names(root))
+    texts = (
+        f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
+        f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"
+        for name, value in holders.items()
+    )
+    globs = dict.fromkeys(
+        f"*{name.rpartition('.')[2]}" if name in known else name if name in own else f"{name}/*"
+        for name in holders
+    )
+    raise NotRepresentable(
+        f"safetensors holds tensors alone, and no containers of them: {listed(texts)}",
+        file=file,
+        hint="write a .pth file, or leave it out: "
+        + " ".join(f"--exclude '{printable(glob)}'" for glob in globs),
+    )
 
 
 def _name_fault(key: Any) -> str | None:
@@ -141,8 +176,7 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
         if isinstance(value, Opaque):
             groups["objects"].append(f"{name} ({value.class_name})")
         elif isinstance(value, (dict, list, tuple)):
-            inside = sum(1 for _ in find_tensors(value))
-            groups["containers"].append(f"{name} ({counted(inside, 'tensor')} inside)")
+            groups["containers"].append(name)
         else:
             groups["values"].append(name)
     for group, names in groups.items():

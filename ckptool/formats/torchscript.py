@@ -2,8 +2,8 @@
 
 Since 1.3 `data.pkl` holds the module tree as objects of classes whose source is in `code/`, and
 that source tells parameters and buffers from other tensors (torch/csrc/jit/serialization/
-python_print.cpp). A frozen module has none: its weights are constants of the program, under no names
-but those of the code (torch/csrc/jit/passes/freeze_module.cpp). 1.0 to 1.2 had `model.json` instead
+python_print.cpp). A frozen module has none: its weights are constants of the program, with no names
+but those in its code (torch/csrc/jit/passes/freeze_module.cpp). 1.0 to 1.2 had `model.json` instead
 (caffe2/proto/torch.proto). The program itself is left alone: never run, never rewritten.
 """
 
@@ -22,6 +22,7 @@ from ckptool.formats.torch_zip import Storages, few, read_contents
 from ckptool.formats.torchscript_json import read_model_json
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.modules import holds_tensors
 from ckptool.symbolic import unpickle
 
 __all__ = ["TORCHSCRIPT", "TorchScript"]
@@ -77,7 +78,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     contents = read_contents(archive, limits)
     unpickled = contents.unpickled
     names = _Collector(archive, limits).collect(unpickled.root)
-    listed = {id(tensor) for tensor in names.values()}
+    listed = {id(tensor) for tensor in find_tensors(names)}
     frozen = "training" not in unpickled.root.attributes
     if frozen:
         names.update(_constants(archive, contents.storages.byteorder, limits))
@@ -105,7 +106,7 @@ def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tup
         return
     root = unpickle(record.data, persistent_load=storages.load, limits=limits).root
     for number, value in enumerate(root if isinstance(root, tuple) else ()):
-        if next(find_tensors([value]), None) is not None:
+        if holds_tensors(value):
             yield f"CONSTANTS.c{number}", value
 
 
@@ -162,7 +163,11 @@ class _Collector:
             if isinstance(tensor, TensorRef):
                 self.names[f"{prefix}{name}"] = tensor
         for name, child in attributes.items():
-            if isinstance(child, Opaque) and _is_scripted(child):
+            if not isinstance(child, Opaque) or not _is_scripted(child):
+                continue
+            if not isinstance(child.state, dict) and holds_tensors(child):  # packed parameters
+                self.names[f"{prefix}{name}"] = child.state
+            else:
                 self._module(child, f"{prefix}{name}.", depth + 1)
 
     def _source(self, module: Opaque) -> _ClassSource:

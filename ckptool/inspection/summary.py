@@ -13,6 +13,7 @@ from ckptool.inspection.obstacles import layout_blockers, outdated_names, restor
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
+from ckptool.paths import counted
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
 
@@ -156,6 +157,7 @@ def info(checkpoint: Checkpoint) -> Info:
             *details.unreferenced,
             *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
             *choice_notes(needs),
+            *_quantised(sections),
             *_unread(sections),
         ),
         commands=load_commands(needs),
@@ -188,6 +190,12 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
     )
 
 
+def _quantised(sections: tuple[Section, ...]) -> Iterator[str]:
+    for section in sections:
+        for scheme, count in section.quantisers.items():
+            yield f"{counted(count, 'tensor')} quantised: {scheme}"
+
+
 def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
     for section in sections:
         for text in section.unread:
@@ -203,7 +211,9 @@ def _needs(
 ) -> Needs:
     models = [section for section in sections if section.kind in MODEL_KINDS]
     # Leaving the rest behind helps only where nothing in a model itself is in the way.
-    alone = objects_in_the_way and any(not blockers(dict(model.node)) for model in models)
+    alone = objects_in_the_way and any(
+        not blockers(dict(model.node)) and not model.unread for model in models
+    )
     return Needs(
         file=checkpoint.path,
         devices=restored_devices(checkpoint.root),

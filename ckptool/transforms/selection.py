@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef
+from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
+from ckptool.modules import holds_tensors
 from ckptool.paths import counted, listed, name_of, printable
 from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
+from ckptool.transforms.places import tie_key
 
 __all__ = [
     "beside",
@@ -58,7 +60,7 @@ def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     """As `state_dict_alone`, without the values among the tensors, which no model takes."""
     alone = state_dict_alone(checkpoint, chosen)
-    names = values_inside(alone.root)
+    names = [name for name in values_inside(alone.root) if not holds_tensors(alone.root[name])]
     if not names:
         return alone
     gone = frozenset(names)
@@ -106,9 +108,12 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
     """What is around and beside a state dict, and what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
-        yield Change("left-out", text, 1)
-    for text in chosen.unread:
-        yield Change("left-out", text, 1)
+        known = {tie_key(tensor) for _, tensor in chosen.tensors()}
+        hidden = {tie_key(tensor) for tensor in find_tensors(chosen.holder)} - known
+        more = f" ({counted(len(hidden), 'tensor')} beside it)" if hidden else ""
+        yield Change("left-out", f"{text}{more}", 1)
+    for text, tensors in chosen.apart.items():
+        yield Change("left-out", text, 1, needed=tensors > 0)
     yield from beside(root, chosen.path, chosen.holder)
 
 
