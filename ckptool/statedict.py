@@ -85,7 +85,7 @@ class Section:
         """
         held = held_apart(self.holder) if self.kind == "module" else {}
         return {
-            f"{printable(path)} ({only_its_class(one)})": sum(1 for _ in find_tensors(one))
+            only_its_class(path, one): sum(1 for _ in find_tensors(one))
             for path, one in held.items()
         }
 
@@ -112,11 +112,12 @@ class Section:
         return [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
 
 
-def only_its_class(node: Any) -> str:
-    """Say of what is held apart whose it is."""
-    name = printable(node.class_name) if isinstance(node, (Opaque, TensorRef)) else "its class"
-    scheme = class_scheme(node)
-    return f"only {name} can tell its weights{f'; {scheme}' if scheme else ''}"
+def only_its_class(path: str, node: Any) -> str:
+    """Say whose it is that a module holds apart under that path."""
+    name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
+    what = "" if scheme or not isinstance(node, Opaque) else "the submodule "
+    more = f"; {scheme}" if scheme else ""
+    return f"{what}{printable(path)} (only {printable(name)} can tell its weights{more})"
 
 
 def sections(root: Any) -> tuple[Section, ...]:

@@ -67,9 +67,10 @@ def _check_containers(root: Any, file: str) -> None:
         NotRepresentable: naming them, with the quantiser where that is known.
     """
     holders = {
-        str(key): value
+        str(key): inside
         for key, value in root.items()
-        if (any(attributes_of(value)) if isinstance(value, TensorRef) else holds_tensors(value))
+        for inside in [dict(attributes_of(value)) if isinstance(value, TensorRef) else value]
+        if holds_tensors(inside)
     }
     if not holders:
         return
@@ -176,7 +177,7 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
         if isinstance(value, Opaque):
             groups["objects"].append(f"{name} ({value.class_name})")
         elif isinstance(value, (dict, list, tuple)):
-            groups["containers"].append(name)
+            groups["containers"].append(f"{name} (0 tensors inside)")
         else:
             groups["values"].append(name)
     for group, names in groups.items():

@@ -148,7 +148,8 @@ def info(checkpoint: Checkpoint) -> Info:
         globals=details.globals,
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
-        reachable_bytes=reached,
+        # A bare pickle has its payloads in itself: all that it holds is reached.
+        reachable_bytes=details.storage_bytes if checkpoint.format == "pickle" else reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=(
@@ -174,8 +175,17 @@ def _section_info(section: Section) -> SectionInfo:
         wrappers=section.wrappers,
         tensors=len(tensors),
         parameters=_parameters(section.kind, once),
-        nbytes=sum(tensor.nbytes for _, tensor in once),
+        nbytes=sum(map(_bytes_here, (tensor for _, tensor in once))),
     )
+
+
+def _bytes_here(tensor: TensorRef) -> int:
+    """What this file has of it: one rank's part of a tensor that is spread, else all parts."""
+    if tensor.storage is not None or not tensor.parts:
+        return tensor.nbytes
+    if tensor.is_spread:
+        return tensor.local.nbytes if tensor.local else 0
+    return sum(part.nbytes for part in tensor.tensors_inside())
 
 
 def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:

@@ -39,7 +39,7 @@ def module_rest(module: Opaque) -> ModuleRest:
     state = set(map(_bytes_of, find_tensors(dict(module_state(module) or {}))))
     lost, settings = [], dict[str, None]()
     for path, one in held_apart(module).items():
-        lost.append(f"{printable(path)} ({only_its_class(one)})")
+        lost.append(only_its_class(path, one))
     for prefix, part in modules_below(module, DEFAULT_LIMITS):
         for name, value in _beside(part):
             tensors = list(find_tensors(value))

@@ -14,7 +14,7 @@ from ckptool.files.output import Progress
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
 from ckptool.formats.shard_index import shards_named_by
-from ckptool.paths import listed, walk
+from ckptool.paths import listed
 from ckptool.statedict import what_there_is
 from ckptool.transforms import single_state_dict
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
@@ -226,8 +226,9 @@ def _refuse_hollow(checkpoint: Checkpoint, plan: Plan) -> None:
             hint="load it where that class is and save its state_dict(); or --drop-objects leaves "
             "it out",
         )
-    content = plan.tensors or (plan.format not in FLAT and any(True for _ in walk(checkpoint.root)))
-    if not content and checkpoint.format != "memory":
+    empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
+    hollow = not plan.tensors and (empty or plan.format in FLAT)
+    if hollow and checkpoint.format != "memory":
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
         raise NotRepresentable(
