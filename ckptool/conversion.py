@@ -191,18 +191,24 @@ def without_objects(checkpoint: Checkpoint, *, plain: bool, drop: bool) -> Check
         NotRepresentable: one remains that is not to be dropped; the message names all of them.
     """
     if plain:
-        return _wanted(checkpoint, transforms.to_plain(checkpoint, drop=drop))
-    return _wanted(checkpoint, transforms.drop_objects(checkpoint)) if drop else checkpoint
+        checkpoint = _wanted(checkpoint, transforms.to_plain(checkpoint, drop=drop))
+    elif drop:
+        checkpoint = _wanted(checkpoint, transforms.drop_objects(checkpoint))
+    if not drop:
+        return checkpoint
+    asked = (
+        replace(change, wanted=change.wanted or change.needed) for change in checkpoint.changes
+    )
+    return replace(checkpoint, changes=tuple(asked))
 
 
 def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     """What went from `before` to `after` went because the user asked for that.
 
-    Not so the weights of a module that only its class can read.
+    Not so what the model needs.
     """
     made = after.changes[len(before.changes) :]
-    unread = {text for section in before.sections for text in section.unread} if made else ()
-    marked = (replace(change, wanted=change.text not in unread) for change in made)
+    marked = (replace(change, wanted=change.wanted or not change.needed) for change in made)
     return replace(after, changes=(*before.changes, *marked))
 
 

@@ -19,7 +19,7 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.modules import Visits, is_module, module_state, unread_submodules
+from ckptool.modules import Visits, held_apart, is_module, module_state
 from ckptool.rebuilding import everything, rebuild
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def walk(
     """Every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module gives the tensors that its
-    `state_dict()` would have, each under its full name as one key, then what `unread_submodules`
-    names, as objects. Any other object is given itself, then what it holds as a list or dict, then
+    `state_dict()` would have, each under its full name as one key, then what is
+    `held_apart`. Any other object is given itself, then what it holds as a list or dict, then
     the tensors among its attributes and arguments. A container that holds itself is not entered
     again. `enter` is asked before each container, module or object is entered; what it refuses is
     left out.
@@ -179,8 +179,8 @@ def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
     if isinstance(node, (list, tuple)):
         return len(node), enumerate(node), None
     if module is not None:
-        unread = unread_submodules(node)
-        return len(module) + len(unread), chain(module.items(), unread.items()), None
+        apart = held_apart(node)
+        return len(module) + len(apart), chain(module.items(), apart.items()), None
     held = held_items(node)
     hidden = list(_hidden_items(node, len(held)))
     return len(held) + len(hidden), iter(held), iter(hidden)

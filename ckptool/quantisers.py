@@ -8,13 +8,13 @@ and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`) and of c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckptool.model import Global, Opaque, TensorRef, find_tensors
+from ckptool.model import Opaque, TensorRef, find_tensors
 
-__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised", "schemes", "tensor_class"]
+__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def quantised(state: Mapping[Any, Any]) -> dict[str, Quantised]:
     """
     found: dict[str, Quantised] = {}
     for name, value in state.items():
-        scheme = class_scheme(tensor_class(value))
+        scheme = class_scheme(value)
         if scheme is not None:
             found[name] = Quantised(scheme, ())
     signs = [name for name in state if isinstance(name, str) and name.endswith(_SIGNS)]
@@ -120,32 +120,9 @@ def _is_weight(quantiser: Quantiser, value: Any) -> bool:
     return isinstance(value, TensorRef) and value.dtype.startswith(quantiser.dtypes)
 
 
-def schemes(nodes: Iterable[Any]) -> tuple[str, ...]:
-    """The schemes of state dicts and objects among `nodes`, each once."""
-    found: dict[str, None] = {}
-    for node in nodes:
-        if isinstance(node, Mapping):
-            found.update(dict.fromkeys(one.scheme for one in quantised(node).values()))
-        elif (scheme := class_scheme(tensor_class(node))) is not None:
-            found[scheme] = None
-    return tuple(found)
-
-
-def class_scheme(qualified: str | None) -> str | None:
-    """The scheme whose class that is, by its qualified name."""
-    if qualified is None:
+def class_scheme(node: Any) -> str | None:
+    """The scheme of whose classes an object or a tensor is."""
+    if not isinstance(node, (Opaque, TensorRef)):
         return None
-    known = (one.scheme for one in QUANTISERS if one.classes and qualified.startswith(one.classes))
-    return next(known, None)
-
-
-def tensor_class(node: Any) -> str | None:
-    """The qualified name of the class of a tensor that is a subclass, or of an object."""
-    if isinstance(node, Opaque):
-        return node.class_name
-    if not isinstance(node, TensorRef):
-        return None
-    types = [layer.type for layer in node.wrapping if layer.type is not None]
-    if node.storage is None and node.parts:
-        types.append(node.parts.get("type"))
-    return next((cls.qualified for cls in types if isinstance(cls, Global)), None)
+    name = node.class_name
+    return next((one.scheme for one in QUANTISERS if name.startswith(one.classes)), None)

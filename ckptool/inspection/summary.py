@@ -13,6 +13,7 @@ from ckptool.inspection.obstacles import layout_blockers, outdated_names, restor
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
+from ckptool.paths import counted
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
 
@@ -147,7 +148,8 @@ def info(checkpoint: Checkpoint) -> Info:
         globals=details.globals,
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
-        reachable_bytes=reached,
+        # A bare pickle has its payloads in itself: all that it holds is reached.
+        reachable_bytes=details.storage_bytes if checkpoint.format == "pickle" else reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=(
@@ -156,6 +158,7 @@ def info(checkpoint: Checkpoint) -> Info:
             *details.unreferenced,
             *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
             *choice_notes(needs),
+            *_quantised(sections),
             *_unread(sections),
         ),
         commands=load_commands(needs),
@@ -172,8 +175,17 @@ def _section_info(section: Section) -> SectionInfo:
         wrappers=section.wrappers,
         tensors=len(tensors),
         parameters=_parameters(section.kind, once),
-        nbytes=sum(tensor.nbytes for _, tensor in once),
+        nbytes=sum(map(_bytes_here, (tensor for _, tensor in once))),
     )
+
+
+def _bytes_here(tensor: TensorRef) -> int:
+    """What this file has of it: one rank's part of a tensor that is spread, else all parts."""
+    if tensor.storage is not None or not tensor.parts:
+        return tensor.nbytes
+    if tensor.is_spread:
+        return tensor.local.nbytes if tensor.local else 0
+    return sum(part.nbytes for part in tensor.tensors_inside())
 
 
 def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
@@ -186,6 +198,12 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
         for path, tensor in tensors
         if str(path[-1] if path else "").rpartition(".")[2] not in BUFFER_NAMES
     )
+
+
+def _quantised(sections: tuple[Section, ...]) -> Iterator[str]:
+    for section in sections:
+        for scheme, count in section.quantisers.items():
+            yield f"{counted(count, 'tensor')} quantised: {scheme}"
 
 
 def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
@@ -203,7 +221,9 @@ def _needs(
 ) -> Needs:
     models = [section for section in sections if section.kind in MODEL_KINDS]
     # Leaving the rest behind helps only where nothing in a model itself is in the way.
-    alone = objects_in_the_way and any(not blockers(dict(model.node)) for model in models)
+    alone = objects_in_the_way and any(
+        not blockers(dict(model.node)) and not model.unread for model in models
+    )
     return Needs(
         file=checkpoint.path,
         devices=restored_devices(checkpoint.root),

@@ -36,6 +36,8 @@ def totals(listing: Listing) -> str:
         parts.append(plural(len(listing.values), "value"))
     if listing.objects:
         parts.append(plural(len(listing.objects), "object"))
+    if listing.quantisers:
+        parts.append(f"quantised: {', '.join(listing.quantisers)}")
     return "; ".join(parts)
 
 
