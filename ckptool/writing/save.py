@@ -231,6 +231,8 @@ def _refuse_hollow(checkpoint: Checkpoint, plan: Plan) -> None:
     if hollow and checkpoint.format != "memory":
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
+        if not there:  # an empty file: its copy lacks nothing
+            return
         raise NotRepresentable(
             f"no tensor would be in the result; there is {listed(there)}",
             file=checkpoint.path or None,
