@@ -6,7 +6,14 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    completed_by,
+    file_argument,
+    floating_types,
+    target_options,
+    verb,
+)
 from ckptool.transforms import cast, floating_type
 
 __all__ = ["command", "parsed_keep"]
@@ -20,7 +27,11 @@ __all__ = ["command", "parsed_keep"]
 )
 @file_argument
 @click.option(
-    "--dtype", required=True, metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32."
+    "--dtype",
+    required=True,
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="The type to cast to: bfloat16, fp16, float32.",
 )
 @click.option(
     "--keep",

@@ -38,7 +38,8 @@ def write_changed(
         CheckpointError: whatever opening, changing or writing meets.
     """
     chosen = _chosen(target)
-    with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
+    progress = Progress(quiet=target.quiet, phases=("writing", "reading back"))
+    with open_checkpoint(source) as checkpoint, progress:
         sharded = checkpoint.format in SHARD_FORMATS
         if target.in_place:
             for file in checkpoint.sources:

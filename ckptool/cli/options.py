@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -15,7 +15,9 @@ from ckptool.formats import SHARD_FORMATS, WRITABLE
 __all__ = [
     "PATH",
     "Target",
+    "completed_by",
     "file_argument",
+    "floating_types",
     "fmt_option",
     "glob_options",
     "json_option",
@@ -34,6 +36,29 @@ _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 PATH = click.Path(readable=False)
 """Of a file: whether it is there and can be read is said by who opens it."""
 file_argument = click.argument("file", type=PATH)
+
+
+def completed_by(words: Callable[[], Iterable[str]]) -> Any:
+    """Return a `shell_complete` that offers `words`, which are asked for at the Tab alone."""
+
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return complete
+
+
+def floating_types() -> Iterable[str]:
+    """Return the names that `--dtype` and `--cast` take."""
+    from ckptool.transforms.casting import FLOATING
+
+    return FLOATING
+
+
+def _formats() -> Iterable[str]:
+    from ckptool.render.table_formats import known_formats
+
+    return known_formats()
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
@@ -85,6 +110,7 @@ def fmt_option(function: F) -> F:
         "--fmt",
         metavar="FORMAT",
         callback=_known_format,
+        shell_complete=completed_by(_formats),
         help="Only the tables, nothing shortened, as markdown, csv, html, latex, rst or any other "
         "of tabulate's formats; an empty line between two.",
     )

@@ -145,9 +145,9 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, CheckpointError) and error.remedy is not None:
         from ckptool.render.remedies import as_options
 
-        return str(error), as_options(error.remedy)
+        return error.sentence, as_options(error.remedy)
     if isinstance(error, CheckpointError):
-        return str(error), error.hint
+        return error.sentence, error.hint
     if isinstance(error, click.ClickException):
         return _usage(error)
     for kind, words in _SENTENCES.items():

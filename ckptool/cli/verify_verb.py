@@ -102,7 +102,7 @@ def _looked_at(
 def _tell(result: Verdict | CheckpointError, *, quiet: bool, silent: bool) -> None:
     """Say at once what was found of a file; `silent`: it is printed at the end, all together."""
     if isinstance(result, CheckpointError):
-        complain(str(result), result.hint)
+        complain(result.sentence, result.hint)
         return
     if not silent:
         print_lines(verdict_lines(result, stdout_look()))

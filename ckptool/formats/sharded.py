@@ -121,7 +121,7 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
         raise _missing(index) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-            error.hint = f"allow the process more open files: ulimit -n {_wanted(index)}"
+            error.advise(f"allow the process more open files: ulimit -n {_wanted(index)}")
         raise
     try:
         for known in candidates(shard):
