@@ -66,7 +66,7 @@ def settle(code: int) -> None:
 
 def print_document(document: Mapping[str, Any]) -> None:
     """Write one JSON document to stdout."""
-    from ckptool.render.jsondoc import json_lines
+    from ckptool.render.text import json_lines
 
     print_lines(json_lines(document))
 

@@ -157,8 +157,7 @@ def _print(found: Diff, shown: _Shown, *, quiet: bool) -> None:
     if shown.as_json:
         print_document(found.to_dict())
         return
-    from ckptool.render.diff import diff_lines, note_lines, status_lines
-    from ckptool.render.diff_stat import stat_lines
+    from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
 
     look = stdout_look(shown.fmt)
     if shown.name_status or shown.fmt:  # for a program to read: what is for people goes elsewhere

@@ -69,7 +69,7 @@ def command(
 
 def _print_tree(listing: Listing, as_json: bool) -> None:
     from ckptool.inspection.folding import tree
-    from ckptool.render.tree import tree_lines
+    from ckptool.render.listing import tree_lines
 
     root = tree(listing)
     if as_json:

@@ -55,7 +55,7 @@ def floating_types() -> Iterable[str]:
 
 
 def _formats() -> Iterable[str]:
-    from ckptool.render.table_formats import known_formats
+    from ckptool.render.table import known_formats
 
     return known_formats()
 
@@ -89,7 +89,7 @@ def verb(
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
     if word is None or ctx.resilient_parsing:
         return None
-    from ckptool.render.table_formats import known_format
+    from ckptool.render.table import known_format
 
     return known_format(word)
 

@@ -42,6 +42,6 @@ def command(file: str, name: str, count: int, fmt: str | None, as_json: bool, qu
     if as_json:
         print_document(shown.to_dict())
     else:
-        from ckptool.render.show import shown_lines
+        from ckptool.render.listing import shown_lines
 
         print_lines(shown_lines(shown, stdout_look(fmt)))

@@ -12,7 +12,7 @@ from ckptool.matching.judging import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Remedy
-from ckptool.render.diff_rows import folded, share
+from ckptool.render.diff import folded, share
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look

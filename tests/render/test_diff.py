@@ -5,9 +5,7 @@ import csv
 import pytest
 
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
-from ckptool.render.diff import diff_lines, status_lines
-from ckptool.render.diff_rows import share
-from ckptool.render.diff_stat import stat_lines
+from ckptool.render.diff import diff_lines, share, stat_lines, status_lines
 from ckptool.render.terminal import PLAIN, Look
 from ckptool.tensors.comparing import Difference
 

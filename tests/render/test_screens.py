@@ -9,11 +9,9 @@ from ckptool.checkpoint import Change
 from ckptool.inspection import info, list_tensors, show, tree
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines
-from ckptool.render.listing import listing_lines
+from ckptool.render.listing import listing_lines, shown_lines, tree_lines
 from ckptool.render.receipt import receipt_lines
-from ckptool.render.show import shown_lines
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.tree import tree_lines
 from ckptool.writing import Receipt
 from tests.inspection.handmade import checkpoint, floats, tensor
 

@@ -8,8 +8,7 @@ import pytest
 import tabulate
 
 from ckptool.errors import UsageError
-from ckptool.render.table import MOST_DRAWN, apart, table
-from ckptool.render.table_formats import known_format
+from ckptool.render.table import MOST_DRAWN, apart, known_format, table
 from ckptool.render.terminal import Look
 
 HEADERS = ["name", "size"]

@@ -6,8 +6,7 @@ import pytest
 
 from ckptool.inspection.reporting import report
 from ckptool.render.page import page
-from ckptool.render.page.document import SCRIPTS
-from ckptool.render.page.summary import FIRST
+from ckptool.render.page.document import FIRST, SCRIPTS
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.pages import ADDRESS, Page, digest, names
 from tests.render.page.test_markup import HOSTILE
