@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import print_document, say
+from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.options import Target
-from ckptool.cli.progress import Progress
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import SHARD_FORMATS, open_checkpoint
 from ckptool.render.receipt import receipt_lines

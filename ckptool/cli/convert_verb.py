@@ -11,7 +11,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
-from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.factory import referred
 from ckptool.cli.options import (
     PATH,
@@ -19,6 +18,8 @@ from ckptool.cli.options import (
     completed_by,
     floating_types,
     glob_options,
+    parsed_rules,
+    parsed_visible,
     plain_options,
     target_options,
     verb,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.console import Progress, print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.diff_result import Diff

@@ -6,9 +6,8 @@ import sys
 
 import click
 
-from ckptool.cli.console import note_none, print_document, print_lines, stdout_look
+from ckptool.cli.console import Progress, note_none, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
 

@@ -70,7 +70,7 @@ def command(
     last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
     strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes.
     """
-    from ckptool.cli.running import in_words
+    from ckptool.cli.console import in_words
 
     with recorded(in_words):
         if gpus is not None:

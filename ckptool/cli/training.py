@@ -6,8 +6,7 @@ import os
 import sys
 from typing import Any
 
-from ckptool.cli.console import print_lines, say, stdout_look
-from ckptool.cli.progress import Progress
+from ckptool.cli.console import Progress, print_lines, say, stdout_look
 from ckptool.render.text import clean
 from ckptool.render.training import (
     end_lines,

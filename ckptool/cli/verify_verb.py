@@ -7,9 +7,16 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import complain, print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.console import (
+    Progress,
+    complain,
+    print_document,
+    print_lines,
+    say,
+    settle,
+    stdout_look,
+)
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verifying import ManifestOutcome, Verdict, Verifier
 from ckptool.render.text import clean

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from ckptool.cli.progress import Progress
+from ckptool.cli.console import Progress
 
 
 class Terminal(io.StringIO):

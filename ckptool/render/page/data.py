@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ckptool.tensors.statistics import Histogram
 
 __all__ = [
-    "ChangeRow",
     "DIGITS",
+    "ChangeRow",
     "Names",
     "bars",
     "change_rows",
