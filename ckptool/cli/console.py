@@ -1,4 +1,4 @@
-"""One run of the command line: what it writes where, its bar, its signals, its errors, its exit code."""
+"""One run of a command: its streams, its bar, its signals, its errors and its exit code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows as a table: drawn by tabulate up to some thousands, then fixed columns that stream.
-
-Where a format is asked for (`Look.fmt`) it is drawn in that one, whatever its size.
-"""
+"""Rows as a table for people, which streams; or in one of tabulate's formats (`Look.fmt`)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from ckptool.render.text import fit_names, shorten, wrapped
 
 __all__ = ["apart", "formatted", "known_format", "known_formats", "table"]
 
-MOST_DRAWN = 2000
 _GAP = "  "
 _BAR = " | "
 _NARROWEST = 12
@@ -45,8 +41,6 @@ def table(
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
     if look.fmt:
-        from ckptool.render.table import formatted
-
         return formatted(headers, rows, look.fmt, frozenset(right))
     widths = [
         max(len(header), max((len(row[column]) for row in rows), default=0))
@@ -66,11 +60,10 @@ def table(
         rows = _shortened(rows, fitted)
         missing = ["names in full", *missing] if fitted[0] < widths[0] else missing
     lines = _lines(
-        [headers[column] for column in kept],
-        rows,
-        fitted,
+        [[headers[column] for column in kept], *rows],
+        [min(width, _WIDEST) for width in fitted],
+        [column in right for column in kept],
         look,
-        frozenset(n for n, column in enumerate(kept) if column in right),
         gap,
     )
     return chain(lines, _not_shown(missing, look)) if missing else lines
@@ -110,20 +103,6 @@ def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[lis
     ]
 
 
-def _lines(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    look: Look,
-    right: frozenset[int],
-    gap: str,
-) -> Iterator[str]:
-    """The lines of a table of cells that fit."""
-    if gap == _BAR or len(rows) > MOST_DRAWN or max(widths) > _WIDEST:
-        return _streamed(headers, rows, [min(w, _WIDEST) for w in widths], right, look, gap)
-    return _drawn(headers, rows, right, look)
-
-
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
     """The lines of several tables or paragraphs, an empty line between them; empty ones go."""
     begun = False
@@ -151,41 +130,21 @@ def _fit(
     return fitted
 
 
-def _drawn(
-    headers: Sequence[str],
+def _lines(
     rows: Sequence[Sequence[str]],
-    right: frozenset[int],
-    look: Look,
-) -> Iterator[str]:
-    import tabulate  # 50 ms: only where a table is drawn
-
-    # The header is a row like the others: tabulate would make its columns wider than they need.
-    text = tabulate.tabulate(
-        [headers, *rows],
-        tablefmt="plain",
-        disable_numparse=True,
-        colalign=["right" if column in right else "left" for column in range(len(headers))],
-    )
-    first, *rest = text.split("\n")
-    yield look.bold(first.rstrip())
-    yield from (line.rstrip() for line in rest)
-
-
-def _streamed(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: list[int],
-    right: frozenset[int],
+    widths: Sequence[int],
+    right: Sequence[bool],
     look: Look,
     gap: str,
 ) -> Iterator[str]:
-    columns = (f"%{width}s" if n in right else f"%-{width}s" for n, width in enumerate(widths))
-    pattern = gap.join(columns)
-    yield look.bold((pattern % tuple(headers)).rstrip())
+    """Yield the rows, the first of them in bold."""
+    columns = zip(widths, right, strict=True)
+    pattern = gap.join(f"%{width}s" if at_right else f"%-{width}s" for width, at_right in columns)
+    lines = ((pattern % tuple(row)).rstrip() for row in rows)
+    yield look.bold(next(lines))
     if gap == _BAR:
         yield "-+-".join("-" * width for width in widths)
-    for row in rows:
-        yield (pattern % tuple(row)).rstrip()
+    yield from lines
 
 
 _OTHER_NAMES = {"markdown": "github"}
