@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module, module_state, unread_submodules
-from ckptool.paths import counted, held_items, listed, name_of, printable, resolve, walk
+from ckptool.paths import held_items, name_of, resolve, walk
 from ckptool.remedies import Remedy
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import wrappers_of
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
-from ckptool.paths import listed
 from ckptool.render.terminal import Look, columns_of, look_of
-from ckptool.render.text import clean, clean_lines, size
+from ckptool.render.text import size
+from ckptool.words import clean, clean_lines, listed
 
 __all__ = [
     "EXIT_CODE",

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from ckptool.cli.console import Progress, print_lines, say, stdout_look
-from ckptool.render.text import clean
 from ckptool.render.training import (
     end_lines,
     epoch_line,
@@ -29,6 +28,7 @@ from ckptool.trainer.events import (
     Stepped,
     Traced,
 )
+from ckptool.words import clean
 
 __all__ = ["Teller"]
 

@@ -11,7 +11,7 @@ import re
 from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
 from ckptool.formats.identify_kinds import DCP_HINT, Finding, quoted, shell
-from ckptool.paths import counted
+from ckptool.words import counted
 
 __all__ = ["explain", "refuse"]
 

@@ -10,7 +10,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
-from ckptool.paths import counted, listed, printable
+from ckptool.words import counted, listed, printable
 
 __all__ = [
     "flat_tensors",

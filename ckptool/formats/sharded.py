@@ -23,7 +23,7 @@ from ckptool.formats.shard_details import details_of
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.formats.shard_joining import joined
 from ckptool.limits import Limits
-from ckptool.paths import listed
+from ckptool.words import listed
 
 __all__ = ["SAFETENSORS_SHARDED", "TORCH_SHARDED", "Sharded"]
 

@@ -14,7 +14,8 @@ from ckptool.inspection.values import shape_text
 from ckptool.patterns import Family, families, numbered
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, number, plural, quoted, shorten, wrapped
+from ckptool.render.text import count, number, quoted, shorten, wrapped
+from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
@@ -307,7 +308,7 @@ def note_lines(diff: Diff, look: Look) -> Iterator[str]:
         yield from wrapped(f"note: {clean(note)}", look.width)
     hidden = diff.changed_in_all - len(diff.changed)
     if hidden:
-        yield from wrapped(f"and {plural(hidden, 'more tensor')} (--max-diffs)", look.width)
+        yield from wrapped(f"and {counted(hidden, 'more tensor')} (--max-diffs)", look.width)
 
 
 def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
@@ -324,7 +325,7 @@ def _identical(diff: Diff) -> str:
     if diff.structure:
         aside.append("values not compared")
     aside.extend(f"ignored {tag}" for tag in _tags(diff))
-    return f"{found}: {plural(diff.common, 'entry')}{_bracketed(aside)}"
+    return f"{found}: {counted(diff.common, 'entry')}{_bracketed(aside)}"
 
 
 def _different(diff: Diff) -> str:
@@ -346,7 +347,7 @@ def _on_trust(diff: Diff) -> Iterator[str]:
     if diff.close:
         yield f"{count(diff.close)} within the tolerance"
     if diff.by_checksum:
-        yield f"{plural(diff.by_checksum, 'tensor')} compared by CRC-32 alone"
+        yield f"{counted(diff.by_checksum, 'tensor')} compared by CRC-32 alone"
 
 
 def _bracketed(parts: Iterable[str]) -> str:
@@ -362,7 +363,7 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
     counts = diff.counts
     sides = (("A", diff.a, diff.format_a, "D"), ("B", diff.b, diff.format_b, "A"))
     for letter, path, form, status in sides:
-        entries = plural(diff.common + counts[status] + counts["R"], "entry")
+        entries = counted(diff.common + counts[status] + counts["R"], "entry")
         facts = f"  {clean(form)}, {entries}"
         room = (look.width or 1 << 30) - len(facts) - 3
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"

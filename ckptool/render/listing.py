@@ -11,17 +11,8 @@ from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
 from ckptool.inspection.values import shape_text
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import (
-    clean,
-    clean_lines,
-    count,
-    fit_names,
-    label,
-    number,
-    plural,
-    shorten,
-    size,
-)
+from ckptool.render.text import count, fit_names, label, number, shorten, size
+from ckptool.words import clean, clean_lines, counted
 
 __all__ = ["listing_lines", "shown_lines", "tree_lines"]
 
@@ -43,12 +34,12 @@ def totals(listing: Listing) -> str:
     elements = sum(row.numel for row in listing.tensors)
     nbytes = sum(row.nbytes for row in listing.tensors)
     parts = [
-        f"{plural(len(listing.tensors), 'tensor')}, {plural(elements, 'element')}, {size(nbytes)}"
+        f"{counted(len(listing.tensors), 'tensor')}, {counted(elements, 'element')}, {size(nbytes)}"
     ]
     if listing.values:
-        parts.append(plural(len(listing.values), "value"))
+        parts.append(counted(len(listing.values), "value"))
     if listing.objects:
-        parts.append(plural(len(listing.objects), "object"))
+        parts.append(counted(len(listing.objects), "object"))
     return "; ".join(parts)
 
 
@@ -185,7 +176,7 @@ def _label(node: TreeNode) -> str:
 def _totals(node: TreeNode, *, brief: bool = False) -> str:
     own = node.tensor
     if own is None or node.children:
-        totals = [plural(node.tensors, "tensor"), plural(node.elements, "element")]
+        totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
         return ", ".join((*totals[: 1 if brief else 2], size(node.nbytes)))
     times = f"{count(node.count)} x " if node.count > 1 else ""
     return f"{times}{own.dtype} {shape_text(own.shape)}  {size(node.nbytes)}"
@@ -224,7 +215,7 @@ def _as_table(shown: Shown, look: Look) -> Iterator[str]:
 
 def _length(shown: ShownContainer) -> str:
     """`dict of 3 entries`."""
-    return f"{shown.type} of {plural(len(shown.entries), 'entry')}"
+    return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
 
 
 def _one_tensor(shown: ShownTensor) -> Iterator[str]:
@@ -233,7 +224,7 @@ def _one_tensor(shown: ShownTensor) -> Iterator[str]:
     grad = ", requires_grad" if row.requires_grad else ""
     yield f"{row.dtype} {shape_text(row.shape)} on {clean(row.device)}{kind}{grad}"
     stride = "" if row.storage is None else f", stride {shape_text(row.stride)}"
-    yield f"{plural(row.numel, 'element')}, {size(row.nbytes)}{stride}"
+    yield f"{counted(row.numel, 'element')}, {size(row.nbytes)}{stride}"
     for name, text in shown.parts:
         yield f"  {clean(name)}: {clean(text)}"
     if stats is None:

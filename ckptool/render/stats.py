@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
-from ckptool.paths import listed
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, label, plural, wrapped
+from ckptool.render.text import count, label, wrapped
+from ckptool.words import clean, counted, listed
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures
@@ -159,7 +159,7 @@ def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
 
 def _totals(totals: Totals, look: Look) -> Iterator[str]:
     """`14 tensors, 330 elements, 12.5% zeros, 3 NaN, 1 infinite, norm 4.21`, and a line a type."""
-    facts = [plural(totals.tensors, "tensor"), plural(totals.elements, "element")]
+    facts = [counted(totals.tensors, "tensor"), counted(totals.elements, "element")]
     if totals.elements:
         facts.append(f"{_share(totals.zeros, totals.elements)} zeros")
     facts += [
@@ -171,6 +171,6 @@ def _totals(totals: Totals, look: Look) -> Iterator[str]:
     yield from map(look.bold, wrapped(", ".join(facts), look.width))
     for one in totals.dtypes:
         reach = f", from {_number(one.minimum)} to {_number(one.maximum)}"
-        tensors, elements = plural(one.tensors, "tensor"), plural(one.elements, "element")
+        tensors, elements = counted(one.tensors, "tensor"), counted(one.elements, "element")
         said = f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
         yield from wrapped(said, look.width)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from ckptool.words import clean
+
 __all__ = [
-    "clean",
     "count",
     "fit_names",
     "json_lines",
     "label",
-    "plural",
     "quoted",
     "runnable",
     "shorten",
@@ -27,28 +27,9 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-def clean(text: str) -> str:
-    r"""The text with everything that a terminal might obey or hide spelled out (`\x1b`).
-
-    That is control characters, escapes, bidirectional and other invisible format characters, line
-    separators, lone surrogates, unassigned and private code points, and a space at either end.
-    """
-    if text.isprintable() and text.strip(" ") == text:
-        return text
-    inner = text.strip(" ")
-    before = len(text) - len(text.lstrip(" "))
-    after = len(text) - len(inner) - before
-    return "\\x20" * before + "".join(map(_visible, inner)) + "\\x20" * after
-
-
 def label(name: str, path: Sequence[Any]) -> str:
     """What a row is called: its name, whatever the file gave it, and where it is the root."""
     return (clean(name) or "''") if path else "(the whole file)"
-
-
-def clean_lines(text: str) -> str:
-    """As `clean`, for a text of several lines: line breaks and indents are kept."""
-    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
 def runnable(command: str) -> str:
@@ -81,17 +62,6 @@ def _is_byte(character: str) -> bool:
     return "\udc80" <= character <= "\udcff"
 
 
-def _visible(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    if character in _NAMED:
-        return _NAMED[character]
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
 def size(nbytes: int) -> str:
     """Bytes as people read them: `512 B`, `1.5 KiB`, `4.7 GiB`."""
     if nbytes < 1024:
@@ -107,13 +77,6 @@ def size(nbytes: int) -> str:
 def count(number: int) -> str:
     """An integer with its thousands apart."""
     return f"{number:,}"
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`, `3 entries`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun[:-1]}ies" if noun.endswith("y") else f"{number:,} {noun}s"
 
 
 def shorten(text: str, most: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import DeviceValue, Global, Opaque, TensorRef, find_tensors
 from ckptool.modules import module_state, modules_below, own_tensors, unread_submodules
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["ModuleRest", "module_rest"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.paths import counted, listed, name_of, printable
+from ckptool.paths import name_of
 from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
+from ckptool.words import counted, listed, printable
 
 __all__ = [
     "beside",

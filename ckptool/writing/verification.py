@@ -16,8 +16,8 @@ from ckptool.files.output import Progress, Streamed
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, TensorRef
-from ckptool.paths import printable
 from ckptool.symbolic.encoder import Encoded, encode
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.files.atomic import atomic_output
 from ckptool.render.page.document import page
-from ckptool.render.text import clean, plural, size
+from ckptool.render.text import size
+from ckptool.words import clean, counted
 from ckptool.writing.target import check_target
 
 if TYPE_CHECKING:
@@ -113,5 +114,5 @@ def page_lines(receipt: PageReceipt) -> Iterator[str]:
     """What was written, for people."""
     for note in receipt.notes:
         yield f"note: {clean(note)}"
-    tensors = plural(receipt.tensors, "tensor")
+    tensors = counted(receipt.tensors, "tensor")
     yield f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.folding import MAX_PARTS
 from ckptool.inspection.values import shape_text
-from ckptool.render.text import clean, shorten
+from ckptool.render.text import shorten
+from ckptool.words import clean
 
 if TYPE_CHECKING:
     from ckptool.inspection.diff_result import Changed, Side

@@ -22,7 +22,8 @@ from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.inspection.values import shape_text
 from ckptool.render.info import NAMELESS, counts_text, format_text, size_text
 from ckptool.render.page.data import change_rows, columns
-from ckptool.render.text import clean, count, plural, shorten, size
+from ckptool.render.text import count, shorten, size
+from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,7 +189,7 @@ def changes_at_a_glance(diff: Diff) -> str:
     values = "; values were not compared" if diff.structure else ""
     if diff.identical:
         where = "the headers of " if diff.structure else ""
-        return f"No difference in {where}{plural(diff.common, 'entry')}{values}."
+        return f"No difference in {where}{counted(diff.common, 'entry')}{values}."
     parts = [
         f"{count(diff.counts[status])} {text}"
         for status, text in _STATUSES.items()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ckptool.paths import name_of
 from ckptool.render.page.data import Names
-from ckptool.render.text import clean
+from ckptool.words import clean
 from tests.render.page.pages import names
 
 
