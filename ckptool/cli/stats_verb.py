@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -51,13 +52,12 @@ def command(
     file: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    key: str | None,
-    bins: int,
     sort: str | None,
     fold: bool,
     fmt: str | None,
     as_json: bool,
     quiet: bool,
+    **how: Any,
 ) -> None:
     """Say what the numbers of each tensor are like.
 
@@ -68,9 +68,7 @@ def command(
     device, or 10 times off in norm or std.
     """
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
-        found = stats(
-            checkpoint, include=include, exclude=exclude, key=key, bins=bins, progress=progress
-        )
+        found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
     if not found.tensors:
         note_none("no tensor", include, exclude, quiet=quiet)
     found = found.folded() if fold else found

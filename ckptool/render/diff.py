@@ -14,7 +14,7 @@ from ckptool.inspection.values import shape_text
 from ckptool.patterns import Family, families, numbered
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import count, number, quoted, shorten, wrapped
+from ckptool.render.text import count, number, quoted, share, shorten, wrapped
 from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
@@ -30,14 +30,12 @@ __all__ = [
     "note_lines",
     "only_rows",
     "renamed_rows",
-    "share",
     "stat_lines",
     "status_lines",
     "summary_lines",
 ]
 
 _SHORT = 40  # characters of a value where it is one of two on a line
-_SMALL = 0.001
 
 FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 
@@ -155,16 +153,6 @@ def figures(found: Difference | None, *, whole: bool) -> list[str]:
         share(found.mismatched, found.elements),
         ", ".join(odd),
     ]
-
-
-def share(part: int, whole: int) -> str:
-    """`12.3%`; never `0%` of something, nor `100%` of less than all."""
-    if part in (0, whole):
-        return "100%" if part else "0%"
-    ratio = part / whole
-    if ratio < _SMALL:
-        return "<0.1%"
-    return f"{100 * ratio:.1f}%" if ratio <= 1 - _SMALL else ">99.9%"
 
 
 def _label(name: str) -> str:

@@ -84,16 +84,12 @@ def _marks(row: TensorRow) -> str:
 
 
 def _values(listing: Listing, look: Look) -> Iterator[str]:
-    if look.fmt:
-        rows = [
-            [label(row.name, row.path), row.type, clean(_whole(row.value))]
-            for row in listing.values
-        ]
-        return table(["name", "type", "value"], rows, look)
+    shown = _whole if look.fmt else _short
     rows = [
-        [label(row.name, row.path), row.type, clean(_short(row.value))] for row in listing.values
+        [label(row.name, row.path), row.type, clean(shown(row.value))] for row in listing.values
     ]
-    return table(["value", "type", ""], rows, look, flexible=(0, 2))
+    headers = ["name", "type", "value"] if look.fmt else ["value", "type", ""]
+    return table(headers, rows, look, flexible=(0, 2))
 
 
 def _whole(value: object) -> str:

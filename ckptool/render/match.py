@@ -12,11 +12,11 @@ from ckptool.matching.judging import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Remedy
-from ckptool.render.diff import folded, share
+from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, shorten, wrapped
+from ckptool.render.text import count, share, shorten, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_lines", "match_text", "note_lines"]

@@ -148,7 +148,7 @@ def _lines(
 
 
 _OTHER_NAMES = {"markdown": "github"}
-_SEPARATED = {"csv": ",", "tsv": "\t"}
+_SEPARATED = ("csv", "tsv")
 """Not padded, so that a program reads the cells as they are."""
 _ESCAPING_TWINS = {"unsafehtml": "html", "latex_raw": "latex"}
 """Formats that take a cell for markup, and the same table with the cell escaped."""
@@ -193,24 +193,27 @@ def formatted(
     Raises:
         UsageError: one long cell would pad all rows to a file of gigabytes.
     """
-    if fmt in _SEPARATED:
-        return _separated(headers, rows, _SEPARATED[fmt])
+    if fmt == "tsv":  # has no quotes; no clean cell holds a tab
+        return ("\t".join(row) for row in (headers, *rows))
+    if fmt == "csv":
+        import csv
+
+        writer = csv.writer(_Returned(), lineterminator="")
+        return (str(writer.writerow(row)) for row in (headers, *rows))
+    import tabulate
+
     escape = _ESCAPES.get(fmt)
     if escape is not None:
         headers, *rows = ([escape(cell) for cell in row] for row in (headers, *rows))
     _check_padding(headers, rows, fmt)
-    return _tabulated(headers, rows, _ESCAPING_TWINS.get(fmt, fmt), right)
-
-
-def _separated(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], separator: str
-) -> Iterator[str]:
-    if separator == "\t":  # has no quotes; no clean cell holds a tab
-        return ("\t".join(row) for row in (headers, *rows))
-    import csv
-
-    writer = csv.writer(_Returned(), delimiter=separator, lineterminator="")
-    return (str(writer.writerow(row)) for row in (headers, *rows))
+    text = tabulate.tabulate(
+        rows,
+        headers=headers,
+        tablefmt=_ESCAPING_TWINS.get(fmt, fmt),
+        disable_numparse=True,
+        colalign=["right" if column in right else "left" for column in range(len(headers))],
+    )
+    return (line.rstrip() for line in str(text).split("\n"))
 
 
 def _check_padding(headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str) -> None:
@@ -222,21 +225,6 @@ def _check_padding(headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: s
             f"in the format {fmt}",
             hint="--fmt csv pads nothing, and neither does --json",
         )
-
-
-def _tabulated(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str, right: frozenset[int]
-) -> Iterator[str]:
-    import tabulate
-
-    text = tabulate.tabulate(
-        rows,
-        headers=headers,
-        tablefmt=fmt,
-        disable_numparse=True,
-        colalign=["right" if column in right else "left" for column in range(len(headers))],
-    )
-    return (line.rstrip() for line in str(text).split("\n"))
 
 
 def _backslashed(characters: str) -> Callable[[str], str]:

@@ -16,6 +16,7 @@ __all__ = [
     "label",
     "quoted",
     "runnable",
+    "share",
     "shorten",
     "size",
     "wrapped",
@@ -77,6 +78,16 @@ def size(nbytes: int) -> str:
 def count(number: int) -> str:
     """An integer with its thousands apart."""
     return f"{number:,}"
+
+
+def share(part: int, whole: int, *, none: str = "0%") -> str:
+    """Return `12.3%`; never `none` of something, nor `100%` of less than all."""
+    if part in (0, whole):
+        return "100%" if part else none
+    percent = 100 * part / whole
+    if percent < 0.1:
+        return "<0.1%"
+    return f"{percent:.1f}%" if percent <= 99.9 else ">99.9%"
 
 
 def shorten(text: str, most: int) -> str:
