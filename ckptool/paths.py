@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,15 @@ from ckptool.model import (
 )
 from ckptool.modules import Visits, held_apart, is_module, module_state
 from ckptool.rebuilding import everything, rebuild
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
 __all__ = [
-    "counted",
     "everything",
     "held_items",
-    "listed",
     "name_of",
-    "printable",
     "rebuild",
     "resolve",
     "selected",
@@ -47,7 +45,6 @@ _LEAF_TYPES = frozenset((
     TensorRef, StorageRef, Storage, DeviceValue, Global,
 ))  # fmt: skip
 _MISSING = object()
-_LONGEST_SHOWN = 160  # characters of one name in a message
 
 
 def name_of(path: Path) -> str:
@@ -71,25 +68,6 @@ def _key_text(key: Any) -> str:
         case tuple():
             return f"({', '.join(map(_key_text, key))})"
     return str(key)
-
-
-def printable(text: str) -> str:
-    """A name of the file fit for a terminal: control characters escaped, its middle cut out."""
-    if len(text) > _LONGEST_SHOWN:
-        text = f"{text[: _LONGEST_SHOWN // 2]}...{text[-_LONGEST_SHOWN // 2 :]}"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a sentence: `a, b, and 3 more`; `nothing` where there are none."""
-    given = list(names)
-    shown = ", ".join(map(printable, given[:most]))
-    return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
-
-
-def counted(count: int, noun: str) -> str:
-    """So many of something for a sentence: `1 name`, `1,200 names`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def walk(

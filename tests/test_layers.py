@@ -11,6 +11,7 @@ ROOMS = [
     "_version",
     "_collecting",
     "_lazy",
+    "words",
     "remedies",
     "errors",
     "limits",

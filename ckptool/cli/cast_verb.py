@@ -8,7 +8,14 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    completed_by,
+    file_argument,
+    floating_types,
+    target_options,
+    verb,
+)
 from ckptool.errors import UsageError
 from ckptool.transforms import cast, floating_type
 
@@ -23,8 +30,18 @@ __all__ = ["command", "parsed_keep"]
     "ckptool cast fp8.safetensors --dequantize bfloat16",
 )
 @file_argument
-@click.option("--dtype", metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32.")
-@click.option("--dequantize", metavar="DTYPE", help="8-bit weights times their scales, in DTYPE.")
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="The type to cast to: bfloat16, fp16, float32.",
+)
+@click.option(
+    "--dequantize",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="8-bit weights times their scales, in DTYPE.",
+)
 @click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
 @click.option(
     "--keep",

@@ -11,9 +11,19 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
-from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
+from ckptool.cli.options import (
+    PATH,
+    Target,
+    completed_by,
+    floating_types,
+    glob_options,
+    parsed_rules,
+    parsed_visible,
+    plain_options,
+    target_options,
+    verb,
+)
 from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
 from ckptool.matching import Allowance
@@ -49,6 +59,7 @@ __all__ = ["command"]
 @click.option(
     "--like",
     metavar="REFERENCE",
+    type=PATH,
     help="Names as this checkpoint has them, or the model of MODULE:FACTORY (ckptool match).",
 )
 @click.option(
@@ -63,7 +74,12 @@ __all__ = ["command"]
     show_default=True,
     help="Tied tensors written once, or each with bytes of its own.",
 )
-@click.option("--cast", metavar="DTYPE", help="Floating tensors to this type: bfloat16, float16.")
+@click.option(
+    "--cast",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="Floating tensors to this type: bfloat16, float16.",
+)
 @click.option(
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, settle, stdout_look
+from ckptool.cli.console import Progress, print_document, print_lines, settle, stdout_look
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.inspection.doctor import diagnose
 
 __all__ = ["command"]

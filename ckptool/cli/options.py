@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -16,10 +16,14 @@ from ckptool.formats import SHARD_FORMATS, WRITABLE
 __all__ = [
     "PATH",
     "Target",
+    "completed_by",
     "file_argument",
+    "floating_types",
     "fmt_option",
     "glob_options",
     "json_option",
+    "parsed_rules",
+    "parsed_visible",
     "plain_options",
     "quiet_option",
     "target_options",
@@ -35,6 +39,29 @@ _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 PATH = click.Path(readable=False)
 """Of a file: whether it is there and can be read is said by who opens it."""
 file_argument = click.argument("file", type=PATH)
+
+
+def completed_by(words: Callable[[], Iterable[str]]) -> Any:
+    """Return a `shell_complete` that offers `words`, which are asked for at the Tab alone."""
+
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return complete
+
+
+def floating_types() -> Iterable[str]:
+    """Return the names that `--dtype` and `--cast` take."""
+    from ckptool.transforms.casting import FLOATING
+
+    return FLOATING
+
+
+def _formats() -> Iterable[str]:
+    from ckptool.render.table import known_formats
+
+    return known_formats()
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
@@ -65,7 +92,7 @@ def verb(
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
     if word is None or ctx.resilient_parsing:
         return None
-    from ckptool.render.table_formats import known_format
+    from ckptool.render.table import known_format
 
     return known_format(word)
 
@@ -86,6 +113,7 @@ def fmt_option(function: F) -> F:
         "--fmt",
         metavar="FORMAT",
         callback=_known_format,
+        shell_complete=completed_by(_formats),
         help="Only the tables, nothing shortened, as markdown, csv, html, latex, rst or any other "
         "of tabulate's formats; an empty line between two.",
     )
@@ -206,3 +234,36 @@ def target_options(*, place: bool = True) -> Callable[[F], F]:
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
+    """The rules `A=B` by their A.
+
+    Raises:
+        UsageError: a rule that is not `A=B`, or two for one device.
+    """
+    mapping: dict[str, str] = {}
+    for rule in rules:
+        source, _, target = (part.strip() for part in rule.partition("="))
+        if not (source and target):
+            raise UsageError(f"{rule!r} is no rule A=B", hint="for example cuda:3=cuda:0")
+        if mapping.setdefault(source, target) != target:
+            raise UsageError(
+                f"there are two rules for {source!r}: to {mapping[source]!r} and to {target!r}",
+                hint="keep one of them",
+            )
+    return mapping
+
+
+def parsed_visible(listed: str) -> list[int]:
+    """The physical indexes of `0,2`, in the order of the program's own.
+
+    Raises:
+        UsageError: anything but numbers with commas between.
+    """
+    words = [word.strip() for word in listed.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise UsageError(
+            f"{listed!r} is no list of device numbers", hint="for example --visible-devices 0,2"
+        )
+    return [int(word) for word in words]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
-from ckptool.paths import counted
+from ckptool.words import counted
 
 __all__ = [
     "DCP_HINT",

@@ -11,9 +11,9 @@ from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
 from ckptool.modules import attributes_of, holds_tensors
-from ckptool.paths import counted, listed, printable
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.statedict import wrapped_names
+from ckptool.words import counted, listed, printable
 
 __all__ = [
     "flat_tensors",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptool.formats.identify import as_argument
-from ckptool.paths import counted, listed
+from ckptool.words import counted, listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]
 

@@ -13,9 +13,9 @@ from ckptool.inspection.obstacles import layout_blockers, outdated_names, restor
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
-from ckptool.paths import counted
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
+from ckptool.words import counted
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 

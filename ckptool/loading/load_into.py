@@ -18,10 +18,10 @@ from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.fitting.unmade import why_unmade
 from ckptool.loading.live.spreading import without_hidden
 from ckptool.matching import Allowance, Allowed, Match, MatchReport
-from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.name_rules import Rule
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from ckptool.matching.again import Again
 from ckptool.matching.folding import folded
 from ckptool.matching.globs import globs_of
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
-from ckptool.paths import printable
 from ckptool.remedies import Remedy, together
 from ckptool.transforms.name_rules import regex_rule
+from ckptool.words import printable
 
 __all__ = [
     "ANY_RULE",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from ckptool.paths import listed
 from ckptool.patterns import families
+from ckptool.words import listed
 
 __all__ = ["folded", "folded_within", "labels"]
 

@@ -31,8 +31,8 @@ from ckptool.matching.list_rules import list_rules
 from ckptool.matching.nested_rules import nested_rules, twin_rules
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 from ckptool.matching.shared_memory import of_shared_memory
-from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Argument, Remedy, together
+from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
     from ckptool.matching.allowance import Allowance

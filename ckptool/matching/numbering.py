@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptool.matching.change_rules import escaped
 from ckptool.matching.words import are_alike
-from ckptool.paths import printable
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     from ckptool.matching.accounts import Account, Ledger

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptool.errors import UsageError
-from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule
+from ckptool.words import printable
 from ckptool.wrappers import check_collisions
 
 __all__ = ["ruled_names"]

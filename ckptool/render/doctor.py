@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from ckptool.inspection.doctor import Complaint, Diagnosis
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, plural, runnable
+from ckptool.render.text import runnable
+from ckptool.words import clean, counted
 
 __all__ = ["diagnosis_lines"]
 
@@ -35,9 +36,9 @@ def diagnosis_lines(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
 def _summary(diagnosis: Diagnosis) -> str:
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
     words = {
-        "fails": f"{plural(counts['fails'], 'reason')} to fail",
-        "misleads": f"{plural(counts['misleads'], 'reason')} to mislead",
-        "note": plural(counts["note"], "note"),
+        "fails": f"{counted(counts['fails'], 'reason')} to fail",
+        "misleads": f"{counted(counts['misleads'], 'reason')} to mislead",
+        "note": counted(counts["note"], "note"),
     }
     return ", ".join(text for severity, text in words.items() if counts[severity])
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, runnable, shorten, size
+from ckptool.render.text import count, runnable, shorten, size
+from ckptool.words import clean
 
 __all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
 

@@ -22,11 +22,11 @@ from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
-from ckptool.paths import printable
 from ckptool.tensors.cast_kernel import CHUNK, Kernel, Losses, chunks
 from ckptool.tensors.coverage import Owners, Spans
 from ckptool.tensors.floats import FLOATS
 from ckptool.tensors.runtime import require_torch, torch_dtype
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,11 @@ from ckptool.files import ByteRange
 from ckptool.files.gathered import gathered
 from ckptool.files.joined import joined
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import counted, everything, listed, name_of, rebuild, walk
+from ckptool.paths import everything, name_of, rebuild, walk
 from ckptool.transforms.cutting import Cut, cut
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
+from ckptool.words import counted, listed
 
 __all__ = ["compact", "without_unseen"]
 

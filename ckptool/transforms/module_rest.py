@@ -9,8 +9,8 @@ from typing import Any
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import DeviceValue, Global, Opaque, TensorRef, find_tensors
 from ckptool.modules import held_apart, module_state, modules_below, own_tensors
-from ckptool.paths import printable
 from ckptool.statedict import only_its_class
+from ckptool.words import printable
 
 __all__ = ["ModuleRest", "module_rest"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import model_state_dict, sections, wrapped_names
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.naming import NamePlan, distinct, stays
 from ckptool.transforms.nearest import similar
+from ckptool.words import counted, listed, printable
 
 __all__ = ["rename"]
 

@@ -19,8 +19,8 @@ from ckptool.files.locking import leads_to
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
-from ckptool.paths import listed
 from ckptool.symbolic.encoder import blockers
+from ckptool.words import listed
 from ckptool.writing.sharding import ShardPlan
 from ckptool.writing.target import check_still_there
 from ckptool.writing.verification import source_check, verify

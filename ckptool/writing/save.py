@@ -14,9 +14,9 @@ from ckptool.files.output import Progress
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
 from ckptool.formats.shard_index import shards_named_by
-from ckptool.paths import listed
 from ckptool.statedict import what_there_is
 from ckptool.transforms import single_state_dict
+from ckptool.words import listed
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.sharding import parse_size, plan_shards

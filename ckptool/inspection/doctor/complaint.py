@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ckptool.paths import printable
 from ckptool.patterns import families
+from ckptool.words import printable
 
 __all__ = [
     "Choice",

@@ -10,8 +10,9 @@ from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.verifying import verify
 from ckptool.limits import Limits
-from ckptool.paths import counted, name_of
+from ckptool.paths import name_of
 from ckptool.tensors.nonfinite import is_infinity_or_zero
+from ckptool.words import counted
 
 __all__ = ["damage"]
 

@@ -21,8 +21,8 @@ from ckptool.inspection.doctor.patient import Patient
 from ckptool.matching.globs import escaped_glob, fronts
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import TensorRef
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, model_state_dict
+from ckptool.words import counted, listed, printable
 
 __all__ = ["fit", "reference_model"]
 

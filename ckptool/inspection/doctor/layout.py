@@ -10,7 +10,8 @@ from ckptool.inspection.doctor.complaint import Complaint, Found, Need, Severity
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.obstacles import layout_blockers, outdated_names
 from ckptool.model import ByteString
-from ckptool.paths import listed, name_of, printable, walk
+from ckptool.paths import name_of, walk
+from ckptool.words import listed, printable
 
 __all__ = ["layout"]
 

@@ -17,9 +17,9 @@ from ckptool.inspection.doctor.complaint import (
 )
 from ckptool.inspection.doctor.patient import Patient, unwrapped
 from ckptool.model import Opaque, TensorRef, find_tensors
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, values_inside
 from ckptool.transforms.refusals import class_of
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import N_AVERAGED
 
 __all__ = ["level"]

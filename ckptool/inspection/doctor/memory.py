@@ -16,7 +16,8 @@ from ckptool.inspection.doctor.complaint import (
 from ckptool.inspection.doctor.patient import Patient, tensors_of
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.model import Path, TensorRef
-from ckptool.paths import counted, name_of, printable
+from ckptool.paths import name_of
+from ckptool.words import counted, printable
 
 __all__ = ["dead_is_much", "memory", "unseen_is_much"]
 

@@ -15,8 +15,8 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient, tensors_of, unwrapped
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section, wrapped_names
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import counts, strip_names, wrapped_in_part
 
 __all__ = ["LORA", "naming"]

@@ -8,8 +8,9 @@ from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.model import Opaque
 from ckptool.modules import is_module
-from ckptool.paths import listed, name_of, printable
+from ckptool.paths import name_of
 from ckptool.transforms.refusals import class_of, refusals
+from ckptool.words import listed, printable
 
 __all__ = ["objects"]
 

@@ -8,8 +8,8 @@ from ckptool.errors import CheckpointError
 from ckptool.inspection.doctor.comparison import Paired, compared
 from ckptool.inspection.doctor.complaint import Complaint, Found, names_of
 from ckptool.inspection.doctor.patient import Patient
-from ckptool.paths import counted, listed
 from ckptool.tensors.narrowing import narrows, out_of_range
+from ckptool.words import counted, listed
 
 __all__ = ["overflow"]
 

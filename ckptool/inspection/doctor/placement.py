@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from ckptool.inspection.doctor.complaint import Complaint, Found, Need, names_of
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.obstacles import restored_devices
-from ckptool.paths import counted, listed, name_of, printable
+from ckptool.paths import name_of
+from ckptool.words import counted, listed, printable
 
 __all__ = ["ANYWHERE", "placement"]
 

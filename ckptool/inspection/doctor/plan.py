@@ -22,7 +22,7 @@ from ckptool.inspection.doctor.patient import Patient
 from ckptool.inspection.doctor.placement import ANYWHERE
 from ckptool.inspection.obstacles import restored_devices
 from ckptool.inspection.usage import storage_use
-from ckptool.paths import counted, listed, name_of, selected
+from ckptool.paths import name_of, selected
 from ckptool.statedict import MODEL_KINDS, sections, values_inside
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import (
@@ -36,6 +36,7 @@ from ckptool.transforms import (
     strip_module,
     to_plain,
 )
+from ckptool.words import counted, listed
 from ckptool.wrappers import counts
 from ckptool.writing.naming import default_target
 from ckptool.writing.target import target_format

@@ -15,8 +15,8 @@ from ckptool.inspection.doctor.optimizers import parameters, reference_of, train
 from ckptool.inspection.doctor.patient import Patient
 from ckptool.model import Shape
 from ckptool.optimizers import groups_of, kept_by, names_in, options_of, shapes_in
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import Section
+from ckptool.words import counted, listed, printable
 
 __all__ = ["training"]
 

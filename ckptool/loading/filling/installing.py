@@ -23,7 +23,7 @@ from ckptool.loading.live.undoing import Snapshot, held_back
 from ckptool.loading.live.unread import UnreadDict
 from ckptool.loading.live.watching import Watch, runs_code, watched
 from ckptool.matching import Allowance, Match
-from ckptool.paths import listed, printable
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

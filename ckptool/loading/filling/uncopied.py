@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptool.loading.live.memory import repeats
-from ckptool.paths import printable
 from ckptool.remedies import Remedy
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.dtypes import BY_NAME
 from ckptool.loading.objects.plain import unpickled
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["inert"]
 

@@ -13,9 +13,9 @@ from ckptool.loading.fitting.models import Target, target_of
 from ckptool.loading.fitting.states import Source, stated
 from ckptool.loading.live.slots import live_slots
 from ckptool.matching import EXTRA, Slot, Slots
-from ckptool.paths import printable
 from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
+from ckptool.words import printable
 
 __all__ = ["target_like"]
 

@@ -17,8 +17,8 @@ from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.loading.live.slots import live_slots
 from ckptool.matching import Cast, Match, matched
 from ckptool.matching.counting import counted
-from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule, rules_of
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     from ckptool.loading.fitting.losses import Loss

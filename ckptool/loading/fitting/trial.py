@@ -22,8 +22,8 @@ from ckptool.loading.live.spreading import is_spread, sharded
 from ckptool.loading.live.torch_loading import torch_load
 from ckptool.loading.live.twins import twin_of
 from ckptool.loading.live.undoing import Snapshot, tensors_of
-from ckptool.paths import listed, printable
 from ckptool.tensors import torch_dtype
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from ckptool.loading.fitting.states import State
 from ckptool.loading.live.own_loading import OwnLoading
 from ckptool.matching import Match, MatchReport
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.paths import listed, printable
 from ckptool.tensors import torch_dtype
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,9 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.paths import name_of, printable
+from ckptool.paths import name_of
 from ckptool.tensors import Materialiser, is_one_part, set_attributes
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

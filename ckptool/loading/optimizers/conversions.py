@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Match
-from ckptool.paths import counted, printable
+from ckptool.words import counted, printable
 
 __all__ = ["Conversions", "conversions"]
 

@@ -23,9 +23,10 @@ from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
 from ckptool.matching.words import words_of
 from ckptool.optimizers import model_of, owner, shapes_in
-from ckptool.paths import listed, printable, resolve
+from ckptool.paths import resolve
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+from ckptool.words import listed, printable
 
 __all__ = ["Unchosen", "found_optimizer"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.loading.optimizers.saved import Saved
 from ckptool.loading.optimizers.undo import innermost
 from ckptool.optimizers import OPTIONS, kept_by, options_of
-from ckptool.paths import listed
+from ckptool.words import listed
 
 if TYPE_CHECKING:
     import torch

@@ -34,9 +34,9 @@ from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_in
 from ckptool.loading.optimizers.undo import remembered
 from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
 from ckptool.matching.globs import escaped_glob
-from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Remedy
 from ckptool.statedict import is_the_models
+from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
     import torch

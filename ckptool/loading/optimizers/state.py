@@ -17,8 +17,9 @@ from ckptool.loading.optimizers.undo import innermost, layers
 from ckptool.matching import Cast
 from ckptool.matching.holding import holds
 from ckptool.model import Opaque, TensorRef
-from ckptool.paths import name_of, printable, walk
+from ckptool.paths import name_of, walk
 from ckptool.tensors import is_one_part
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

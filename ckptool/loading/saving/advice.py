@@ -10,7 +10,7 @@ from datetime import date
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["remedy", "spelled"]
 

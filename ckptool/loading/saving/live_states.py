@@ -20,7 +20,7 @@ from ckptool.loading.saving.optimizer_names import (
     own_names,
     parameters_of,
 )
-from ckptool.paths import counted
+from ckptool.words import counted
 from ckptool.wrappers import Rename, strip_names
 
 if TYPE_CHECKING:
