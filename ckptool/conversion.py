@@ -48,9 +48,9 @@ class Conversion:
     allow_missing: Allowed = None
     """What of `like` may be missing: all, or globs."""
     allow_unexpected: Allowed = None
-    """What may be there that `like` has not: it keeps its name."""
+    """What may be there that `like` has not: it is left out."""
     allow_mismatched: Allowed = False
-    """What may be of another shape than in `like`."""
+    """What may be of another shape than in `like`: it is left out."""
     min_coverage: float | None = None
     """The least share of the parameters of `like` that is to be there."""
     plain: bool = False

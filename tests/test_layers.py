@@ -39,6 +39,7 @@ ROOMS = [
     "loading",
     "conversion_like",
     "conversion",
+    "diagnosis",
     "trainer",
     "render",
     "api",

@@ -28,6 +28,7 @@ from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
+from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.usage import distinct
 from ckptool.inspection.verdict import Verdict, problem_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -103,6 +104,8 @@ class _Look:
     hashes: tuple[HashedTensor, ...] | None = None
     done: int = field(default=0)
     total: int = field(default=0)
+    is_shard: bool = False
+    """Whether it is one file of a set, which is looked at as a whole too."""
 
     def at_file(self, probe: Probe, *, values: bool, hashes: bool) -> None:
         """Look at one file, or the files of an unzipped one."""
@@ -157,7 +160,7 @@ class _Look:
         with closing(Probe(path, self.limits)) as probe:
             if probe.shard_index is not None:
                 return False
-            look = _Look(Verdict(path), self.limits, self.progress)
+            look = _Look(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
                 look.at_file(probe, values=False, hashes=False)
             except UnsupportedFormat:
@@ -200,6 +203,9 @@ class _Look:
         with checkpoint:
             self.add(_damaged(wrong, checkpoint))
             self.add(checks.content(checkpoint, probe))
+            part = None if self.is_shard else missing_weights(checkpoint)
+            if part is not None:
+                self.add(Findings((), (f"{part.text}; {part.remedy}",)))
             tensors = list(checkpoint.tensors())
             self.verdict = replace(
                 self.verdict,
