@@ -16,6 +16,7 @@ from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config
 from ckptool.errors import UsageError
 from ckptool.render.text import clean
 from ckptool.render.training import device_lines, gpus_line
+from ckptool.tensors.runtime import require_torch
 from ckptool.trainer.config import (
     SPREAD,
     TrainConfig,
@@ -73,22 +74,24 @@ def command(
     from ckptool.cli.running import in_words
 
     with recorded(in_words):
+        before = os.environ.get(VISIBLE)
         if gpus is not None:
-            _choose(gpus, quiet=quiet)
-        if list_devices:
+            show_only(gpus)
+        config = None if list_devices else _config(given)
+        is_launched = config is not None and _is_launched(config, nproc, port)
+        require_torch()
+        if gpus is not None:
+            _tell_choice(before, quiet=quiet)
+        if config is None:
             _list_devices(as_json=as_json)
-            return
-        config = _config(given)
-        if _is_launched(config, nproc, port):
+        elif is_launched:
             _train(config, as_json=as_json, quiet=quiet)
         else:
             _launch(config, nproc, port)
 
 
-def _choose(gpus: str, *, quiet: bool) -> None:
-    """Show CUDA some of the machine's GPUs, before it starts."""
-    before = os.environ.get(VISIBLE)
-    show_only(gpus)
+def _tell_choice(before: str | None, *, quiet: bool) -> None:
+    """Say which of the machine's GPUs are seen; `before` is what was visible earlier."""
     from ckptool.trainer.devices import require_visible
 
     require_visible()
@@ -174,4 +177,4 @@ def _train(config: TrainConfig, *, as_json: bool, quiet: bool) -> None:
         best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
         told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
         print_document({"schema": SCHEMA, **told})
-    teller.end(stopped=result.stopped is not None)
+    teller.end(result)

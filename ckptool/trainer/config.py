@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ckptool.errors import TrainingError, UsageError
-from ckptool.trainer.words import csv_path, data_fault, model_fault
+from ckptool.trainer.words import csv_path, data_fault, loss_fault, model_fault
 
 __all__ = [
     "CHOICES",
@@ -30,6 +30,7 @@ STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server
 SPREAD = ("ddp", "fsdp", "parameter-server")
 """Those that run in several processes."""
 SAVES = ("full", "wrapped", "unwrapped", "module")
+UPDATES = ("asynchronous", "synchronous")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "linear", "step")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "save": SAVES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
+    "updates": UPDATES,
     "dtype": ("float32", "float64"),
     "amp": ("bf16", "fp16"),
 }
@@ -55,18 +57,25 @@ _AT_LEAST_ONE = frozenset(
     )
 )
 _POSITIVE = frozenset(("lr", "clip", "save_seconds"))
-_NOT_NEGATIVE = frozenset(("weight_decay", "gamma", "warmup", "staleness", "output_device"))
+_NOT_NEGATIVE = frozenset(
+    ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers")
+)
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "momentum": {"optimizer": "sgd"},
     "step_size": {"schedule": "step"},
     "gamma": {"schedule": "step"},
-    "staleness": {"strategy": "parameter-server"},
+    "updates": {"strategy": "parameter-server"},
+    "staleness": {"strategy": "parameter-server", "updates": "asynchronous"},
+    "sync_batchnorm": {"strategy": "ddp"},
     "devices": {"strategy": "model-parallel"},
     "device_ids": {"strategy": "dp"},
     "output_device": {"strategy": "dp"},
 }
 """Options that mean something with another one alone; their defaults ask for nothing anywhere."""
+_NOT_WITH = {"workers": ("parameter-server",), "compile": ("dp", "xla")}
+"""Options that a strategy has no use for: a server's workers do not know which batch is next;
+replicas share no compiled code, and XLA compiles everything itself."""
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
@@ -130,6 +139,12 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"
                 )
+    for name, strategies in _NOT_WITH.items():
+        if values[name] and values["strategy"] in strategies:
+            raise UsageError(
+                f"{spelled(name, values[name])} is not for "
+                f"{spelled('strategy', values['strategy'])}"
+            )
     if values["ema"] is not None and values["save"] != "full":
         raise UsageError(
             f"{spelled('ema', values['ema'])} is for {spelled('save', 'full')}, and this is "
@@ -168,6 +183,8 @@ def _fault(name: str, value: Any) -> str | None:
         return data_fault(value)
     if name == "model":
         return model_fault(value)
+    if name == "loss":
+        return loss_fault(value)
     if name in CHOICES and value not in CHOICES[name]:
         return f"is none of {', '.join(CHOICES[name])}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -198,12 +215,16 @@ class TrainConfig:
     Attributes:
         out: The folder of the run's checkpoints and figures.
         strategy: How it is spread over devices.
-        data: `random`, `friedman`, `digits` or `csv:PATH`.
+        data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
         target: The column of a CSV that is predicted, the last one if none is named.
+        loss: What is minimised: a name in `torch.nn.functional`, as `mse_loss`, or
+            `module:function`; that of the data if none is named.
         model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
+        compile: Compile the model with `torch.compile`.
         epochs: How many times the data are gone through.
         max_steps: The end after that many steps of the optimizer, if it comes first.
         batch_size: Samples of one batch over all devices.
+        workers: Processes that prepare the batches ahead, into pinned memory for a GPU.
         accumulate: Batches whose gradients make one step.
         seed: Of the weights, the order of the samples, and what is random in the model.
         dtype: Of weights and features.
@@ -226,10 +247,13 @@ class TrainConfig:
         keep: How many of those are kept.
         resume: A checkpoint to go on from, or a run's folder; `auto`: the newest of `out`, if any.
         overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
+        sync_batchnorm: Of `ddp`: batch norm over the whole batch, and not each process's share.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
         devices: Of `model-parallel`: over which the layers are spread, in order.
         device_ids: Of `dp`: the GPUs of the replicas, all if none is named.
         output_device: Of `dp`: where outputs are gathered, on the first of them if none is named.
+        updates: Of `parameter-server`: `asynchronous`, a batch a worker, applied as gradients
+            arrive; or `synchronous`, each batch split over all workers, applied once.
         staleness: Of `parameter-server`: how many updates a worker's weights may lag behind.
         trace_batches: Tell what each replica sees and gives.
         tensorboard: Write TensorBoard's event files beside the figures, where it is installed.
@@ -239,10 +263,13 @@ class TrainConfig:
     strategy: str = "single"
     data: str = "friedman"
     target: str | None = None
+    loss: str | None = None
     model: str = "mlp:16,32"
+    compile: bool = False
     epochs: int = 10
     max_steps: int | None = None
     batch_size: int = 32
+    workers: int = 0
     accumulate: int = 1
     seed: int = 0
     dtype: str = "float32"
@@ -265,10 +292,12 @@ class TrainConfig:
     keep: int = 3
     resume: str | None = None
     overwrite: bool = False
+    sync_batchnorm: bool = False
     device: str = "auto"
     devices: tuple[str, ...] = ()
     device_ids: tuple[int, ...] = ()
     output_device: int | None = None
+    updates: str = "asynchronous"
     staleness: int = 1
     trace_batches: bool = False
     tensorboard: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
         raise TrainingError(
             "'meta' has no memory to train in", hint="--device cpu works everywhere"
         )
+    if device.type == "xla":
+        raise TrainingError("xla has a strategy of its own", hint="--strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
@@ -125,8 +128,19 @@ def devices_here() -> Devices:
         found.append(Device(name, facts.name, facts.total_memory, is_current, physical.get(name)))
     if torch.backends.mps.is_available():
         found.append(Device("mps", "Apple GPU", is_current=not cuda))
-    found.append(Device("cpu", _processor(), is_current=not found))
+    found += _xla_devices()
+    found.append(Device("cpu", _processor(), is_current=not any(one.is_current for one in found)))
     return Devices(cuda, torch.get_num_threads(), tuple(found))
+
+
+def _xla_devices() -> list[Device]:
+    """Those of torch_xla, where it is installed and finds any; `--strategy xla` takes the first."""
+    try:
+        xm = import_module("torch_xla.core.xla_model")
+        names = xm.get_xla_supported_devices() or ()
+        return [Device(name, f"{xm.xla_device_hw(name)}, by torch_xla") for name in names]
+    except (ImportError, OSError, RuntimeError):
+        return []
 
 
 def _processor() -> str:

@@ -120,17 +120,20 @@ class Loop:
         began = time.monotonic() - progress.seconds
         self._strategy.model.train()
         number = progress.step
-        for rows in self._batches.of_epoch(progress.epoch, progress.position):
-            if self._config.max_steps is not None and number >= self._config.max_steps:
-                break
-            number += 1
-            progress.rate = self._strategy.tuning.rate
-            votes = [*self._signals.votes, float(self._votes_for_saving())]
-            done = self._strategy.step(Step(number, rows, votes))
-            self._take(done)
-            progress.seconds = time.monotonic() - began
-            if not self._between(done, number):
-                return False
+        first = progress.position
+        steps = list(self._batches.of_epoch(progress.epoch, first))
+        with self._strategy.feeding(steps, epoch=progress.epoch, first=first):
+            for rows in steps:
+                if self._config.max_steps is not None and number >= self._config.max_steps:
+                    break
+                number += 1
+                progress.rate = self._strategy.tuning.rate
+                votes = [*self._signals.votes, float(self._votes_for_saving())]
+                done = self._strategy.step(Step(number, rows, votes))
+                self._take(done)
+                progress.seconds = time.monotonic() - began
+                if not self._between(done, number):
+                    return False
         self._take(self._strategy.settled())
         progress.seconds = time.monotonic() - began
         if progress.position == self._batches.steps:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.trainer.world import World
 
-__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "require_launcher"]
+__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "of_this_attempt", "require_launcher"]
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
@@ -100,7 +100,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, size = _meeting_point()
-        met = PrefixStore(f"run {next(_RUNS)}", store)
+        met = PrefixStore(f"run {next(_RUNS)}", of_this_attempt(store))
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise _not_reached(error) from error
@@ -123,6 +123,14 @@ def _meeting_point() -> tuple[Store, int, int]:
     """
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     return store, rank, size
+
+
+def of_this_attempt(store: Store) -> Store:
+    """The part of a store that this attempt of torchrun has: it restarts processes with one store.
+
+    What earlier attempts have left there, the addresses of processes for one, leads nowhere.
+    """
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _not_reached(error: BaseException) -> TrainingError:

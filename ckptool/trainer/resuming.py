@@ -25,6 +25,8 @@ _TELLING = (
     "data",
     "target",
     "model",
+    "loss",
+    "sync_batchnorm",
     "dtype",
     "seed",
     "batch_size",

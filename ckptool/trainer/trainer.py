@@ -134,17 +134,20 @@ class Trainer:
             data = data_of(self._config)
         elif isinstance(self._data, TrainData):
             data = self._data
-        elif self._loss is None:
+        elif (self._loss or self._config.loss) is None:
             raise UsageError("data are given, and no loss: loss=torch.nn.functional.mse_loss")
         else:
-            data = TrainData(self._data, None, self._loss)
-        return data if self._loss is None else replace(data, loss=self._loss)
+            data = TrainData(self._data, None, self._loss or self._config.loss or "")
+        loss = self._loss or self._config.loss
+        return data if loss is None else replace(data, loss=loss)
 
     def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
         """Give the strategy model, optimizer and data."""
         config = self._config
         model = self._model if self._model is not None else model_of(config, data)
         _require_module(model)
+        if config.compile:
+            model.compile()
         strategy.wrap(model.to(getattr(torch, config.dtype)))
         strategy.tuning = Tuning(
             config,

@@ -6,7 +6,7 @@ import re
 
 from ckptool.factories import FACTORY
 
-__all__ = ["csv_path", "data_fault", "hidden_widths", "model_fault"]
+__all__ = ["csv_path", "data_fault", "hidden_widths", "loss_fault", "model_fault"]
 
 _DATA = ("random", "friedman", "digits")
 _MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
@@ -20,9 +20,16 @@ def csv_path(data: str) -> str | None:
 
 def data_fault(data: str) -> str | None:
     """What is wrong with a word for data; whether a file is there is seen when it is read."""
-    if data in _DATA or csv_path(data):
+    if data in _DATA or csv_path(data) or (data[:4] != "csv:" and FACTORY.fullmatch(data)):
         return None
-    return f"is none of {', '.join(_DATA)}, csv:PATH"
+    return f"is none of {', '.join(_DATA)}, csv:PATH, module:factory"
+
+
+def loss_fault(loss: str) -> str | None:
+    """What is wrong with a word for a loss; whether torch has it is seen later."""
+    if loss.isidentifier() or FACTORY.fullmatch(loss):
+        return None
+    return "is neither a name in torch.nn.functional nor module:function"
 
 
 def hidden_widths(model: str) -> list[int] | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from ckptool.errors import TrainingError, UsageError
+from ckptool.errors import CheckpointError, TrainingError, UsageError
+from ckptool.factories import FACTORY, a_class, at_home, named, run
 from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.randomness import seed_all
 from ckptool.trainer.trees import as_dtype
 from ckptool.trainer.words import csv_path
 
@@ -100,13 +102,15 @@ class TrainData:
         Raises:
             UsageError: there is none of that name, it has parameters to train, or is no mean.
         """
-        loss: Any = (
-            getattr(functional, self.loss, None) if isinstance(self.loss, str) else self.loss
-        )
+        loss: Any = self.loss
+        if isinstance(loss, str):
+            with at_home():
+                own = FACTORY.fullmatch(loss)
+                loss = named(loss) if own else getattr(functional, loss, None)
         if not callable(loss):
             raise UsageError(
                 f"loss is {self.loss!r}, and no function of torch.nn.functional",
-                hint="a function of outputs and targets, or a name as mse_loss",
+                hint="a function of outputs and targets, a name as mse_loss, or module:function",
             )
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
             raise UsageError(
@@ -152,6 +156,57 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     return inputs, targets
 
 
+def prepared(
+    dataset: Dataset,
+    rows: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    workers: int,
+    seed: int,
+    is_pinned: bool,
+) -> Iterator[tuple[Any, Any]]:
+    """The batches of these rows, in their order; of no rows the first sample, for its types.
+
+    Without `workers` each is made when it is asked for. With them it is made ahead, and what the
+    dataset draws at random follows from `seed` and its place alone, whichever worker makes it.
+
+    Raises:
+        TrainingError: samples are not alike, or no pairs.
+    """
+    if not workers:
+        yield from (collated(dataset, one or [0], dtype) for one in rows)
+        return
+    for batch in DataLoader(
+        cast("Any", _Batch(dataset, rows, dtype, seed)),
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=is_pinned,
+        generator=torch.Generator(),  # of its own: a run that goes on draws the same numbers
+    ):
+        if isinstance(batch, CheckpointError):
+            raise batch
+        yield batch
+
+
+class _Batch:
+    """A dataset whose samples are batches; an error of ours is one, too, raised when it comes."""
+
+    def __init__(
+        self, dataset: Dataset, rows: Sequence[Sequence[int]], dtype: torch.dtype, seed: int
+    ) -> None:
+        self._dataset, self._rows, self._dtype, self._seed = dataset, rows, dtype, seed
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: int) -> tuple[Any, Any] | CheckpointError:
+        seed_all(self._seed + at)
+        try:
+            return collated(self._dataset, self._rows[at] or [0], self._dtype)
+        except CheckpointError as error:
+            return error
+
+
 def _said(sample: Any) -> str:
     kind = type(sample).__name__
     return f"a {kind} of {len(sample)}" if isinstance(sample, (list, tuple)) else f"a {kind}"
@@ -180,6 +235,8 @@ def data_of(config: TrainConfig) -> TrainData:
         from ckptool.trainer.data.columns import csv_columns
 
         return csv_columns(config, path)
+    if FACTORY.fullmatch(config.data):
+        return _own_data(config)
     if config.data == "digits":
         from ckptool.trainer.data.digits import digits
 
@@ -191,3 +248,29 @@ def data_of(config: TrainConfig) -> TrainData:
     from ckptool.trainer.data.friedman import friedman
 
     return friedman(config)
+
+
+_HINT = "a TrainData, a map-style dataset, or a pair of them: to learn from, and to validate with"
+
+
+def _own_data(config: TrainConfig) -> TrainData:
+    """What `module:factory` of the user's is, or returns without arguments.
+
+    Raises:
+        UsageError: the code raised; or what it gives is no data, or has no loss.
+    """
+    text = config.data
+    with at_home():
+        made = named(text)
+        if callable(made):
+            made = run(made, f"{text} raised", _HINT)
+    if isinstance(made, TrainData):
+        return made
+    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not hasattr(pair[0], "__getitem__"):
+        raise UsageError(f"{text} gives {a_class(made)}, and no data", hint=_HINT)
+    if config.loss is None:
+        raise UsageError(
+            f"{text} gives a dataset, and nothing says what is minimised", hint="--loss mse_loss"
+        )
+    return TrainData(pair[0], pair[1], config.loss)

@@ -28,7 +28,8 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
         raise UsageError(
             f"how large a model {config.model} is to be follows from the data, and their shape is "
             "not known",
-            hint="Trainer(model=...), or TrainData(inputs=(10,), outputs=1, ...)",
+            hint="Trainer(model=...), --model module:factory, or TrainData(inputs=(10,), "
+            "outputs=1, ...)",
         )
     if config.model == "cnn":
         return _cnn(data)

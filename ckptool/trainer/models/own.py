@@ -46,6 +46,8 @@ def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None
     wanted = (1, data.outputs)
     given = shape(inputs)
     outputs = _outputs(model.to(dtype), inputs, f"{config.model} does not take a batch of {given}")
+    if not data.inputs:  # a dataset of the user's: what its loss takes is not known
+        return
     if not (isinstance(outputs, torch.Tensor) and tuple(outputs.shape) == wanted):
         what = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else a_class(outputs)
         raise TrainingError(

@@ -14,8 +14,8 @@ from torch import nn
 from ckptool.errors import TrainingError
 from ckptool.trainer.batches import share
 from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data.datasets import Dataset, Loss, collated
-from ckptool.trainer.events import Observer, Traced
+from ckptool.trainer.data.datasets import Dataset, Loss, prepared
+from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.part_folders import is_sharded
 from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
 from ckptool.trainer.world import World
@@ -90,6 +90,7 @@ class Strategy:
         """Nothing is opened yet."""
         self.config, self.observer = config, observer
         self.world = World()
+        self._feed: Iterator[tuple[Any, Any]] | None = None
 
     # What it opens.
 
@@ -294,9 +295,35 @@ class Strategy:
         require_shared(self.config.batch_size, self.world.size)
         self._train, self._validation, self._loss = dataset, validation, loss
 
+    @contextmanager
+    def feeding(
+        self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
+    ) -> Iterator[None]:
+        """Around the steps of an epoch from step `first` on: have their batches prepared ahead."""
+        rows = [self.share(one) for step in steps for one in step]
+        self._feed = self._batches(self._train, rows, epoch, first * self.config.accumulate)
+        try:
+            yield
+        finally:
+            self._feed = None  # the processes behind it end
+
+    def _batches(
+        self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
+    ) -> Iterator[tuple[Any, Any]]:
+        seed = self.config.seed ^ epoch << 44 ^ self.world.rank << 32
+        return prepared(
+            dataset,
+            rows,
+            getattr(torch, self.config.dtype),
+            workers=min(self.config.workers, len(rows)),
+            seed=(seed + first) & (1 << 63) - 1,
+            is_pinned=self.device.type == "cuda",
+        )
+
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
         """The mean loss of some training samples; of none it is 0, and has zeros as gradients."""
-        return self._loss_of(self._train, rows, trace=self.config.trace_batches)
+        batch = next(self._feed or self._batches(self._train, [rows]))
+        return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
     def validated(self) -> float | None:
         """The mean loss over all validation samples, in evaluation mode; None without any."""
@@ -304,20 +331,21 @@ class Strategy:
             return None
         was_training = self.model.training
         self.model.train(False)
-        loss_sum = 0.0
-        size = self.config.batch_size
+        loss_sum, size, samples = 0.0, self.config.batch_size, len(self._validation)
+        starts = range(0, samples, size)
+        shares = [self.share(range(start, min(start + size, samples))) for start in starts]
         with torch.no_grad():
-            for start in range(0, len(self._validation), size):
-                rows = self.share(range(start, min(start + size, len(self._validation))))
-                loss_sum += self._loss_of(self._validation, rows).item() * len(rows)
+            batches = self._batches(self._validation, shares)
+            for start, rows, batch in zip(starts, shares, batches, strict=True):
+                self.observer.tell(Validating(start, samples))
+                loss_sum += self._loss_of(batch, rows).item() * len(rows)
         self.model.train(was_training)
-        return self.world.sums([loss_sum])[0] / len(self._validation)
+        return self.world.sums([loss_sum])[0] / samples
 
     def _loss_of(
-        self, dataset: Dataset, rows: Sequence[int], *, trace: bool = False
+        self, batch: tuple[Any, Any], rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
-        dtype = getattr(torch, self.config.dtype)
-        inputs, targets = moved(collated(dataset, rows or [0], dtype), self.device)
+        inputs, targets = moved(batch, self.device)
         if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):

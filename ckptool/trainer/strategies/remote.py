@@ -14,31 +14,39 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch.distributed import rpc
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.loading.live.ranks import sendable
-from ckptool.trainer.processes import TIMEOUT, require_launcher
+from ckptool.trainer.processes import TIMEOUT, of_this_attempt, require_launcher
 from ckptool.trainer.strategies.base import Step
 
 __all__ = ["Answer", "Service", "Task", "Workers", "launched_as"]
 
 _SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
+_SCHEME = "ckptool"
 _PATIENCE = 10.0
 """Seconds in which a process that is alive takes a short message."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker computes: one step, with the weights and the scaler's state of now."""
+    """What a worker computes: its part of one step, with weights and scaler's state of now.
+
+    `part` is its number, and how many parts each batch has.
+    """
 
     step: Step
     state: Sequence[torch.Tensor]
     scaler: Mapping[str, Any]
+    part: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Answer:
     """
 
     number: int
+    part: int
     loss_sum: float
     gradients: Sequence[torch.Tensor | None]
     buffers: Sequence[torch.Tensor]
@@ -258,7 +267,11 @@ def _name(rank: int) -> str:
 def _connect(name: str, rank: int, size: int) -> None:
     global _post
     _post = _Post()
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=TIMEOUT.total_seconds())
+    with suppress(RuntimeError):  # it is known already
+        register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
+    options = rpc.TensorPipeRpcBackendOptions(
+        rpc_timeout=TIMEOUT.total_seconds(), init_method=f"{_SCHEME}://"
+    )
     try:
         with warnings.catch_warnings():  # torch warns of its own use of its own process group
             warnings.simplefilter("ignore", UserWarning)
@@ -268,6 +281,14 @@ def _connect(name: str, rank: int, size: int) -> None:
     except (RuntimeError, ValueError) as error:
         line = str(error).partition("\n")[0]
         raise TrainingError(f"the other processes cannot be reached: {line}") from error
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Where the launcher has the processes of this attempt meet, for rpc."""
+    query = parse_qs(urlsplit(url).query)
+    rank, size = int(query["rank"][0]), int(query["world_size"][0])
+    store, *_numbers = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    yield of_this_attempt(store), rank, size
 
 
 def _release(size: int, released: _Released) -> None:

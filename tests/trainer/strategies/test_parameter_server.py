@@ -61,6 +61,15 @@ def test_without_staleness_it_is_the_run_of_one_process_to_the_bit(out, case):
     assert_same_run(out / f"{case}-single", out / case)
 
 
+def test_a_batch_that_is_split_over_the_workers_makes_the_step_of_one_process(out, server):
+    one, two = (torch.load(out / case / "last.pth") for case in ("split-single", "split"))
+    assert one["step"] == two["step"] == 9
+    for name, tensor in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], tensor, rtol=1e-9, atol=1e-12)
+    assert server["split"]["staleness"] == [0] * 9
+    assert server["split-dropout"]["result"]["step"] == 9
+
+
 def test_one_worker_is_never_stale_whatever_is_allowed(out, server):
     assert_same_run(out / "all-single", out / "one-worker")
     assert set(server["one-worker"]["staleness"]) == {0}
