@@ -24,7 +24,7 @@ from ckptool.trainer.config import (
     require_shared,
     usual_batch_size,
 )
-from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
+from ckptool.trainer.devices import VISIBLE, seen_as, show_only
 from ckptool.trainer.launching import recorded
 
 __all__ = ["command"]
@@ -149,8 +149,8 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, once it is known that there is something to train on and to write to."""
+    from ckptool.trainer.checkpoints import one_run_in, refuse_earlier, require_writable
     from ckptool.trainer.data import data_of
-    from ckptool.trainer.folder import one_run_in, refuse_earlier, require_writable
     from ckptool.trainer.launching import launch
 
     with one_run_in(config.out):  # as it is asked of the processes again

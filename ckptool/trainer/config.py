@@ -4,58 +4,76 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from ckptool.errors import TrainingError, UsageError
-from ckptool.trainer.words import csv_path, data_fault, loss_fault, model_fault
+from ckptool.factories import FACTORY
 
-__all__ = [
-    "CHOICES",
-    "OPTIMIZERS",
-    "SAVES",
-    "SCHEDULES",
-    "SPREAD",
-    "STRATEGIES",
-    "TrainConfig",
-    "as_argument",
-    "check",
-    "require_shared",
-    "usual_batch_size",
-]
+__all__ = ["CHOICES", "SPREAD", "TrainConfig", "check", "require_shared", "usual_batch_size"]
+
+_DATA = ("random", "friedman", "digits")
+_MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
+_USUAL = [16, 32]
+
+
+def csv_path(data: str) -> str | None:
+    """The file of `csv:PATH`; None: it is another word."""
+    return data[4:] if data.startswith("csv:") else None
+
+
+def data_fault(data: str) -> str | None:
+    """What is wrong with a word for data; whether a file is there is seen when it is read."""
+    if data in _DATA or csv_path(data) or (data[:4] != "csv:" and FACTORY.fullmatch(data)):
+        return None
+    return f"is none of {', '.join(_DATA)}, csv:PATH, module:factory"
+
+
+def loss_fault(loss: str) -> str | None:
+    """What is wrong with a word for a loss; whether torch has it is seen later."""
+    if loss.isidentifier() or FACTORY.fullmatch(loss):
+        return None
+    return "is neither a name in torch.nn.functional nor module:function"
+
+
+def hidden_widths(model: str) -> list[int] | None:
+    """How wide the hidden layers of `mlp:16,32` are; None: it is another word."""
+    found = _MLP.fullmatch(model)
+    if found is None:
+        return None
+    return [int(width) for width in found[1].split(",")] if found[1] else _USUAL
+
+
+def model_fault(model: str) -> str | None:
+    """What is wrong with a word for a model."""
+    if model in ("linear", "cnn") or hidden_widths(model) or FACTORY.fullmatch(model):
+        return None
+    if model.startswith("mlp:"):
+        return "has widths that are no whole numbers from 1 on, as in mlp:16,32"
+    return "is none of linear, mlp:16,32, cnn, module:factory"
+
 
 STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server", "xla")
 SPREAD = ("ddp", "fsdp", "parameter-server")
 """Those that run in several processes."""
 SAVES = ("full", "wrapped", "unwrapped", "module")
-UPDATES = ("asynchronous", "synchronous")
-OPTIMIZERS = ("adam", "adamw", "sgd")
-SCHEDULES = ("constant", "cosine", "linear", "step")
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "save": SAVES,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "updates": UPDATES,
+    "optimizer": ("adam", "adamw", "sgd"),
+    "schedule": ("constant", "cosine", "linear", "step"),
+    "updates": ("asynchronous", "synchronous"),
     "dtype": ("float32", "float64"),
     "amp": ("bf16", "fp16"),
 }
 """What each option that is a word may be."""
 _LARGEST = 3.4e38
 _AT_LEAST_ONE = frozenset(
-    (
-        "epochs",
-        "batch_size",
-        "accumulate",
-        "step_size",
-        "keep",
-        "save_every",
-        "patience",
-        "max_steps",
-    )
-)
+    ("epochs", "batch_size", "accumulate", "step_size", "keep", "save_every", "patience")
+) | {"max_steps"}
 _POSITIVE = frozenset(("lr", "clip", "save_seconds"))
 _NOT_NEGATIVE = frozenset(
     ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers")
@@ -217,8 +235,8 @@ class TrainConfig:
         strategy: How it is spread over devices.
         data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
         target: The column of a CSV that is predicted, the last one if none is named.
-        loss: What is minimised: a name in `torch.nn.functional`, as `mse_loss`, or
-            `module:function`; that of the data if none is named.
+        loss: What is minimised: a name in `torch.nn.functional`, or `module:function`; that of the
+            data if none is named.
         model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
         compile: Compile the model with `torch.compile`.
         epochs: How many times the data are gone through.

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
-from ckptool.trainer.world import World
+from ckptool.trainer.strategies.base import World
 
 __all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "of_this_attempt", "require_launcher"]
 

@@ -19,7 +19,7 @@ from ckptool.cli.training import Teller
 from ckptool.trainer import TrainResult, launching
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
-from ckptool.trainer.signals import handled
+from ckptool.trainer.launching import handled
 from tests.cli.test_group import command_of
 from tests.forks import finished
 from tests.sources import PROJECT
@@ -143,7 +143,7 @@ def test_batches_are_those_of_the_tutorial_where_the_data_are(ckptool, out):
 
 def test_an_epoch_is_a_line_and_in_the_end_it_says_what_it_wrote(ckptool, out):
     done = ckptool("train", "--out", out, "--epochs", 2, "--batch-size", 100)
-    heading, *epochs, best, last, command = done.out.splitlines()
+    heading, *epochs, best, last, command, sentence = done.out.splitlines()
     assert done.code == 0
     assert heading.split() == ["epoch", "step", "train_loss", "val_loss", "lr", "samples/s"]
     figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -155,6 +155,7 @@ def test_an_epoch_is_a_line_and_in_the_end_it_says_what_it_wrote(ckptool, out):
     assert last.split() == [str(out / "last.pth"), "step", "8"]
     assert done.err == "single on cpu: 753 parameters, 400 samples, 4 steps an epoch\n"
     assert ckptool(*command.split()[1:]).code == 0
+    assert sentence.startswith("Trained to step 8, 2 epochs. The lowest loss of an epoch is ")
 
 
 def test_as_json_it_is_one_document(ckptool, out):

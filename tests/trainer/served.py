@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from ckptool.errors import CheckpointError
 from ckptool.trainer import TrainConfig, Trainer
 from ckptool.trainer.strategies import parameter_server
-from ckptool.trainer.strategies.staleness import InFlight
+from ckptool.trainer.strategies.parameter_server import InFlight
 from tests.trainer.runs import Told, net, run
 from tests.trainer.served_cases import EVERYTHING, EXACT, LIMITS
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
-from ckptool.trainer.batches import Batches
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Batches, Rows
 from tests.trainer.runs import Told, data, differences, held, lines, net, run
 
 

@@ -6,8 +6,14 @@ import sys
 import pytest
 
 from ckptool.errors import UsageError
-from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.words import csv_path, data_fault, hidden_widths, loss_fault, model_fault
+from ckptool.trainer.config import (
+    TrainConfig,
+    csv_path,
+    data_fault,
+    hidden_widths,
+    loss_fault,
+    model_fault,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from ckptool.errors import CheckpointError
 from ckptool.trainer import TrainData
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Rows
 from tests.trainer.ranks import main
 from tests.trainer.runs import Told, data, net, run
 

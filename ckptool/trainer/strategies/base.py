@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,19 +13,83 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.batches import share
+from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data.datasets import Dataset, Loss, prepared
+from ckptool.trainer.data import (
+    Dataset,
+    Loss,
+    device_in,
+    emptied,
+    moved,
+    prepared,
+    shape,
+    share,
+    sum_of,
+)
 from ckptool.trainer.events import Observer, Traced, Validating
-from ckptool.trainer.part_folders import is_sharded
-from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
-from ckptool.trainer.world import World
 
 if TYPE_CHECKING:
     from ckptool.loading.fitting.states import Source
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
+__all__ = ["DIVERGED", "Step", "StepResult", "Strategy", "World", "blocks_of", "tied"]
+
+
+class World:
+    """A process that is alone; those of `torch.distributed` inherit from it (`processes.py`).
+
+    All processes make the same calls in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and tells."""
+        return self.rank == 0
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the processes, as float64, the same in all of them."""
+        return [float(value) for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes, by rank."""
+        return [value]
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 calls this with, in all of them."""
+        return value
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are called one after the other, each once, in its own order.
+
+    Those are its children, and for a list of layers the layers; of a model with one child alone
+    that child's. A model without children is one block.
+    """
+    children = list(_children(model))
+    while len(children) == 1 and any(True for _ in children[0].children()):
+        children = list(_children(children[0]))
+    return children or [model]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def tied(blocks: list[nn.Module]) -> set[int]:
+    """The `id` of every parameter that more than one block has: an embedding and a head, often."""
+    uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
+    return {number for number, times in uses.items() if times > 1}
+
 
 DIVERGED = (
     "a lower --lr, --clip 1, or data that are standardised; the checkpoints of earlier steps are "
@@ -157,9 +222,7 @@ class Strategy:
         Raises:
             MatchError: it is another architecture's; the report says how it differs.
         """
-        if is_sharded(source):
-            from ckptool.trainer import sharded  # takes a second
-
+        if sharded.is_sharded(source):
             sharded.load_model(str(source), self.module)
             if optimizer is not None:
                 sharded.load_optimizer(str(source), self.module, optimizer)
@@ -184,9 +247,7 @@ class Strategy:
         Raises:
             UnreadableFile: it cannot be opened as a checkpoint.
         """
-        if is_sharded(path):
-            from ckptool.trainer import sharded
-
+        if sharded.is_sharded(path):
             average = self.tuning.average
             return sharded.load_values(path, {} if average is None else average.state())
         import ckptool
@@ -370,11 +431,7 @@ class Strategy:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """What a loss gave, if there is a way from it to the weights.
-
-    Raises:
-        TrainingError: it is no number of torch's, or has no gradient where one is needed.
-    """
+    """What a loss gave, if there is a way from it to the weights."""
     if not isinstance(loss, torch.Tensor):
         fault = f"a {type(loss).__name__}, and no tensor"
     elif loss.numel() != 1:

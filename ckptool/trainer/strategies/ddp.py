@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.data.datasets import Dataset, Loss
+from ckptool.trainer.data import Dataset, Loss
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Note
 from ckptool.trainer.processes import connected, local_rank
-from ckptool.trainer.randomness import random_state, restore_random_state
 from ckptool.trainer.strategies.base import Strategy
+from ckptool.trainer.tuning import random_state, restore_random_state
 
 __all__ = ["DistributedDataParallel"]
 

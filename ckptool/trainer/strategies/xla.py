@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError, UsageError
+from ckptool.trainer.data import moved
 from ckptool.trainer.events import Note
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
-from ckptool.trainer.trees import moved
 
 __all__ = ["Xla"]
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import data_of
-from ckptool.trainer.data.datasets import Rows, collated, prepared, split
+from ckptool.trainer.data import Rows, collated, data_of, prepared, split
 from tests.trainer.runs import Told, assert_same_run, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")

@@ -8,7 +8,7 @@ import torch
 
 import ckptool
 from ckptool.errors import TrainingError
-from ckptool.trainer.strategies.remote import launched_as
+from ckptool.trainer.strategies.parameter_server import launched_as
 from tests.forks import ended, start
 from tests.trainer.runs import assert_same_run, held, net, run
 from tests.trainer.served_cases import EXACT, LIMITS
