@@ -306,6 +306,8 @@ def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
 
 def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
     """The tensors of a section, by their names in it."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     before = f"{section}."
     return {
         name.removeprefix(before): one
