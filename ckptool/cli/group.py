@@ -114,5 +114,6 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     callback=_print_version,
     help="Print the version.",
 )
+@click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def cli() -> None:
     """Read, explain and rewrite PyTorch checkpoints, without torch and without running them."""

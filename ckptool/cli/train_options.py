@@ -20,15 +20,24 @@ ARGUMENTS = "ckptool.train.arguments"
 """What the words behind `train` are called in the `meta` of its context."""
 
 _SECTIONS = {
-    "What is trained": ("out", "data", "target", "model", "dtype", "seed"),
+    "What is trained": ("out", "data", "target", "model", "loss", "dtype", "seed"),
     "How": (
-        *("epochs", "max_steps", "batch_size", "accumulate", "optimizer", "lr", "momentum"),
+        *(
+            "epochs",
+            "max_steps",
+            "batch_size",
+            "workers",
+            "accumulate",
+            "optimizer",
+            "lr",
+            "momentum",
+        ),
         *("weight_decay", "schedule", "step_size", "gamma", "warmup", "amp", "clip", "ema"),
-        "patience",
+        *("patience", "compile"),
     ),
     "Where": (
         *("strategy", "nproc", "port", "device", "gpus", "device_ids", "output_device", "devices"),
-        *("staleness", "list_devices"),
+        *("updates", "staleness", "sync_batchnorm", "list_devices"),
     ),
     "Checkpoints": (
         *("save", "sharded", "save_every", "save_seconds", "keep", "resume", "overwrite"),

@@ -15,6 +15,7 @@ from ckptool.cli.options import json_option, quiet_option, verb
 from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
 from ckptool.errors import UsageError
 from ckptool.render.training import device_lines, gpus_line
+from ckptool.tensors.runtime import require_torch
 from ckptool.trainer.config import (
     SPREAD,
     TrainConfig,
@@ -22,7 +23,7 @@ from ckptool.trainer.config import (
     require_shared,
     usual_batch_size,
 )
-from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
+from ckptool.trainer.devices import VISIBLE, seen_as, show_only
 from ckptool.trainer.launching import recorded
 from ckptool.words import clean
 
@@ -73,22 +74,24 @@ def command(
     from ckptool.cli.console import in_words
 
     with recorded(in_words):
+        before = os.environ.get(VISIBLE)
         if gpus is not None:
-            _choose(gpus, quiet=quiet)
-        if list_devices:
+            show_only(gpus)
+        config = None if list_devices else _config(given)
+        is_launched = config is not None and _is_launched(config, nproc, port)
+        require_torch()
+        if gpus is not None:
+            _tell_choice(before, quiet=quiet)
+        if config is None:
             _list_devices(as_json=as_json)
-            return
-        config = _config(given)
-        if _is_launched(config, nproc, port):
+        elif is_launched:
             _train(config, as_json=as_json, quiet=quiet)
         else:
             _launch(config, nproc, port)
 
 
-def _choose(gpus: str, *, quiet: bool) -> None:
-    """Show CUDA some of the machine's GPUs, before it starts."""
-    before = os.environ.get(VISIBLE)
-    show_only(gpus)
+def _tell_choice(before: str | None, *, quiet: bool) -> None:
+    """Say which of the machine's GPUs are seen; `before` is what was visible earlier."""
     from ckptool.trainer.devices import require_visible
 
     require_visible()
@@ -146,8 +149,8 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, once it is known that there is something to train on and to write to."""
+    from ckptool.trainer.checkpoints import one_run_in, refuse_earlier, require_writable
     from ckptool.trainer.data import data_of
-    from ckptool.trainer.folder import one_run_in, refuse_earlier, require_writable
     from ckptool.trainer.launching import launch
 
     with one_run_in(config.out):  # as it is asked of the processes again
@@ -174,4 +177,4 @@ def _train(config: TrainConfig, *, as_json: bool, quiet: bool) -> None:
         best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
         told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
         print_document({"schema": SCHEMA, **told})
-    teller.end(stopped=result.stopped is not None)
+    teller.end(result)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from ckptool.cli.console import Progress, print_lines, say, stdout_look
 from ckptool.render.training import (
@@ -16,6 +17,8 @@ from ckptool.render.training import (
     started_line,
     stopped_line,
     trace_line,
+    trained_line,
+    validating_text,
 )
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import (
@@ -27,8 +30,12 @@ from ckptool.trainer.events import (
     Started,
     Stepped,
     Traced,
+    Validating,
 )
 from ckptool.words import clean
+
+if TYPE_CHECKING:
+    from ckptool.trainer import TrainResult
 
 __all__ = ["Teller"]
 
@@ -49,6 +56,7 @@ class Teller(Observer):
         self._bar = Progress(quiet=quiet or bool(rank))
         self._started: Started | None = None
         self._resumed: Resumed | None = None
+        self._first: tuple[float, int] | None = None
         self._epochs: list[EpochEnded] = []
         self._saved: dict[str, Saved] = {}
         self._notes: list[str] = []
@@ -60,10 +68,21 @@ class Teller(Observer):
         elif self._rank:
             return
         elif isinstance(event, Stepped):
-            self._bar(event.step, self._total, progress_text(event, self._total))
+            self._bar(event.step, self._total, self._text(event))
+        elif isinstance(event, Validating):
+            self._bar(event.done, event.samples, validating_text(event))
         else:
             self._bar.wipe()
             self._take(event)
+
+    def _text(self, event: Stepped) -> str:
+        """Behind the bar, with the time that the steps which are left take at the speed so far."""
+        now, total = time.monotonic(), self._total
+        began, first = self._first = self._first or (now, event.step)
+        left = None
+        if event.step > first:
+            left = (now - began) / (event.step - first) * (total - event.step)
+        return progress_text(event, total, self._started.epochs if self._started else 0, left)
 
     def _take(self, event: Any) -> None:
         """What comes once an epoch, or once."""
@@ -113,16 +132,17 @@ class Teller(Observer):
         """The checkpoints that are there, the last one last: of steps some are kept."""
         return [one for one in self._saved.values() if os.path.exists(one.path)]
 
-    def end(self, *, stopped: bool) -> None:
-        """Say where it is saved."""
+    def end(self, result: TrainResult) -> None:
+        """Say how it ended, and where it is saved."""
         self._bar.wipe()
         if self._rank:
             return
         there = self._there
-        if stopped and there:
+        if result.stopped is not None and there:
             say([stopped_line(there[-1].step, there[-1].path)], quiet=self._quiet)
         elif not self._as_json:
             print_lines(end_lines(there, is_read=not self._config.sharded))
+            print_lines([trained_line(result.step, result.epoch, result.best)])
 
     def document(self) -> dict[str, Any]:
         """What was told, as plain data."""

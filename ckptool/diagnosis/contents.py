@@ -323,7 +323,7 @@ def _error(tag: str, gpus: int) -> str:
     if kind in _WITHOUT_STORAGE:
         return (
             "Could not run 'aten::empty.memory_format' with arguments from the "
-            f"'{word}' backend; map_location does not help against it"
+            f"'{word}' backend; map_location='cpu' or a dict helps, a function does not"
         )
     return (
         "don't know how to restore data location of torch.storage.UntypedStorage (tagged with "

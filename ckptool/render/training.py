@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
 from ckptool.render.text import count, runnable, size
-from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced
+from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced, Validating
 from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ __all__ = [
     "started_line",
     "stopped_line",
     "trace_line",
+    "trained_line",
+    "validating_text",
 ]
 
 _COLUMNS = {"epoch": 5, "step": 7, "train_loss": 11, "val_loss": 11, "lr": 10, "samples/s": 10}
@@ -74,9 +77,21 @@ def resumed_line(resumed: Resumed) -> str:
     return f"goes on from {clean(resumed.path)}, step {count(resumed.step)}{lacks}"
 
 
-def progress_text(step: Stepped, total: int) -> str:
-    """Behind the bar."""
-    return f"step {count(step.step)} of {count(total)}, loss {step.loss:.4g}"
+def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
+    """Behind the bar: where the run is, and the seconds `left`, once that can be told."""
+    place = f"epoch {step.epoch} of {epochs}, step {count(step.step)} of {count(total)}"
+    return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {_duration(left)} left")
+
+
+def validating_text(event: Validating) -> str:
+    """Behind the bar, while an epoch is validated."""
+    return f"validation, sample {count(event.done)} of {count(event.samples)}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{rest} s"
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:
@@ -87,6 +102,7 @@ def trace_line(traced: Traced, rank: int | None) -> str:
         if traced.outside
         else f"\tIn Model: input size {given} output size {got}"
     )
+    told += f" device {traced.device}"
     return told if rank is None else f"[rank {rank}] {told}"
 
 
@@ -101,6 +117,12 @@ def end_lines(saved: Sequence[Saved], *, is_read: bool) -> Iterator[str]:
         yield f"{clean(one.path):<{width}}  step {count(one.step)}"
     if saved and is_read:
         yield runnable(f"ckptool info {shlex.quote(saved[-1].path)}")
+
+
+def trained_line(step: int, epoch: int, best: float) -> str:
+    """How a run ended that came to its end."""
+    reached = f" The lowest loss of an epoch is {best:.6g}." if isfinite(best) else ""
+    return f"Trained to step {count(step)}, {counted(epoch, 'epoch')}.{reached}"
 
 
 def stopped_line(step: int, path: str) -> str:

@@ -1,25 +1,368 @@
-"""The checkpoints of a run: which there are, what is in them, how long they stay."""
+"""The checkpoints of a run: the folder that they are in, what is in them, going on from them."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import shlex
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ckptool.errors import TrainingError, WriteError
-from ckptool.loading.live.ranks import Ranks, default_group
-from ckptool.trainer import folder, saving
-from ckptool.trainer.batches import Batches
-from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.events import Observer, Saved
-from ckptool.trainer.progress import Progress
-from ckptool.trainer.randomness import random_state
-from ckptool.trainer.strategies.base import DIVERGED, Strategy
+import torch
+from torch import nn
 
-__all__ = ["Checkpoints"]
+import ckptool
+from ckptool.errors import (
+    CheckpointError,
+    MatchError,
+    NotFound,
+    TargetExists,
+    TrainingError,
+    WriteError,
+)
+from ckptool.files.atomic import atomic_output
+from ckptool.files.locking import occupied
+from ckptool.files.refusals import worded
+from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.trainer import sharded
+from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.data import Batches
+from ckptool.trainer.events import Note, Observer, Resumed, Saved
+from ckptool.trainer.metrics import Metrics
+from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
+from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
+
+__all__ = [
+    "Checkpoints",
+    "Progress",
+    "Resuming",
+    "one_run_in",
+    "refuse_earlier",
+]
+
+_NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
+
+
+@dataclass
+class Progress:
+    """Where the next step begins.
+
+    Attributes:
+        epoch: Epochs that are over, evaluation and all.
+        step: Steps of the optimizer that are done.
+        skipped: Of those, the ones whose gradients overflowed, which changed nothing.
+        position: Of those, the ones of the epoch that is under way (the sampler's position).
+        loss_sum: Of the samples of that epoch, so far.
+        samples: How many those are.
+        skipped_here: Of the steps of that epoch, those that were skipped.
+        seconds: What they took.
+        rate: The learning rate of the last step.
+        best: The lowest loss after which an epoch was the best one; infinite before the first.
+        since_best: Epochs since then.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    skipped: int = 0
+    position: int = 0
+    loss_sum: float = 0.0
+    samples: int = 0
+    skipped_here: int = 0
+    seconds: float = 0.0
+    rate: float = 0.0
+    best: float = math.inf
+    since_best: int = 0
+
+    def take(self, result: StepResult) -> None:
+        """Count a step that is done."""
+        self.step += 1
+        self.position += 1
+        self.skipped += result.is_skipped
+        self.skipped_here += result.is_skipped
+        self.loss_sum += result.loss_sum
+        self.samples += result.samples
+
+    def end_epoch(self, loss: float) -> bool:
+        """Count an epoch that ended with that loss; whether it is the best one so far."""
+        self.epoch += 1
+        self.begin_epoch()
+        is_best = loss < self.best
+        if is_best:
+            self.best = loss  # never NaN, than which nothing is lower
+        self.since_best = 0 if is_best else self.since_best + 1
+        return is_best
+
+    def begin_epoch(self) -> None:
+        """Count nothing of the epoch that is under way."""
+        self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
+        self.skipped_here = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, held: Mapping[str, Any]) -> Progress:
+        """What `to_dict` gave."""
+        return cls(**{field.name: held[field.name] for field in fields(cls) if field.name in held})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint in the folder of a run.
+
+    Attributes:
+        path: The file, or the folder that it is.
+        name: `last`, `best` or `step-00000012`.
+        step: After which step it was written; None: neither its name nor its content says so.
+        written: When, in nanoseconds of the system's clock.
+    """
+
+    path: str
+    name: str
+    step: int | None
+    written: int
+
+
+def kept(folder: str) -> list[Kept]:
+    """The checkpoints that are there, the newest first: by step, or by time where one has none.
+
+    Of one step `last` is before the numbered one, and that before `best`. A header is read where
+    the name does not tell the step.
+    """
+    found = []
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        name = _NAME.fullmatch(entry.name)
+        if name is not None:
+            step = int(name[2]) if name[2] else _step_in(entry.path)
+            found.append(Kept(entry.path, name[1], step, entry.stat().st_mtime_ns))
+    order = ("best", "step", "last")
+    are_told = all(one.step is not None for one in found)
+    return sorted(
+        found,
+        key=lambda one: (
+            one.step if are_told and one.step is not None else one.written,
+            order.index(one.name[:4]),
+        ),
+        reverse=True,
+    )
+
+
+def _step_in(path: str) -> int | None:
+    values = os.path.join(path, sharded.VALUES) if os.path.isdir(path) else path
+    try:
+        with ckptool.open(values) as held:
+            step = held.root.get("step") if isinstance(held.root, dict) else None
+    except CheckpointError:
+        return None
+    return step if isinstance(step, int) else None
+
+
+@contextmanager
+def one_run_in(folder: str) -> Iterator[None]:
+    """Make the folder, and let no other run begin in it meanwhile; left empty, it goes again.
+
+    What a kill has left half done in it is finished, or removed.
+
+    Raises:
+        TargetExists: a file is in its place.
+        FileBusy: a run is under way there; its process is named.
+        WriteError: the system refuses.
+    """
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise TargetExists(
+            "is a file, and a run wants a folder", file=folder, hint="--out names a folder"
+        )
+    with occupied(folder):
+        sharded.settle(folder)
+        yield
+
+
+class _Rehearsed(Exception):
+    pass
+
+
+def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None:
+    """Write a file of `size` bytes in the folder, all but its name.
+
+    Raises:
+        TargetExists: a folder is where the file is to be.
+        NoSpace: the disk cannot hold as much.
+        WriteDenied: the system does not let us write there.
+        FileBusy: another process is changing the file.
+        WriteError: another refusal of the system.
+    """
+    target = os.path.join(folder, name)
+    with suppress(_Rehearsed), atomic_output(target, max(size, 1), overwrite=True):
+        raise _Rehearsed
+
+
+def refuse_earlier(folder: str, *, origin: str | None, step: int) -> None:
+    """Refuse to mix runs: what is in the folder must lead to where this one begins.
+
+    A run that begins anew, or goes on from a checkpoint elsewhere, wants a folder without
+    checkpoints and figures; one that goes on from a checkpoint of the folder, none of later steps.
+
+    Args:
+        folder: That of the run.
+        origin: The checkpoint that it goes on from; None: it begins anew.
+        step: The step after which it begins.
+
+    Raises:
+        TrainingError: there are others, which are named.
+    """
+    others = [os.path.basename(one.path) for one in _others(folder, origin, step)]
+    is_within = origin is not None and _is_in(origin, folder)
+    if not others and not is_within and Metrics(folder).has_lines:
+        others = ["metrics.jsonl"]
+    if not others:
+        return
+    names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
+    raise TrainingError(
+        f"{folder} holds {what}: {names}",
+        hint="--resume auto goes on from the newest, --overwrite removes them, another --out keeps "
+        "them",
+    )
+
+
+def remove_earlier(folder: str, *, origin: str | None, step: int) -> None:
+    """Remove what `refuse_earlier` names; figures are cut back by those who write them."""
+    for one in _others(folder, origin, step):
+        remove_checkpoint(one.path)
+
+
+def remove_numbered(folder: str, keep: int) -> None:
+    """Remove the checkpoints of steps but the last `keep`."""
+    found = [one for one in map(_NAME.fullmatch, os.listdir(folder)) if one is not None and one[2]]
+    for one in sorted(found, key=lambda name: int(name[2]))[:-keep]:
+        remove_checkpoint(os.path.join(folder, one[0]))
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove a file, or the folder that it is; nothing where there is none."""
+    with worded(path), suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            sharded.remove(path)
+        else:
+            os.unlink(path)
+
+
+def _others(folder: str, origin: str | None, step: int) -> Iterable[Kept]:
+    is_within = origin is not None and _is_in(origin, folder)
+    for one in kept(folder):
+        if origin is not None and os.path.exists(origin) and os.path.samefile(one.path, origin):
+            continue
+        if not is_within or one.step is None or one.step > step:
+            yield one
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return os.path.realpath(os.path.dirname(path) or ".") == os.path.realpath(folder)
+
+
+def save(kind: str, path: str, strategy: Strategy, values: Mapping[str, Any]) -> None:
+    """Write a checkpoint of `kind`, one of `config.SAVES`; all processes call it, rank 0 writes.
+
+    It appears whole or not at all, whatever its kind.
+
+    Raises:
+        WriteError: nothing is written; what was there is there.
+        TrainingError: the module cannot be pickled.
+    """
+    if kind == "full":
+        strategy.save(path, values)
+        return
+    contents = _contents(kind, strategy, values)
+    _ranks().first(lambda: _pickle(contents, path))
+
+
+def require_picklable(strategy: Strategy) -> None:
+    """Try what a checkpoint of the kind `module` does; all processes call it.
+
+    Raises:
+        TrainingError: the module cannot be pickled.
+    """
+    module = strategy.whole_module()
+    _ranks().first(lambda: _size(module))
+
+
+def _ranks() -> Ranks:
+    return Ranks(default_group(), error=WriteError, undone="nothing is written", call="Trainer.fit")
+
+
+def expected_size(strategy: Strategy) -> int:
+    """About how many bytes a checkpoint takes, the optimizer's state that is to come included."""
+    config = strategy.config
+    moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
+    copies = 1 + int(config.ema is not None)
+    parameters = sum(one.numel() * one.element_size() for one in strategy.module.parameters())
+    buffers = sum(one.numel() * one.element_size() for one in strategy.module.buffers())
+    return parameters * (copies + moments) + buffers * copies
+
+
+def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
+    """What scripts save: the module, or state dicts, `unwrapped` as `model.module.state_dict()`."""
+    if kind == "module":
+        return strategy.whole_module()
+    model, optimizer = strategy.wrapped_state()
+    if kind == "wrapped":
+        return {"epoch": values["epoch"], "state_dict": model, "optim_dict": optimizer}
+    modules = strategy.model.named_modules()
+    inside = next(str(name) for name, one in modules if one is strategy.module)
+    if inside:
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(model, f"{inside}.")
+    return {"state_dict_model": model}
+
+
+class _Counted:
+    """A file that keeps nothing but its length."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.size += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+class _Written(_Counted):
+    """The same over an output of ours, which takes bytes of a size that is known before."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._write(bytes(data))
+        return super().write(data)
+
+
+def _pickle(contents: Any, path: str) -> None:
+    """`torch.save`, and the device tags that torch gives, into a file that is replaced at once.
+
+    It is done twice, once for the size alone: nothing of it is held in memory.
+    """
+    with atomic_output(path, _size(contents), overwrite=True) as output:
+        torch.save(contents, _Written(output.write))  # type: ignore[arg-type]
+
+
+def _size(contents: Any) -> int:
+    counted = _Counted()
+    try:
+        torch.save(contents, counted)  # type: ignore[arg-type]
+    except Exception as error:  # whatever the classes in it have to say
+        raise TrainingError(
+            f"the module cannot be pickled: {error}", hint="--save full needs no class"
+        ) from error
+    return counted.size
 
 
 class Checkpoints:
@@ -53,7 +396,7 @@ class Checkpoints:
             WriteError: it cannot be made, or is a file.
         """
         with ExitStack() as held:
-            self._ranks.first(lambda: held.enter_context(folder.one_run_in(self._config.out)))
+            self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
             yield
 
     def require_writable(self) -> None:
@@ -64,10 +407,10 @@ class Checkpoints:
             TrainingError: the module is to be pickled, and cannot be.
         """
         if self._config.save == "module":
-            saving.require_picklable(self._strategy)
-        size = saving.expected_size(self._strategy)
+            require_picklable(self._strategy)
+        size = expected_size(self._strategy)
         name = f"last{self._suffix or '.trial'}"
-        self._ranks.first(lambda: folder.require_writable(self._config.out, name, size))
+        self._ranks.first(lambda: require_writable(self._config.out, name, size))
 
     def begin(self, progress: Progress, origin: str | None) -> None:
         """Have no other run in the folder than that which led to `progress`, by way of `origin`.
@@ -78,23 +421,15 @@ class Checkpoints:
         out = self._config.out
         is_auto = self._config.resume == "auto"  # what is there has led to `origin`
         if self._config.overwrite and not (is_auto and origin):
-            self._ranks.first(lambda: folder.remove(out, origin=origin, step=progress.step))
+            self._ranks.first(lambda: remove_earlier(out, origin=origin, step=progress.step))
         elif not is_auto:
-            self._ranks.first(lambda: folder.refuse_earlier(out, origin=origin, step=progress.step))
+            self._ranks.first(lambda: refuse_earlier(out, origin=origin, step=progress.step))
 
     @property
     def is_due(self) -> bool:
         """Whether `save_seconds` have passed, on the clock of this process."""
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
-
-    def last(self, progress: Progress) -> None:
-        """Write `last.pth`, from which a run goes on."""
-        self._write("last", progress)
-
-    def best(self, progress: Progress) -> None:
-        """Write `best.pth`."""
-        self._write("best", progress)
 
     @property
     def has_best(self) -> bool:
@@ -103,9 +438,9 @@ class Checkpoints:
 
     def numbered(self, progress: Progress) -> None:
         """Write that of this step, and remove those that are too many."""
-        self._write(f"step-{progress.step:08d}", progress)
+        self.write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()
-        self._ranks.first(lambda: folder.remove_numbered(self._config.out, self._config.keep))
+        self._ranks.first(lambda: remove_numbered(self._config.out, self._config.keep))
 
     @property
     def _suffix(self) -> str:
@@ -114,8 +449,8 @@ class Checkpoints:
     def _path(self, name: str) -> str:
         return os.path.join(self._config.out, name + self._suffix)
 
-    def _write(self, name: str, progress: Progress) -> None:
-        """Write one; what it was before, a folder of parts or one file, goes once this is there.
+    def write(self, name: str, progress: Progress) -> None:
+        """Write `last`, `best` or one of a step; what had its name, a folder or a file, then goes.
 
         Raises:
             TrainingError: weights are infinite, or NaN: nothing goes on from such.
@@ -135,7 +470,190 @@ class Checkpoints:
             "progress": progress.to_dict(),
             **self._belongings,
         }
-        saving.save(self._config.save, path, self._strategy, values)
+        save(self._config.save, path, self._strategy, values)
         other = os.path.join(self._config.out, name + ("" if self._suffix else ".pth"))
-        self._ranks.first(lambda: folder.remove_checkpoint(other))
+        self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
+
+
+_TELLING = (
+    *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
+    *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup"),
+    *("amp", "clip", "ema"),
+)
+"""The options that make another run of one; the others say where it runs, and how long."""
+_SHAPING = ("model", "data", "dtype")
+"""The options that decide which weights there are."""
+_OF_SCHEDULES = {
+    "constant": (),
+    "step": ("step_size", "gamma"),
+    "linear": ("epochs", "max_steps"),
+    "cosine": ("epochs", "max_steps"),
+}
+
+
+class Resuming:
+    """The checkpoint that a run goes on from, if it does; all processes make the same calls."""
+
+    def __init__(
+        self, config: TrainConfig, strategy: Strategy, batches: Batches, observer: Observer
+    ) -> None:
+        """Nothing is read yet."""
+        self._config, self._strategy = config, strategy
+        self._batches, self._observer = batches, observer
+        self._ranks = Ranks(
+            default_group(),
+            error=TrainingError,
+            undone="training does not begin",
+            call="Trainer.fit",
+        )
+
+    def found(self) -> str | None:
+        """The checkpoint that is meant; of a run's folder the newest that is whole.
+
+        `auto` is the folder of this run, and may hold none.
+
+        Raises:
+            TrainingError: of those that are there none is.
+        """
+        named = self._config.resume
+        if named is None:
+            return None
+        is_auto = named == "auto"
+        out = self._config.out if is_auto else named
+
+        def meant() -> tuple[str | None, list[str]]:
+            there = kept(out)
+            return self._newest(out, there) if there or is_auto else (named, [])
+
+        path, notes = self._ranks.first(meant)
+        for note in notes:
+            self._observer.tell(Note(note))
+        return path
+
+    def _newest(self, out: str, there: Sequence[Kept]) -> tuple[str | None, list[str]]:
+        damaged: list[str] = []
+        for one in there:
+            damage = _damage(one.path)
+            if damage is None:
+                return one.path, [f"{said}: passed over" for said in damaged]
+            damaged.append(damage)
+        if damaged and not (self._config.overwrite and self._config.resume == "auto"):
+            raise TrainingError(
+                f"no checkpoint in {out} can be read: {damaged[0]}",
+                hint="ckptool recover takes out what is left; --overwrite begins anew",
+            )
+        return None, [f"{out} holds no checkpoint to go on from: training begins anew"]
+
+    def restored(self, path: str) -> Progress:
+        """Fill the strategy's model and tuning from `path`; where the run then stands.
+
+        Of files that are no `full` checkpoint the weights are taken, and the optimizer's state
+        where it fits: the next epoch begins with its first step.
+
+        Raises:
+            FileMissing: there is no such file.
+            UnreadableFile: it is damaged, or no checkpoint.
+            MatchError: it is of another architecture; model and optimizer are as they were.
+        """
+        with self._ranks.reached():
+            values = self._strategy.values(path)
+            without = self._fill(path, values)
+            progress = self._progress(values, path)
+        without += self._strategy.tuning.restore(values, step=progress.step)
+        without += self._reseed(values, progress)
+        if "progress" not in values:
+            without.append("progress")
+        self._observer.tell(Resumed(path, progress.epoch, progress.step, tuple(without)))
+        self._tell_differences(values, progress)
+        return progress
+
+    def _progress(self, values: Mapping[str, Any], path: str) -> Progress:
+        """Where the run stands; of a file that says no more than its epoch, that is over."""
+        if "progress" in values:
+            return Progress.of(values["progress"])
+        with ckptool.open(path) as held:
+            epoch = held.root.get("epoch") if isinstance(held.root, dict) else None
+        over = epoch if type(epoch) is int and epoch >= 0 else 0
+        return Progress(epoch=over, step=over * self._batches.steps)
+
+    def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
+        """Load what the file has; returned is `optimizer` where its state is not in it."""
+        orders = (None,) if values else (None, "position")
+        for order in orders:
+            try:
+                self._strategy.load(path, self._strategy.tuning.optimizer, order=order)
+            except (MatchError, NotFound):  # said again below where it is the model's
+                continue
+            if order is not None:
+                self._observer.tell(
+                    Note(f"{path} does not name the optimizer's parameters: their order is trusted")
+                )
+            return []
+        try:
+            self._strategy.load(path, None)
+        except MatchError as error:
+            self._advise(error, path, values.get("config", {}))
+            raise
+        return ["optimizer"]
+
+    def _advise(self, error: MatchError, path: str, then: Mapping[str, Any]) -> None:
+        """Say in one line how a checkpoint does not fit, and which options would make it fit."""
+        error.message = "; ".join(error.message.splitlines())
+        error.args = (error.message,)
+        now, report = self._config.to_dict(), error.report
+        differs = {name: then[name] for name in _SHAPING if then.get(name, now[name]) != now[name]}
+        if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
+            differs = {"dtype": "float64"}  # numbers would be rounded, and nothing else
+        if differs:
+            words = [f"--{name} {shlex.quote(value)}" for name, value in differs.items()]
+            error.advise(f"{' '.join(words)}, as the checkpoint has it")
+        else:
+            error.advise(
+                f"it is of another model: ckptool match {shlex.quote(path)} --like module:factory "
+                "shows how it differs"
+            )
+
+    def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
+        """Go on with the random numbers of each process; those of other processes are of no use.
+
+        Then they begin anew, and not as the run began: what it drew would come again.
+        """
+        world = self._strategy.world
+        states = values.get("rng", [])
+        if len(states) == world.size:
+            restore_random_state(states[world.rank])
+            return []
+        seed_all(self._config.seed + world.rank + world.size * progress.step)
+        return ["rng"]
+
+    def _tell_differences(self, values: Mapping[str, Any], progress: Progress) -> None:
+        """What the two runs do otherwise; an epoch of other batches cannot go on in its middle."""
+        names = [*_TELLING, *_OF_SCHEDULES[self._config.schedule]]
+        now, then = self._config.to_dict(), values.get("config", {})
+        others = [name for name in names if name in then and then[name] != now[name]]
+        if others:
+            was = ", ".join(f"{name} {_shown(then[name])}" for name in others)
+            told = ", ".join(f"{name} {_shown(now[name])}" for name in others)
+            self._observer.tell(Note(f"the checkpoint is of a run with {was}; this one has {told}"))
+        sampler = values.get("sampler", {})
+        if progress.position and not asdict(self._batches).items() <= sampler.items():
+            progress.begin_epoch()
+            self._observer.tell(
+                Note(f"epoch {progress.epoch + 1} begins anew: its batches are others now")
+            )
+
+
+def _damage(path: str) -> str | None:
+    """What is wrong with a checkpoint, as a sentence; None: it is whole."""
+    if os.path.isdir(path):
+        return sharded.damage(path)
+    try:
+        problems = ckptool.verify(path).problems
+    except CheckpointError as error:
+        return str(error)
+    return f"{path}: {problems[0].text}" if problems else None
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -4,69 +4,96 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from ckptool.errors import TrainingError, UsageError
-from ckptool.trainer.words import csv_path, data_fault, model_fault
+from ckptool.factories import FACTORY
 
-__all__ = [
-    "CHOICES",
-    "OPTIMIZERS",
-    "SAVES",
-    "SCHEDULES",
-    "SPREAD",
-    "STRATEGIES",
-    "TrainConfig",
-    "as_argument",
-    "check",
-    "require_shared",
-    "usual_batch_size",
-]
+__all__ = ["CHOICES", "SPREAD", "TrainConfig", "check", "require_shared", "usual_batch_size"]
+
+_DATA = ("random", "friedman", "digits")
+_MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
+_USUAL = [16, 32]
+
+
+def csv_path(data: str) -> str | None:
+    """The file of `csv:PATH`; None: it is another word."""
+    return data[4:] if data.startswith("csv:") else None
+
+
+def data_fault(data: str) -> str | None:
+    """What is wrong with a word for data; whether a file is there is seen when it is read."""
+    if data in _DATA or csv_path(data) or (data[:4] != "csv:" and FACTORY.fullmatch(data)):
+        return None
+    return f"is none of {', '.join(_DATA)}, csv:PATH, module:factory"
+
+
+def loss_fault(loss: str) -> str | None:
+    """What is wrong with a word for a loss; whether torch has it is seen later."""
+    if loss.isidentifier() or FACTORY.fullmatch(loss):
+        return None
+    return "is neither a name in torch.nn.functional nor module:function"
+
+
+def hidden_widths(model: str) -> list[int] | None:
+    """How wide the hidden layers of `mlp:16,32` are; None: it is another word."""
+    found = _MLP.fullmatch(model)
+    if found is None:
+        return None
+    return [int(width) for width in found[1].split(",")] if found[1] else _USUAL
+
+
+def model_fault(model: str) -> str | None:
+    """What is wrong with a word for a model."""
+    if model in ("linear", "cnn") or hidden_widths(model) or FACTORY.fullmatch(model):
+        return None
+    if model.startswith("mlp:"):
+        return "has widths that are no whole numbers from 1 on, as in mlp:16,32"
+    return "is none of linear, mlp:16,32, cnn, module:factory"
+
 
 STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server", "xla")
 SPREAD = ("ddp", "fsdp", "parameter-server")
 """Those that run in several processes."""
 SAVES = ("full", "wrapped", "unwrapped", "module")
-OPTIMIZERS = ("adam", "adamw", "sgd")
-SCHEDULES = ("constant", "cosine", "linear", "step")
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "save": SAVES,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
+    "optimizer": ("adam", "adamw", "sgd"),
+    "schedule": ("constant", "cosine", "linear", "step"),
+    "updates": ("asynchronous", "synchronous"),
     "dtype": ("float32", "float64"),
     "amp": ("bf16", "fp16"),
 }
 """What each option that is a word may be."""
 _LARGEST = 3.4e38
 _AT_LEAST_ONE = frozenset(
-    (
-        "epochs",
-        "batch_size",
-        "accumulate",
-        "step_size",
-        "keep",
-        "save_every",
-        "patience",
-        "max_steps",
-    )
-)
+    ("epochs", "batch_size", "accumulate", "step_size", "keep", "save_every", "patience")
+) | {"max_steps"}
 _POSITIVE = frozenset(("lr", "clip", "save_seconds"))
-_NOT_NEGATIVE = frozenset(("weight_decay", "gamma", "warmup", "staleness", "output_device"))
+_NOT_NEGATIVE = frozenset(
+    ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers")
+)
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "momentum": {"optimizer": "sgd"},
     "step_size": {"schedule": "step"},
     "gamma": {"schedule": "step"},
-    "staleness": {"strategy": "parameter-server"},
+    "updates": {"strategy": "parameter-server"},
+    "staleness": {"strategy": "parameter-server", "updates": "asynchronous"},
+    "sync_batchnorm": {"strategy": "ddp"},
     "devices": {"strategy": "model-parallel"},
     "device_ids": {"strategy": "dp"},
     "output_device": {"strategy": "dp"},
 }
 """Options that mean something with another one alone; their defaults ask for nothing anywhere."""
+_NOT_WITH = {"workers": ("parameter-server",), "compile": ("dp", "xla")}
+"""Options that a strategy has no use for: a server's workers do not know which batch is next;
+replicas share no compiled code, and XLA compiles everything itself."""
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
@@ -130,6 +157,12 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
                     f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
                     f"{spelled(other, values[other])}"
                 )
+    for name, strategies in _NOT_WITH.items():
+        if values[name] and values["strategy"] in strategies:
+            raise UsageError(
+                f"{spelled(name, values[name])} is not for "
+                f"{spelled('strategy', values['strategy'])}"
+            )
     if values["ema"] is not None and values["save"] != "full":
         raise UsageError(
             f"{spelled('ema', values['ema'])} is for {spelled('save', 'full')}, and this is "
@@ -168,6 +201,8 @@ def _fault(name: str, value: Any) -> str | None:
         return data_fault(value)
     if name == "model":
         return model_fault(value)
+    if name == "loss":
+        return loss_fault(value)
     if name in CHOICES and value not in CHOICES[name]:
         return f"is none of {', '.join(CHOICES[name])}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -198,12 +233,16 @@ class TrainConfig:
     Attributes:
         out: The folder of the run's checkpoints and figures.
         strategy: How it is spread over devices.
-        data: `random`, `friedman`, `digits` or `csv:PATH`.
+        data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
         target: The column of a CSV that is predicted, the last one if none is named.
+        loss: What is minimised: a name in `torch.nn.functional`, or `module:function`; that of the
+            data if none is named.
         model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
+        compile: Compile the model with `torch.compile`.
         epochs: How many times the data are gone through.
         max_steps: The end after that many steps of the optimizer, if it comes first.
         batch_size: Samples of one batch over all devices.
+        workers: Processes that prepare the batches ahead, into pinned memory for a GPU.
         accumulate: Batches whose gradients make one step.
         seed: Of the weights, the order of the samples, and what is random in the model.
         dtype: Of weights and features.
@@ -226,10 +265,13 @@ class TrainConfig:
         keep: How many of those are kept.
         resume: A checkpoint to go on from, or a run's folder; `auto`: the newest of `out`, if any.
         overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
+        sync_batchnorm: Of `ddp`: batch norm over the whole batch, and not each process's share.
         device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
         devices: Of `model-parallel`: over which the layers are spread, in order.
         device_ids: Of `dp`: the GPUs of the replicas, all if none is named.
         output_device: Of `dp`: where outputs are gathered, on the first of them if none is named.
+        updates: Of `parameter-server`: `asynchronous`, a batch a worker, applied as gradients
+            arrive; or `synchronous`, each batch split over all workers, applied once.
         staleness: Of `parameter-server`: how many updates a worker's weights may lag behind.
         trace_batches: Tell what each replica sees and gives.
         tensorboard: Write TensorBoard's event files beside the figures, where it is installed.
@@ -239,10 +281,13 @@ class TrainConfig:
     strategy: str = "single"
     data: str = "friedman"
     target: str | None = None
+    loss: str | None = None
     model: str = "mlp:16,32"
+    compile: bool = False
     epochs: int = 10
     max_steps: int | None = None
     batch_size: int = 32
+    workers: int = 0
     accumulate: int = 1
     seed: int = 0
     dtype: str = "float32"
@@ -265,10 +310,12 @@ class TrainConfig:
     keep: int = 3
     resume: str | None = None
     overwrite: bool = False
+    sync_batchnorm: bool = False
     device: str = "auto"
     devices: tuple[str, ...] = ()
     device_ids: tuple[int, ...] = ()
     output_device: int | None = None
+    updates: str = "asynchronous"
     staleness: int = 1
     trace_batches: bool = False
     tensorboard: bool = True

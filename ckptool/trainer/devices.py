@@ -1,17 +1,64 @@
-"""Which devices there are, and which one a word means."""
+"""Which devices there are, which one a word means, and which GPUs a process sees."""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from importlib import import_module
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ckptool.errors import TrainingError, UsageError
 
-from ckptool.errors import TrainingError
-from ckptool.trainer.gpus import seen_as
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Device", "Devices", "device_of", "devices_here", "require_visible"]
+__all__ = ["VISIBLE", "Devices", "device_of", "devices_here", "seen_as", "show_only"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
+_GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+
+
+def show_only(numbers: str) -> None:
+    """Let this process, and those that it starts, see these GPUs alone: the first is `cuda:0`.
+
+    They are counted as `nvidia-smi` does, unless `CUDA_DEVICE_ORDER` says otherwise.
+
+    Args:
+        numbers: Of the machine's GPUs, as `0,2`; or what else CUDA takes there (`GPU-8932f937`).
+
+    Raises:
+        UsageError: no such list; or CUDA has started, and does not look again.
+    """
+    words = [word.strip() for word in numbers.split(",")]
+    for word in words:
+        if not _GPU.fullmatch(word):
+            raise UsageError(
+                f"--gpus {numbers!r}: {word!r} is no GPU's number", hint="--gpus 0,2, for example"
+            )
+        if words.count(word) > 1:
+            raise UsageError(f"--gpus {numbers!r} names {word} more than once")
+    chosen = ",".join(words)
+    torch = sys.modules.get("torch")
+    if os.environ.get(VISIBLE) != chosen and torch is not None and torch.cuda.is_initialized():
+        raise UsageError(f"--gpus {numbers!r}: CUDA has started in this process, and sees others")
+    os.environ[VISIBLE] = chosen
+    os.environ.setdefault(_ORDER, "PCI_BUS_ID")
+
+
+def seen_as() -> dict[str, str]:
+    """What each device of this process is on the machine, `{"cuda:0": "2"}`.
+
+    Empty where `CUDA_VISIBLE_DEVICES` is not set: then they are the same. From a word on that is no
+    GPU, as -1, CUDA sees none.
+    """
+    words = (word.strip() for word in os.environ.get(VISIBLE, "").split(","))
+    named = takewhile(_GPU.fullmatch, words)
+    return {f"cuda:{number}": word for number, word in enumerate(named)}
 
 
 def device_of(word: str, *, local_rank: int = 0) -> torch.device:
@@ -20,6 +67,8 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     Raises:
         TrainingError: this machine has no such device, or this torch cannot use it.
     """
+    import torch
+
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if word == "auto":
         word = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -31,6 +80,8 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
         raise TrainingError(
             "'meta' has no memory to train in", hint="--device cpu works everywhere"
         )
+    if device.type == "xla":
+        raise TrainingError("xla has a strategy of its own", hint="--strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
@@ -64,6 +115,8 @@ def require_visible() -> None:
     Raises:
         TrainingError: the first that is missing.
     """
+    import torch
+
     named = seen_as()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda < len(named):
@@ -115,6 +168,8 @@ class Devices:
 
 def devices_here() -> Devices:
     """All that this process can train on, GPUs first."""
+    import torch
+
     physical = seen_as()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
@@ -125,9 +180,17 @@ def devices_here() -> Devices:
         found.append(Device(name, facts.name, facts.total_memory, is_current, physical.get(name)))
     if torch.backends.mps.is_available():
         found.append(Device("mps", "Apple GPU", is_current=not cuda))
-    found.append(Device("cpu", _processor(), is_current=not found))
+    found += _xla_devices()
+    processor = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    found.append(Device("cpu", processor, is_current=not any(one.is_current for one in found)))
     return Devices(cuda, torch.get_num_threads(), tuple(found))
 
 
-def _processor() -> str:
-    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+def _xla_devices() -> list[Device]:
+    """Those of torch_xla, where it is installed and finds any; `--strategy xla` takes the first."""
+    try:
+        xm = import_module("torch_xla.core.xla_model")
+        names = xm.get_xla_supported_devices() or ()
+        return [Device(name, f"{xm.xla_device_hw(name)}, by torch_xla") for name in names]
+    except (ImportError, OSError, RuntimeError):
+        return []

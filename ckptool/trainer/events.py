@@ -6,7 +6,17 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["EpochEnded", "Note", "Observer", "Resumed", "Saved", "Started", "Stepped", "Traced"]
+__all__ = [
+    "EpochEnded",
+    "Note",
+    "Observer",
+    "Resumed",
+    "Saved",
+    "Started",
+    "Stepped",
+    "Traced",
+    "Validating",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,14 @@ class Stepped(_Event):
     loss: float
     samples: int
     staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Validating(_Event):
+    """So many of the validation samples are through."""
+
+    done: int
+    samples: int
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,129 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFailed
-from ckptool.trainer.signals import ASKING, ended_at_once, leave_to_system
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["launch", "recorded"]
+__all__ = ["ASKING", "Signals", "ended_at_once", "handled", "launch", "leave_to_system", "recorded"]
+
+ASKING = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Give both signals to `handler` inside; what took them before does so again afterwards."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        before = {one: signal.signal(one, handler) for one in ASKING}
+    try:
+        yield
+    finally:
+        for one, other in before.items():
+            if other is not None:  # None: none of Python's, which cannot be set again
+                signal.signal(one, other)
+
+
+def leave_to_system() -> None:
+    """Have both end this process at once, which has nothing left to do."""
+    if threading.current_thread() is threading.main_thread():
+        for one in ASKING:
+            signal.signal(one, signal.SIG_DFL)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Have both end this process where nobody else takes them, with the exit code of a shell.
+
+    One that is ignored stays so. It is a thread that ends it: a handler of Python's would not be
+    called while torch waits for other processes, and what it raises in the middle of an import may
+    be swallowed, by half.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: set[int] = set()
+    ignored = {int(one) for one in ASKING if signal.getsignal(one) == signal.SIG_IGN}
+    own = os.getpid()
+
+    def take(number: int, _: FrameType | None) -> None:
+        if number not in ignored:
+            came.add(number)
+
+    def forget() -> None:
+        if os.getpid() != own and signal.getsignal(signal.SIGTERM) is take:
+            signal.set_wakeup_fd(-1)
+            leave_to_system()
+
+    def end() -> None:
+        while number := os.read(read_end, 1)[0]:
+            is_ours = signal.getsignal(number) is take and number not in ignored
+            if is_ours or number in came:
+                os._exit(128 + number)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    watcher = threading.Thread(target=end, daemon=True)
+    watcher.start()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)  # it has no such thread, and our pipe
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        with handled(take):
+            yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(write_end, b"\0")
+        watcher.join()
+        os.close(write_end)
+        os.close(read_end)
+
+
+class Signals:
+    """Which of the two has come; a vote for each, that processes add up."""
+
+    def __init__(self, *, is_patient: bool | None = None) -> None:
+        """`is_patient`: a second Ctrl-C is the same one, which a launcher has sent on.
+
+        None: where one has started this process. A terminal sends Ctrl-C to launcher and workers.
+        """
+        self._is_patient = "LOCAL_RANK" in os.environ if is_patient is None else is_patient
+        self._came: set[int] = set()
+        is_torch = "TORCHELASTIC_RUN_ID" in os.environ
+        self._launcher = os.getppid() if is_torch else None
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Take the two inside."""
+        return handled(self._take)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._came and not self._is_patient:
+            raise KeyboardInterrupt
+        self._came.add(number)
+
+    @property
+    def votes(self) -> list[float]:
+        """1 for each that has come to this process.
+
+        Where torch's launcher has gone, killed without a word, nobody else will ever end this one.
+        """
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._came.add(signal.SIGTERM)
+        return [float(one in self._came) for one in ASKING]
+
+    @staticmethod
+    def asked(votes: Sequence[float]) -> int | None:
+        """The signal that any process has voted for; None: to go on."""
+        return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)
+
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _HERE = "127.0.0.1"
@@ -251,7 +361,9 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
 def _surroundings(nproc: int) -> Iterator[None]:
     """What workers inherit, and a launcher that says nothing itself; undone afterwards."""
     environment = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // nproc)))
+    can_ask = hasattr(os, "sched_getaffinity")
+    processors = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // nproc)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ROOM_TO_SAVE)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # rpc warns of every process that ends
     logger = logging.getLogger("torch.distributed")
@@ -267,10 +379,3 @@ def _surroundings(nproc: int) -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
         os.environ.clear()
         os.environ.update(environment)
-
-
-def _processors() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

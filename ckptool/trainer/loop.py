@@ -8,14 +8,12 @@ from collections.abc import Iterable
 
 from ckptool.errors import TrainingError
 from ckptool.loading.live.ranks import Ranks, default_group
-from ckptool.trainer.batches import Batches
-from ckptool.trainer.checkpoints import Checkpoints
+from ckptool.trainer.checkpoints import Checkpoints, Progress
 from ckptool.trainer.config import TrainConfig
+from ckptool.trainer.data import Batches
 from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
-from ckptool.trainer.metrics import Metrics
-from ckptool.trainer.progress import Progress
-from ckptool.trainer.scalars import Scalars
-from ckptool.trainer.signals import Signals
+from ckptool.trainer.launching import Signals
+from ckptool.trainer.metrics import Metrics, Scalars
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
 __all__ = ["Loop"]
@@ -58,19 +56,27 @@ class Loop:
         Raises:
             TrainingError: a loss is no number any more; or no step has changed anything.
         """
-        self._ranks.first(lambda: self._metrics.cut(self._progress.epoch))
+        progress = self._progress
+        self._ranks.first(lambda: self._metrics.cut(progress.epoch))
         is_first = self._strategy.world.is_first
-        self._scalars = Scalars(self._config, step=self._progress.step, is_wanted=is_first)
+        self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
         try:
             if (why := self._over) is not None:
                 self._observer.tell(Note(f"nothing is left to train: {why}"))
             while self._over is None:
                 if not self._epoch():
                     return
-            if self._progress.position:
+            if progress.position:
                 self._end_within_epoch()
             self._require_a_step()
-            self._tell_of_a_better_one()
+            best = progress.best
+            if math.isfinite(best) and not self._checkpoints.has_best:  # it is in another folder
+                self._observer.tell(
+                    Note(
+                        f"no epoch came below the loss of {best:g} that was reached before: "
+                        "best.pth is in the folder from which the run goes on"
+                    )
+                )
         finally:
             self._scalars.close()
 
@@ -84,24 +90,14 @@ class Loop:
                 hint="--amp bf16, a lower --lr, or data that are standardised",
             )
 
-    def _tell_of_a_better_one(self) -> None:
-        """A run that goes on in another folder has no best.pth there until an epoch is better."""
-        best = self._progress.best
-        if math.isfinite(best) and not self._checkpoints.has_best:
-            self._observer.tell(
-                Note(
-                    f"no epoch came below the loss of {best:g} that was reached before: best.pth "
-                    "is in the folder from which the run goes on"
-                )
-            )
-
     @property
     def _over(self) -> str | None:
         """Why nothing comes any more; None: something does."""
         config, progress = self._config, self._progress
         if progress.epoch >= config.epochs:
             return f"epoch {config.epochs} is over"
-        if self._is_at_last_step and progress.position < self._batches.steps:
+        is_within = progress.position < self._batches.steps
+        if config.max_steps is not None and progress.step >= config.max_steps and is_within:
             return f"step {config.max_steps} is done"
         if config.patience is not None and progress.since_best >= config.patience:
             bound = "finite" if math.isinf(progress.best) else "lower"
@@ -109,36 +105,31 @@ class Loop:
             return f"{progress.since_best} epochs have brought no {bound} loss{than}"
         return None
 
-    @property
-    def _is_at_last_step(self) -> bool:
-        limit = self._config.max_steps
-        return limit is not None and self._progress.step >= limit
-
     def _epoch(self) -> bool:
         """The rest of an epoch; False: a signal has ended it in the middle."""
         progress = self._progress
         began = time.monotonic() - progress.seconds
         self._strategy.model.train()
-        number = progress.step
-        for rows in self._batches.of_epoch(progress.epoch, progress.position):
-            if self._config.max_steps is not None and number >= self._config.max_steps:
-                break
-            number += 1
-            progress.rate = self._strategy.tuning.rate
-            votes = [*self._signals.votes, float(self._votes_for_saving())]
-            done = self._strategy.step(Step(number, rows, votes))
-            self._take(done)
-            progress.seconds = time.monotonic() - began
-            if not self._between(done, number):
-                return False
+        number, is_first = progress.step, self._strategy.world.is_first
+        first = progress.position
+        steps = list(self._batches.of_epoch(progress.epoch, first))
+        with self._strategy.feeding(steps, epoch=progress.epoch, first=first):
+            for rows in steps:
+                if self._config.max_steps is not None and number >= self._config.max_steps:
+                    break
+                number += 1
+                progress.rate = self._strategy.tuning.rate
+                votes = [*self._signals.votes, float(is_first and self._checkpoints.is_due)]
+                done = self._strategy.step(Step(number, rows, votes))
+                self._take(done)
+                progress.seconds = time.monotonic() - began
+                if not self._between(done, number):
+                    return False
         self._take(self._strategy.settled())
         progress.seconds = time.monotonic() - began
         if progress.position == self._batches.steps:
             self._end_epoch()
         return True
-
-    def _votes_for_saving(self) -> bool:
-        return self._strategy.world.is_first and self._checkpoints.is_due
 
     def _take(self, results: Iterable[StepResult]) -> None:
         for result in results:
@@ -157,7 +148,7 @@ class Loop:
             return True
         self._take(self._strategy.settled())
         if asked is not None:
-            self._checkpoints.last(self._progress)
+            self._checkpoints.write("last", self._progress)
             self.stopped = asked
             return False
         self._checkpoints.numbered(self._progress)
@@ -167,8 +158,8 @@ class Loop:
         """Evaluate, write the figures, save: what a kill leaves undone is done again."""
         ended, loss = self._evaluated()
         if self._progress.end_epoch(loss):
-            self._checkpoints.best(self._progress)
-        self._checkpoints.last(self._progress)
+            self._checkpoints.write("best", self._progress)
+        self._checkpoints.write("last", self._progress)
         if self._over is not None and self._progress.epoch < self._config.epochs:
             self._observer.tell(Note(f"training ends after epoch {ended.epoch}: {self._over}"))
 
@@ -177,11 +168,11 @@ class Loop:
 
         A resumed run knows nothing of this loss: it is the best one only where there is no other.
         """
-        self._checkpoints.last(self._progress)
+        self._checkpoints.write("last", self._progress)
         _, loss = self._evaluated()
         if math.isinf(self._progress.best) and math.isfinite(loss):
             self._progress.best = loss
-            self._checkpoints.best(self._progress)
+            self._checkpoints.write("best", self._progress)
 
     def _evaluated(self) -> tuple[EpochEnded, float]:
         """The figures up to here, told and written, and the loss that the best epoch is chosen by.

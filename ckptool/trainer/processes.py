@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
-from ckptool.trainer.world import World
 
-__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "require_launcher"]
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "of_this_attempt", "require_launcher"]
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
@@ -28,6 +28,33 @@ _RUNS = count()
 _ENDED: list[Any] = []
 """The group of the last run: to let go of it is to join its threads, with Python's lock held. One
 that has just taken part in the last exchange may wait for that lock to free a tensor (gloo)."""
+
+
+class World:
+    """A process that is alone; `Processes`, those of `torch.distributed`, inherit from it.
+
+    All processes make the same calls in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and tells."""
+        return self.rank == 0
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the processes, as float64, the same in all of them."""
+        return [float(value) for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes, by rank."""
+        return [value]
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 calls this with, in all of them."""
+        return value
 
 
 class Processes(World):
@@ -97,10 +124,12 @@ def connected(device: torch.device) -> Iterator[Processes]:
     require_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    from torch.distributed.distributed_c10d import PrefixStore
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, size = _meeting_point()
-        met = PrefixStore(f"run {next(_RUNS)}", store)
+        met = PrefixStore(f"run {next(_RUNS)}", of_this_attempt(store))
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise _not_reached(error) from error
@@ -121,8 +150,20 @@ def _meeting_point() -> tuple[Store, int, int]:
 
     Once a process: what an earlier run has left there, addresses for one, is not another run's.
     """
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     return store, rank, size
+
+
+def of_this_attempt(store: Store) -> Store:
+    """The part of a store that this attempt of torchrun has: it restarts processes with one store.
+
+    What earlier attempts have left there, the addresses of processes for one, leads nowhere.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore  # not in every torch
+
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _not_reached(error: BaseException) -> TrainingError:

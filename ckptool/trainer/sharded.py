@@ -13,39 +13,126 @@ its part of what is spread, and the whole of what is not.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
+from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_leaves
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.refusals import worded
+from ckptool.files.refusals import check_space, worded
+from ckptool.files.system import sync_folder
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance
 from ckptool.symbolic import unpickle
-from ckptool.trainer import part_folders
-from ckptool.trainer.part_folders import VALUES
 
-__all__ = [
-    "damage",
-    "load_model",
-    "load_optimizer",
-    "load_values",
-    "write",
-]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+__all__ = ["VALUES", "damage", "is_sharded", "load_model", "load_optimizer", "load_values", "write"]
+
+VALUES = "run.pth"
+"""What is written last: a folder without it is none."""
+_HIDDEN = re.compile(r"\.(last|best|step-\d{8,})\.(new|old|gone)")
+
+
+def _dcp() -> Any:
+    """Torch's own module, whose import takes a second."""
+    return import_module("torch.distributed.checkpoint")
+
+
+def is_sharded(path: Any) -> bool:
+    """Whether it is such a folder, a damaged one as well."""
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
+        return False
+    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
+
+
+def begin(path: str, size: int) -> None:
+    """Make the folder, hidden, that is to be `path`, and to hold `size` bytes.
+
+    Raises:
+        NoSpace: the disk cannot.
+        WriteError: the system does not let us.
+    """
+    with worded(path):
+        _settle(path)
+        check_space(os.path.dirname(path) or ".", size)
+        os.makedirs(hidden(path, "new"))
+
+
+def give_up(path: str) -> None:
+    """Remove what `begin` has made; what cannot be removed is by `settle`."""
+    shutil.rmtree(hidden(path, "new"), ignore_errors=True)
+
+
+def take_place(path: str) -> None:
+    """Give the hidden folder, which is whole, the name `path`.
+
+    Where one is replaced, a kill between two renames leaves both hidden; `settle` finishes.
+
+    Raises:
+        WriteError: the system does not let us.
+    """
+    old = hidden(path, "old")
+    with worded(path):
+        if os.path.isdir(path):
+            os.rename(path, old)
+        os.rename(hidden(path, "new"), path)
+        sync_folder(os.path.dirname(path) or ".")
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(path: str) -> None:
+    """Remove a folder: it has no name of a checkpoint's any more before anything of it goes.
+
+    Raises:
+        OSError: the system does not let us.
+    """
+    gone = hidden(path, "gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def settle(folder: str) -> None:
+    """Finish what a kill has interrupted while checkpoints in `folder` were written.
+
+    Raises:
+        WriteError: the system does not let us.
+    """
+    with worded(folder):
+        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+            found = _HIDDEN.fullmatch(entry)
+            if found is not None:
+                _settle(os.path.join(folder, found[1]))
+
+
+def _settle(path: str) -> None:
+    """Where the old one was out of the way and the new one not in its place: put that there."""
+    new, old = hidden(path, "new"), hidden(path, "old")
+    if os.path.isdir(old) and not os.path.exists(path):
+        os.rename(new if os.path.exists(os.path.join(new, VALUES)) else old, path)
+        sync_folder(os.path.dirname(path) or ".")
+    for one in (new, old, hidden(path, "gone")):
+        shutil.rmtree(one, ignore_errors=True)
+
+
+def hidden(path: str, word: str) -> str:
+    """Where a folder is before it has its name (`new`), once it is replaced (`old`) or `gone`."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{word}")
+
 
 _GROUPS = "param_groups"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -98,17 +185,17 @@ def write(
         {**group, "params": [names[one] for one in group["params"]]}
         for group in optimizer.param_groups
     ]
-    new = part_folders.hidden(path, "new")
-    ranks.first(lambda: part_folders.begin(path, _size(state)))
+    new = hidden(path, "new")
+    ranks.first(lambda: begin(path, _size(state)))
     try:
         with ranks.reached(), worded(path):
             _write_parts(state if ranks.own == 0 else _parts_in(state), new)
         ckptool.save(os.path.join(new, VALUES), **rest)
     except CheckpointError:
         if ranks.own == 0:  # all of them have ended to write
-            part_folders.give_up(path)
+            give_up(path)
         raise
-    ranks.first(lambda: part_folders.take_place(path))
+    ranks.first(lambda: take_place(path))
 
 
 def _size(state: Mapping[str, Any]) -> int:
@@ -129,8 +216,8 @@ def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
 
 def _write_parts(state: dict[str, Any], path: str) -> None:
     try:
-        save(state, storage_writer=FileSystemWriter(path))
-    except CheckpointException as error:
+        _dcp().save(state, storage_writer=_dcp().FileSystemWriter(path))
+    except _dcp().CheckpointException as error:
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
                 raise failure from error
@@ -219,6 +306,8 @@ def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
 
 def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
     """The tensors of a section, by their names in it."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     before = f"{section}."
     return {
         name.removeprefix(before): one
@@ -231,23 +320,19 @@ def _read(state: dict[str, Any], path: str) -> None:
     try:
         with warnings.catch_warnings():  # that a process is alone
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-            load(state, storage_reader=FileSystemReader(path))
-    except CheckpointException as error:
+            _dcp().load(state, storage_reader=_dcp().FileSystemReader(path))
+    except _dcp().CheckpointException as error:
         raise CorruptFile(f"a part of it cannot be read: {_reason(error)}", file=path) from error
 
 
-def _reason(error: CheckpointException) -> str:
+def _reason(error: Any) -> str:
     """What the first process to fail says."""
     failures = [failure for failure, _ in error.failures.values()]
     return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
 
 
 def _require_an_index(path: str) -> None:
-    """Refuse a pickle that names another class or function than DCP's index does.
-
-    Raises:
-        CorruptFile: it does, or is damaged.
-    """
+    """Refuse a pickle that names another class or function than DCP's index does."""
     with closing(FileSource(path)) as source:
         named = unpickle(ByteRange(source, 0, source.size)).globals
     for name in named:
@@ -263,7 +348,7 @@ def _metadata(path: str) -> Metadata:
         raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
     try:
         _require_an_index(os.path.join(path, ".metadata"))
-        metadata = FileSystemReader(path).read_metadata()
+        metadata: Metadata = _dcp().FileSystemReader(path).read_metadata()
     except Exception as error:  # a pickle that is cut, or another's, raises anything
         raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error
     ends: dict[str, int] = {}

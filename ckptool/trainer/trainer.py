@@ -10,20 +10,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckptool.errors import UsageError
-from ckptool.trainer.batches import Batches
-from ckptool.trainer.checkpoints import Checkpoints
+from ckptool.trainer.checkpoints import Checkpoints, Progress, Resuming
 from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.data.datasets import Dataset, Loss, TrainData, data_of
+from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
+from ckptool.trainer.devices import seen_as
 from ckptool.trainer.events import Observer, Started
-from ckptool.trainer.gpus import seen_as
+from ckptool.trainer.launching import Signals
 from ckptool.trainer.loop import Loop
 from ckptool.trainer.models import model_of
-from ckptool.trainer.progress import Progress
-from ckptool.trainer.randomness import seed_all
-from ckptool.trainer.resuming import Resuming
-from ckptool.trainer.signals import Signals
 from ckptool.trainer.strategies import Strategy, strategy_of
-from ckptool.trainer.tuning import Tuning
+from ckptool.trainer.tuning import Tuning, seed_all
 
 __all__ = ["TrainResult", "Trainer"]
 
@@ -101,50 +97,53 @@ class Trainer:
                 result: TrainResult = strategy.serve(lambda: signals.votes)
                 return replace(result, out=config.out)  # each process has its own words for it
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
-            belongings = {
-                "config": config.to_dict(),
-                "data": dict(data.statistics),
-                "gpus": seen_as(),
-            }
-            checkpoints = Checkpoints(config, strategy, batches, self._observer, belongings)
+            values = {"config": config.to_dict(), "data": dict(data.statistics), "gpus": seen_as()}
+            checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
             with checkpoints.alone():
-                progress = self._beginning(strategy, batches, checkpoints)
-                self._observer.tell(self._started(strategy, batches))
+                checkpoints.require_writable()
+                resuming = Resuming(config, strategy, batches, self._observer)
+                origin = resuming.found()
+                progress = Progress() if origin is None else resuming.restored(origin)
+                checkpoints.begin(progress, origin)
+                self._observer.tell(
+                    Started(
+                        strategy.name,
+                        tuple(str(device) for device in strategy.devices),
+                        strategy.processes,
+                        sum(one.numel() for one in strategy.module.parameters()),
+                        batches.samples,
+                        batches.steps,
+                        config.epochs,
+                    )
+                )
                 loop = Loop(
                     config, strategy, batches, progress, checkpoints, self._observer, signals
                 )
                 loop.run()
-            result = _result(config, progress, loop.stopped)
+            told = progress.epoch, progress.step, progress.skipped, progress.best
+            result = TrainResult(*told, loop.stopped, config.out)
             strategy.end(result)
         return result
-
-    def _beginning(
-        self, strategy: Strategy, batches: Batches, checkpoints: Checkpoints
-    ) -> Progress:
-        """Where the run begins, in a folder that can be written and holds no other one."""
-        checkpoints.require_writable()
-        resuming = Resuming(self._config, strategy, batches, self._observer)
-        origin = resuming.found()
-        progress = Progress() if origin is None else resuming.restored(origin)
-        checkpoints.begin(progress, origin)
-        return progress
 
     def _data_given(self) -> TrainData:
         if self._data is None:
             data = data_of(self._config)
         elif isinstance(self._data, TrainData):
             data = self._data
-        elif self._loss is None:
+        elif (self._loss or self._config.loss) is None:
             raise UsageError("data are given, and no loss: loss=torch.nn.functional.mse_loss")
         else:
-            data = TrainData(self._data, None, self._loss)
-        return data if self._loss is None else replace(data, loss=self._loss)
+            data = TrainData(self._data, None, self._loss or self._config.loss or "")
+        loss = self._loss or self._config.loss
+        return data if loss is None else replace(data, loss=loss)
 
     def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
         """Give the strategy model, optimizer and data."""
         config = self._config
         model = self._model if self._model is not None else model_of(config, data)
         _require_module(model)
+        if config.compile:
+            model.compile()
         strategy.wrap(model.to(getattr(torch, config.dtype)))
         strategy.tuning = Tuning(
             config,
@@ -154,24 +153,9 @@ class Trainer:
         )
         strategy.attend(data.train, data.validation, data.mean_loss)
 
-    def _started(self, strategy: Strategy, batches: Batches) -> Started:
-        return Started(
-            strategy.name,
-            tuple(str(device) for device in strategy.devices),
-            strategy.processes,
-            sum(one.numel() for one in strategy.module.parameters()),
-            batches.samples,
-            batches.steps,
-            self._config.epochs,
-        )
-
 
 def _require_module(model: Any) -> None:
-    """See that it is one whose weights are there.
-
-    Raises:
-        UsageError: it is none, knows its sizes only after its first batch, or has no real numbers.
-    """
+    """See that it is one whose weights are there."""
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         what = f"the class {name}" if isinstance(model, type) else f"a {name}"
@@ -188,9 +172,3 @@ def _require_module(model: Any) -> None:
             raise UsageError(
                 f"{name} of the model {what}", hint="a model of real numbers that is made"
             )
-
-
-def _result(config: TrainConfig, progress: Progress, stopped: int | None) -> TrainResult:
-    return TrainResult(
-        progress.epoch, progress.step, progress.skipped, progress.best, stopped, config.out
-    )

@@ -1,8 +1,10 @@
-"""What turns gradients into weights: optimizer, learning rate, scaler, moving average."""
+"""What turns gradients into weights: optimizer, rate, scaler, moving average; random numbers."""
 
 from __future__ import annotations
 
 import math
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,11 +14,92 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptool.errors import TrainingError
-from ckptool.loading.live.spreading import is_spread
-from ckptool.trainer.averaging import Average
+from ckptool.loading.live.spreading import is_spread, spread_like
 from ckptool.trainer.config import TrainConfig
 
-__all__ = ["Tuning", "rate_factor"]
+__all__ = ["Average", "Tuning", "random_state", "rate_factor", "restore_random_state", "seed_all"]
+
+
+def seed_all(seed: int) -> None:
+    """Begin all of them anew from `seed`: torch's of every device, Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+
+
+def random_state() -> dict[str, Any]:
+    """What `restore_random_state` takes; lists of numbers as tensors, which are one line each."""
+    version, numbers, gauss = random.getstate()
+    python = (version, torch.tensor(numbers), gauss)
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Go on where `random_state` was taken; of devices that are not there, nothing is done."""
+    torch.set_rng_state(state["torch"].cpu())
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"].cpu())
+    if "numpy" in state and "numpy" in sys.modules:
+        kind, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+
+
+class Average:
+    """`average = decay * average + (1 - decay) * weights` after every step; buffers are copied.
+
+    B. Polyak, A. Juditsky: Acceleration of stochastic approximation by averaging, 1992; as
+    `torch.optim.swa_utils.get_ema_multi_avg_fn` has it.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        """Begin with the weights that `module`, the bare one, has now."""
+        self._module, self._decay = module, decay
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin anew, with the weights that the model has now."""
+        self._state = {name: one.detach().clone() for name, one in self._live().items()}
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        state = self._module.state_dict()
+        return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of one more step."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, now in self._live().items():
+            if name in parameters and now.is_floating_point():
+                self._state[name].lerp_(now.detach(), 1 - self._decay)
+            else:
+                self._state[name].copy_(now)
+
+    def state(self) -> dict[str, Any]:
+        """The average by the names of the bare model: a state dict to be loaded into it."""
+        return dict(self._state)
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Go on from an average of the same model; False: it is of another, nothing is done."""
+        if state.keys() != self._state.keys():
+            return False
+        for name, own in self._state.items():
+            own.copy_(spread_like(own, state[name]))
+        return True
 
 
 class Tuning:
@@ -189,11 +272,7 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
-    """That of a device; before torch 2.3 there is one for CUDA alone.
-
-    Raises:
-        TrainingError: this torch has none for it.
-    """
+    """That of a device; before torch 2.3 there is one for CUDA alone."""
     if hasattr(torch.amp, "GradScaler"):
         return torch.amp.GradScaler(device, enabled=is_enabled)
     if is_enabled and device != "cuda":

@@ -16,10 +16,10 @@ import torch
 import ckptool as library
 from ckptool.cli import train_options
 from ckptool.cli.training import Teller
-from ckptool.trainer import launching
+from ckptool.trainer import TrainResult, launching
 from ckptool.trainer.config import TrainConfig, check
-from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced
-from ckptool.trainer.signals import handled
+from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
+from ckptool.trainer.launching import handled
 from tests.cli.test_group import command_of
 from tests.forks import finished
 from tests.sources import PROJECT
@@ -143,7 +143,7 @@ def test_batches_are_those_of_the_tutorial_where_the_data_are(ckptool, out):
 
 def test_an_epoch_is_a_line_and_in_the_end_it_says_what_it_wrote(ckptool, out):
     done = ckptool("train", "--out", out, "--epochs", 2, "--batch-size", 100)
-    heading, *epochs, best, last, command = done.out.splitlines()
+    heading, *epochs, best, last, command, sentence = done.out.splitlines()
     assert done.code == 0
     assert heading.split() == ["epoch", "step", "train_loss", "val_loss", "lr", "samples/s"]
     figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -155,6 +155,7 @@ def test_an_epoch_is_a_line_and_in_the_end_it_says_what_it_wrote(ckptool, out):
     assert last.split() == [str(out / "last.pth"), "step", "8"]
     assert done.err == "single on cpu: 753 parameters, 400 samples, 4 steps an epoch\n"
     assert ckptool(*command.split()[1:]).code == 0
+    assert sentence.startswith("Trained to step 8, 2 epochs. The lowest loss of an epoch is ")
 
 
 def test_as_json_it_is_one_document(ckptool, out):
@@ -194,9 +195,11 @@ def test_batches_are_traced_in_the_words_of_the_tutorial(ckptool, out):
     done = ckptool("train", "--out", out, *words, "--trace-batches", "--device", "cpu")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert "\tIn Model: input size torch.Size([30, 5]) output size torch.Size([30, 2])" in lines
-    assert "Outside: input size torch.Size([30, 5]) output_size torch.Size([30, 2])" in lines
-    assert "Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])" in lines
+    seen = "input size torch.Size([30, 5]) output size torch.Size([30, 2]) device cpu"
+    assert f"\tIn Model: {seen}" in lines
+    for size in (30, 10):
+        seen = f"input size torch.Size([{size}, 5]) output_size torch.Size([{size}, 2])"
+        assert f"Outside: {seen} device cpu" in lines
 
 
 def test_the_collector_works_while_it_trains(ckptool, out, monkeypatch):
@@ -226,8 +229,11 @@ def test_only_rank_0_tells(capsys):
         one = teller(rank)
         for event in EVENTS:
             one.tell(event)
-        one.end(stopped=False)
+        one.end(TrainResult(1, 4, 0, 0.5, None, "run"))
         told[rank] = capsys.readouterr()
+    assert told[0].out.splitlines()[-1] == (
+        "Trained to step 4, 1 epoch. The lowest loss of an epoch is 0.5."
+    )
     assert told[0].out.splitlines()[1].split() == ["1", "4", "0.5", "0.01", "100"]
     assert told[0].err.startswith("ddp on 2 processes, cpu: 10 parameters, 100 samples, 4 steps an")
     assert "note: said" in told[0].err
@@ -249,16 +255,33 @@ def test_on_a_terminal_a_bar_shows_the_step_and_is_gone_before_a_line_is_printed
     one = teller()
     for event in EVENTS[:2]:
         one.tell(event)
-    line = "[######------------------] step 1 of 4, loss 0.5"
+    line = "[######------------------] epoch 1 of 1, step 1 of 4, loss 0.5"
     assert screen.getvalue().endswith(f"\r{line}")
     one.tell(EVENTS[3])
     assert f"\r{line}\r{' ' * len(line)}\r\x1b[1mepoch" in screen.getvalue()
 
 
+def test_a_bar_tells_the_time_that_is_left_and_the_validation(monkeypatch):
+    texts, clock = [], iter([10.0, 20.0, 20.0 + 3600])
+    monkeypatch.setattr("ckptool.cli.training.time.monotonic", lambda: next(clock))
+    one = teller()
+    one._bar = lambda done, total, text: texts.append(text)
+    one._started = Started("ddp", ("cpu",), 2, 10, 100, 4, 2)
+    for step in (1, 5, 6):
+        one.tell(Stepped(1, step, 0.5, 30))
+    one.tell(Validating(8, 20))
+    assert [text.partition("loss 0.5")[2] for text in texts[:3]] == [
+        "",
+        ", 8 s left",
+        ", 24 min left",
+    ]
+    assert texts[3] == "validation, sample 8 of 20"
+
+
 @pytest.mark.parametrize(("rank", "front"), [(None, ""), (0, "[rank 0] "), (1, "[rank 1] ")])
 def test_every_process_tells_what_its_replica_saw(capsys, rank, front):
     teller(rank).tell(TRACED)
-    line = "\tIn Model: input size torch.Size([15, 5]) output size torch.Size([15, 2])\n"
+    line = "\tIn Model: input size torch.Size([15, 5]) output size torch.Size([15, 2]) device cpu\n"
     assert capsys.readouterr() == (front + line, "")
 
 
@@ -317,14 +340,54 @@ def test_two_processes_train_as_one_and_one_of_them_tells(out):
     lines = done.stdout.splitlines()
     for rank in (0, 1):
         seen = "In Model: input size torch.Size([100, 10]) output size torch.Size([100, 1])"
-        assert lines.count(f"[rank {rank}] \t{seen}") == 2
+        assert lines.count(f"[rank {rank}] \t{seen} device cpu") == 2
     assert sum(line.startswith("epoch") for line in lines) == 1
     torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "ckptool")
     more = finished(*torchrun, *words, "--epochs", 2, "--resume", "auto", cwd=out.parent)
     assert more.returncode == 0, more.stderr
     assert [line.split()[:2] for line in more.stdout.splitlines()[:2]][1] == ["2", "4"]
-    assert len(more.stdout.splitlines()) == 5
+    assert len(more.stdout.splitlines()) == 6
+    assert more.stdout.splitlines()[-1].startswith("Trained to step 4, 2 epochs. The lowest loss")
     assert more.stderr.count("goes on from run/last.pth, step 2\n") == 1
+
+
+DYING = """
+import os, signal
+from torch import nn
+
+class Dying(nn.Linear):
+    "Ends rank 1 of the first attempt, in its second epoch."
+    def __init__(self):
+        super().__init__(10, 1)
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += self.training
+        if self.seen == 20 and os.environ["RANK"] == "1":
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "parameter-server"])
+def test_torchrun_starts_again_what_has_lost_a_rank(tmp_path, strategy):
+    (tmp_path / "dying.py").write_text(DYING)
+    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 3, "--nproc-per-node", 2)
+    words = ("train", "--out", "run", "--device", "cpu", "--epochs", 3, "--resume", "auto")
+    more = ("--strategy", strategy, "--model", "dying:Dying")
+    done = finished(*torchrun, "-m", "ckptool", *words, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from run/last.pth, step 13\n" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Trained to step 39, 3 epochs.")
+
+
+def test_the_older_launcher_of_torch(tmp_path):
+    launcher = ("torch.distributed.launch", "--nproc_per_node", 2, "-m", "ckptool")
+    words = ("train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--epochs", 1)
+    done = finished(*launcher, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ddp on 2 processes" in done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

@@ -141,3 +141,10 @@ def test_python_dash_m(process):
     assert done.code == 0
     assert done.out.startswith("ckptool ")
     assert sys.version_info >= (3, 10)
+
+
+def test_training_says_what_it_needs(torchless, tmp_path):
+    done = torchless("train", "--out", tmp_path / "run")
+    assert (done.code, done.out) == (2, "")
+    assert "torch" in done.err
+    assert "a fault of ckptool" not in done.err

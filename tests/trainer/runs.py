@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ckptool.trainer import Observer, TrainConfig, TrainData, Trainer
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Rows
 
 
 class Told(Observer):

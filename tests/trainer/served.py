@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from ckptool.errors import CheckpointError
 from ckptool.trainer import TrainConfig, Trainer
 from ckptool.trainer.strategies import parameter_server
-from ckptool.trainer.strategies.staleness import InFlight
+from ckptool.trainer.strategies.parameter_server import InFlight
 from tests.trainer.runs import Told, net, run
 from tests.trainer.served_cases import EVERYTHING, EXACT, LIMITS
 
@@ -78,6 +78,8 @@ def served(case, out, *, model=None, act=lambda event: None, **options):
     told, record = Told(act), {"case": case}
     if "strategy" not in options:
         options = {"strategy": "parameter-server", "staleness": 0, **options}
+        if options.get("updates"):
+            options["staleness"] = 1
     try:
         if "data" in options:
             config = TrainConfig(out=str(out / case), tensorboard=False, device="cpu", **options)
@@ -108,6 +110,9 @@ def exact(out):
     for case, options in EXACT.items():
         single(case, out, **options)
         served(case, out, **options)
+    single("split", out, dtype="float64")
+    served("split", out, updates="synchronous", dtype="float64")
+    served("split-dropout", out, updates="synchronous", model=net())
     single("normed", out, model=Normed())
     served("normed", out, model=Normed())
     served("whole", out, model=net())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ckptool.trainer.averaging import Average
+from ckptool.trainer.tuning import Average
 from tests.trainer.runs import held, net, run
 
 

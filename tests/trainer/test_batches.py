@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.trainer.batches import Batches, share
+from ckptool.trainer.data import Batches, share
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**40)

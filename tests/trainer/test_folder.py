@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptool.errors import FileBusy, FileMissing, TrainingError, WriteDenied, WriteError
-from ckptool.trainer import folder
+from ckptool.trainer import checkpoints as folder
 from tests.files.sets import needs_posix, needs_refusals
 from tests.forks import FORKS, ended, start, wait_for
 from tests.sources import PROJECT

@@ -11,8 +11,7 @@ from torch import nn
 
 from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
-from ckptool.trainer.batches import Batches
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Batches, Rows
 from tests.trainer.runs import Told, data, differences, held, lines, net, run
 
 
@@ -323,3 +322,18 @@ def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
 def test_an_option_that_is_wrong_or_does_nothing_is_told(tmp_path, option, told):
     with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
         run(tmp_path, **option)
+
+
+def test_a_compiled_model_is_the_same_one(tmp_path):
+    run(tmp_path / "plain", model=net(dropout=0.0), epochs=1)
+    run(tmp_path / "compiled", model=net(dropout=0.0), epochs=1, compile=True)
+    one, two = (held(tmp_path / out / "last.pth") for out in ("plain", "compiled"))
+    assert list(one["state_dict"]) == list(two["state_dict"])
+    for name, tensor in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], tensor)
+
+
+def test_an_observer_is_told_how_far_the_validation_is(tmp_path):
+    told = Told()
+    run(tmp_path, told, epochs=1)
+    assert [(one.done, one.samples) for one in told.of("Validating")] == [(0, 6), (4, 6)]

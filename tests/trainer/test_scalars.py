@@ -4,7 +4,7 @@ import pytest
 
 from ckptool.trainer import TrainConfig
 from ckptool.trainer.events import EpochEnded
-from ckptool.trainer.scalars import Scalars
+from ckptool.trainer.metrics import Scalars
 from tests.trainer.runs import lines, run
 
 FIGURES = {"loss/train": 0.5, "loss/validation": 0.25, "lr": 0.125, "samples_per_s": 64.0}
@@ -50,7 +50,7 @@ def test_without_validation_there_is_no_such_curve(tmp_path):
 
 
 def test_it_is_not_asked_for_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptool.trainer.scalars.find_spec", lambda name: None)
+    monkeypatch.setattr("ckptool.trainer.metrics.find_spec", lambda name: None)
     written(tmp_path, (1,))
     assert list(tmp_path.iterdir()) == []
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptool
 from ckptool.trainer import sharded
-from ckptool.trainer.folder import one_run_in, remove_checkpoint
-from ckptool.trainer.part_folders import begin, is_sharded, settle, take_place
+from ckptool.trainer.checkpoints import one_run_in, remove_checkpoint
+from ckptool.trainer.sharded import begin, is_sharded, settle, take_place
 
 
 def folder(path, *, whole=True, text="", exists=False):

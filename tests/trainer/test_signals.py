@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptool.trainer.signals import Signals
+from ckptool.trainer.launching import Signals
 from tests.sources import PROJECT
 from tests.trainer.runs import Told, assert_same_run, run
 
@@ -100,7 +100,7 @@ def test_votes_are_summed():
 
 AT_ONCE = """
 import os, signal, sys
-from ckptool.trainer.signals import ended_at_once, handled
+from ckptool.trainer.launching import ended_at_once, handled
 
 def told(number, frame):
     print("taken", flush=True)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from ckptool.errors import TrainingError
 from ckptool.trainer import TrainConfig
-from ckptool.trainer.batches import Batches
+from ckptool.trainer.data import Batches
 from ckptool.trainer.tuning import Tuning, rate_factor
 from tests.trainer.runs import data, net, run
 

@@ -102,3 +102,11 @@ def test_random_numbers_differ(told, folder):
 
 def test_the_first_clock_decides(told, folder):
     assert len(os.listdir(folder / "clock")) == 6
+
+
+def test_batch_norm_of_a_share_is_told(told):
+    for rank in told:
+        note, (kind, message, steps) = rank["batch_norm"]
+        assert "--sync-batchnorm takes the whole batch" in note
+        assert (kind, steps) == ("TrainingError", 0)
+        assert message == "torch's SyncBatchNorm computes on GPUs alone, and this is the CPU"

@@ -6,11 +6,19 @@ import sys
 import pytest
 
 from ckptool.errors import UsageError
-from ckptool.trainer.config import TrainConfig
-from ckptool.trainer.words import csv_path, data_fault, hidden_widths, model_fault
+from ckptool.trainer.config import (
+    TrainConfig,
+    csv_path,
+    data_fault,
+    hidden_widths,
+    loss_fault,
+    model_fault,
+)
 
 
-@pytest.mark.parametrize("word", ["random", "friedman", "digits", "csv:a.csv", "csv:C:\\a.csv"])
+@pytest.mark.parametrize(
+    "word", ["random", "friedman", "digits", "csv:a.csv", "csv:C:\\a.csv", "net:data"]
+)
 def test_data_that_there_are(word):
     assert data_fault(word) is None
     assert TrainConfig(out="-", data=word).data == word
@@ -20,6 +28,23 @@ def test_data_that_there_are(word):
 def test_data_that_there_are_not(word):
     with pytest.raises(UsageError, match="is none of random, friedman, digits, csv:PATH"):
         TrainConfig(out="-", data=word)
+
+
+def test_losses_that_there_are_and_are_not():
+    assert loss_fault("mse_loss") is loss_fault("net:loss") is None
+    with pytest.raises(UsageError, match="nor module:function"):
+        TrainConfig(out="-", loss="mse-loss")
+
+
+def test_options_that_mean_something_with_another_alone():
+    for options, said in (
+        ({"updates": "synchronous"}, "is for strategy='parameter-server'"),
+        ({"sync_batchnorm": True}, "is for strategy='ddp'"),
+        ({"workers": 2, "strategy": "parameter-server"}, "is not for strategy='parameter-server'"),
+        ({"compile": True, "strategy": "xla"}, "is not for strategy='xla'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            TrainConfig(out="-", **options)
 
 
 def test_a_path_may_have_colons():

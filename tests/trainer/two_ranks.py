@@ -9,7 +9,7 @@ import torch
 
 from ckptool.errors import CheckpointError
 from ckptool.trainer import TrainData
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Rows
 from tests.trainer.ranks import main
 from tests.trainer.runs import Told, data, net, run
 
@@ -120,6 +120,16 @@ def by_the_clock_of_the_first(folder):
     run(folder / "clock", strategy="ddp", save_seconds=[1e-9, 1e9][rank()], keep=9, epochs=1)
 
 
+def batch_norm(folder):
+    """Of each process's share, which is told; torch has one of all for GPUs alone."""
+    told = Told()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
+    run(folder / "norm", told, strategy="ddp", epochs=1, batch_size=8, model=model)
+    return [*told.notes, refused(folder / "synced", model=model, sync_batchnorm=True)]
+
+
 if __name__ == "__main__":
     main(
         [
@@ -134,5 +144,6 @@ if __name__ == "__main__":
             a_signal_for_one,
             dropout,
             by_the_clock_of_the_first,
+            batch_norm,
         ]
     )

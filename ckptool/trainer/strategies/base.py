@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,19 +13,57 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.batches import share
+from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data.datasets import Dataset, Loss, collated
-from ckptool.trainer.events import Observer, Traced
-from ckptool.trainer.part_folders import is_sharded
-from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
-from ckptool.trainer.world import World
+from ckptool.trainer.data import (
+    Dataset,
+    Loss,
+    device_in,
+    emptied,
+    moved,
+    prepared,
+    shape,
+    share,
+    sum_of,
+)
+from ckptool.trainer.events import Observer, Traced, Validating
+from ckptool.trainer.processes import World
 
 if TYPE_CHECKING:
     from ckptool.loading.fitting.states import Source
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
+__all__ = ["DIVERGED", "Step", "StepResult", "Strategy", "blocks_of", "tied"]
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are called one after the other, each once, in its own order.
+
+    Those are its children, and for a list of layers the layers; of a model with one child alone
+    that child's. A model without children is one block.
+    """
+    children = list(_children(model))
+    while len(children) == 1 and any(True for _ in children[0].children()):
+        children = list(_children(children[0]))
+    return children or [model]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def tied(blocks: list[nn.Module]) -> set[int]:
+    """The `id` of every parameter that more than one block has: an embedding and a head, often."""
+    uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
+    return {number for number, times in uses.items() if times > 1}
+
 
 DIVERGED = (
     "a lower --lr, --clip 1, or data that are standardised; the checkpoints of earlier steps are "
@@ -90,6 +129,7 @@ class Strategy:
         """Nothing is opened yet."""
         self.config, self.observer = config, observer
         self.world = World()
+        self._feed: Iterator[tuple[Any, Any]] | None = None
 
     # What it opens.
 
@@ -156,9 +196,7 @@ class Strategy:
         Raises:
             MatchError: it is another architecture's; the report says how it differs.
         """
-        if is_sharded(source):
-            from ckptool.trainer import sharded  # takes a second
-
+        if sharded.is_sharded(source):
             sharded.load_model(str(source), self.module)
             if optimizer is not None:
                 sharded.load_optimizer(str(source), self.module, optimizer)
@@ -183,9 +221,7 @@ class Strategy:
         Raises:
             UnreadableFile: it cannot be opened as a checkpoint.
         """
-        if is_sharded(path):
-            from ckptool.trainer import sharded
-
+        if sharded.is_sharded(path):
             average = self.tuning.average
             return sharded.load_values(path, {} if average is None else average.state())
         import ckptool
@@ -294,9 +330,35 @@ class Strategy:
         require_shared(self.config.batch_size, self.world.size)
         self._train, self._validation, self._loss = dataset, validation, loss
 
+    @contextmanager
+    def feeding(
+        self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
+    ) -> Iterator[None]:
+        """Around the steps of an epoch from step `first` on: have their batches prepared ahead."""
+        rows = [self.share(one) for step in steps for one in step]
+        self._feed = self._batches(self._train, rows, epoch, first * self.config.accumulate)
+        try:
+            yield
+        finally:
+            self._feed = None  # the processes behind it end
+
+    def _batches(
+        self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
+    ) -> Iterator[tuple[Any, Any]]:
+        seed = self.config.seed ^ epoch << 44 ^ self.world.rank << 32
+        return prepared(
+            dataset,
+            rows,
+            getattr(torch, self.config.dtype),
+            workers=min(self.config.workers, len(rows)),
+            seed=(seed + first) & (1 << 63) - 1,
+            is_pinned=self.device.type == "cuda",
+        )
+
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
         """The mean loss of some training samples; of none it is 0, and has zeros as gradients."""
-        return self._loss_of(self._train, rows, trace=self.config.trace_batches)
+        batch = next(self._feed or self._batches(self._train, [rows]))
+        return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
     def validated(self) -> float | None:
         """The mean loss over all validation samples, in evaluation mode; None without any."""
@@ -304,20 +366,21 @@ class Strategy:
             return None
         was_training = self.model.training
         self.model.train(False)
-        loss_sum = 0.0
-        size = self.config.batch_size
+        loss_sum, size, samples = 0.0, self.config.batch_size, len(self._validation)
+        starts = range(0, samples, size)
+        shares = [self.share(range(start, min(start + size, samples))) for start in starts]
         with torch.no_grad():
-            for start in range(0, len(self._validation), size):
-                rows = self.share(range(start, min(start + size, len(self._validation))))
-                loss_sum += self._loss_of(self._validation, rows).item() * len(rows)
+            batches = self._batches(self._validation, shares)
+            for start, rows, batch in zip(starts, shares, batches, strict=True):
+                self.observer.tell(Validating(start, samples))
+                loss_sum += self._loss_of(batch, rows).item() * len(rows)
         self.model.train(was_training)
-        return self.world.sums([loss_sum])[0] / len(self._validation)
+        return self.world.sums([loss_sum])[0] / samples
 
     def _loss_of(
-        self, dataset: Dataset, rows: Sequence[int], *, trace: bool = False
+        self, batch: tuple[Any, Any], rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
-        dtype = getattr(torch, self.config.dtype)
-        inputs, targets = moved(collated(dataset, rows or [0], dtype), self.device)
+        inputs, targets = moved(batch, self.device)
         if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):
@@ -342,11 +405,7 @@ class Strategy:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """What a loss gave, if there is a way from it to the weights.
-
-    Raises:
-        TrainingError: it is no number of torch's, or has no gradient where one is needed.
-    """
+    """What a loss gave, if there is a way from it to the weights."""
     if not isinstance(loss, torch.Tensor):
         fault = f"a {type(loss).__name__}, and no tensor"
     elif loss.numel() != 1:

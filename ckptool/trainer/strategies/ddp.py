@@ -9,11 +9,13 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from ckptool.trainer.data.datasets import Dataset, Loss
+from ckptool.errors import TrainingError
+from ckptool.trainer.data import Dataset, Loss
 from ckptool.trainer.devices import device_of
+from ckptool.trainer.events import Note
 from ckptool.trainer.processes import connected, local_rank
-from ckptool.trainer.randomness import random_state, restore_random_state
 from ckptool.trainer.strategies.base import Strategy
+from ckptool.trainer.tuning import random_state, restore_random_state
 
 __all__ = ["DistributedDataParallel"]
 
@@ -37,6 +39,28 @@ class DistributedDataParallel(Strategy):
         """That of this process: the GPU of its number on this machine, or the CPU."""
         return device_of(self.config.device, local_rank=local_rank())
 
+    def wrap(self, model: nn.Module) -> None:
+        """Take the model; batch norm is of each process's share, or of all with SyncBatchNorm.
+
+        Raises:
+            TrainingError: that is asked for on a CPU, where torch has none.
+        """
+        if self.config.sync_batchnorm:
+            if self.device.type == "cpu":
+                raise TrainingError(
+                    "torch's SyncBatchNorm computes on GPUs alone, and this is the CPU",
+                    hint="--strategy single takes batch norm of the whole batch",
+                )
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        super().wrap(model)
+        if self.world.size > 1 and any(map(_is_of_a_share, model.modules())):
+            self.observer.tell(
+                Note(
+                    "batch norm takes its figures of each process's share alone, and trains "
+                    "otherwise than in one process: on GPUs --sync-batchnorm takes the whole batch"
+                )
+            )
+
     def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
         """Wrap the model, in the order in which gradients of the first samples come.
 
@@ -49,7 +73,7 @@ class DistributedDataParallel(Strategy):
         super().attend(dataset, validation, loss)
         rows = range(min(_TRIAL, len(dataset)))
         with _unchanged(self.module):
-            self._loss_of(dataset, rows).backward()  # type: ignore[no-untyped-call]
+            self._loss_of(next(self._batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             trained = [one for one in self.module.parameters() if one.requires_grad]
             is_partial = any(one.grad is None for one in trained)
             self.module.zero_grad()
@@ -58,7 +82,7 @@ class DistributedDataParallel(Strategy):
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 find_unused_parameters=is_partial,
             )
-            self._loss_of(dataset, rows).backward()  # type: ignore[no-untyped-call]
+            self._loss_of(next(self._batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             self.module.zero_grad()
 
     @property
@@ -70,6 +94,11 @@ class DistributedDataParallel(Strategy):
         """Gradients stay in this process until the last batch of a step."""
         wrapper = cast("nn.parallel.DistributedDataParallel", self.model)
         return nullcontext() if is_last else wrapper.no_sync()
+
+
+def _is_of_a_share(module: nn.Module) -> bool:
+    is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_norm and not isinstance(module, nn.SyncBatchNorm)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class DataParallel(Strategy):
             return (first,)
         if first.index and not ids:
             ids = (first.index,)  # --device cuda:1 and no word of others
-        found = tuple(device_of(f"cuda:{one}") for one in ids or _all_gpus())
+        found = tuple(device_of(f"cuda:{one}") for one in ids or range(torch.cuda.device_count()))
         if len(set(found)) < len(found):
             raise UsageError(f"device_ids {', '.join(map(str, ids))} name a GPU twice")
         return found
@@ -64,11 +64,7 @@ class DataParallel(Strategy):
 
     @property
     def _output_device(self) -> int | None:
-        """Where outputs are gathered.
-
-        Raises:
-            TrainingError: no replica is there.
-        """
+        """Where outputs are gathered."""
         chosen = self.config.output_device
         if chosen is not None and chosen not in [one.index for one in self.devices]:
             raise TrainingError(
@@ -76,7 +72,3 @@ class DataParallel(Strategy):
                 hint="--output-device is one of --device-ids",
             )
         return chosen
-
-
-def _all_gpus() -> range:
-    return range(torch.cuda.device_count())

@@ -17,8 +17,7 @@ from ckptool.loading.live.spreading import is_spread
 from ckptool.trainer import sharded
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import connected, local_rank
-from ckptool.trainer.strategies.base import Strategy
-from ckptool.trainer.strategies.blocks import blocks_of, tied
+from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -84,16 +83,9 @@ class FullyShardedDataParallel(Strategy):
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Whole gradients stay in this process until the last batch of a step deals them out."""
-        return nullcontext() if is_last else self._without_exchange()
-
-    @contextmanager
-    def _without_exchange(self) -> Iterator[None]:
         model = cast("FSDPModule", self.model)
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
+        model.set_requires_gradient_sync(is_last)
+        return nullcontext()
 
     def whole_module(self) -> nn.Module:
         """There is none: each process has parts, and classes that torch made while it sharded."""

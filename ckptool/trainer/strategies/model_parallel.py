@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
+from ckptool.trainer.data import moved, shape
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced
-from ckptool.trainer.strategies.base import Strategy
-from ckptool.trainer.strategies.blocks import blocks_of, tied
-from ckptool.trainer.trees import moved, shape
+from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
 
 __all__ = ["ModelParallel", "stages"]
 
@@ -36,7 +35,8 @@ class ModelParallel(Strategy):
         devices = tuple(map(device_of, words))
         if len(devices) < 2:
             raise TrainingError(
-                f"layers are spread over several devices, and there {_are(devices)}",
+                "layers are spread over several devices, and there "
+                + (f"is {devices[0]} alone" if devices else "are none here"),
                 hint="--devices cuda:0,cuda:1; --devices cpu,cpu shows it on any machine",
             )
         return devices
@@ -81,7 +81,7 @@ class ModelParallel(Strategy):
         weights of the embedding: a tensor is on one device.
         """
         count = len(self.devices)
-        sizes = [_size(block) for block in blocks]
+        sizes = [sum(one.numel() for one in block.parameters()) for block in blocks]
         layers = sum(size > 0 for size in sizes)
         places = stages(sizes, count) if layers >= count else [0] * len(blocks)
         shared = tied(list(blocks))
@@ -134,14 +134,6 @@ def _cuts(weights: Sequence[int], count: int) -> list[int]:
             for end in range(len(sums))
         ]
     return list(best[-1][1])
-
-
-def _size(block: nn.Module) -> int:
-    return sum(one.numel() for one in block.parameters())
-
-
-def _are(devices: Sequence[torch.device]) -> str:
-    return f"is {devices[0]} alone" if devices else "are none here"
 
 
 class _Moving:

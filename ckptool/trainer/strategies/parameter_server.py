@@ -1,28 +1,403 @@
-"""A parameter server: one process has the weights, the others compute gradients for it."""
+"""A parameter server: one process has the weights, the others compute gradients, over rpc."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 import torch
+from torch.distributed import rpc
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
 
+from ckptool.errors import CheckpointError, PeerLost, TrainingError
+from ckptool.loading.live.ranks import sendable
+from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
-from ckptool.trainer.processes import local_rank
-from ckptool.trainer.randomness import seed_all
+from ckptool.trainer.processes import TIMEOUT, local_rank, of_this_attempt, require_launcher
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
-from ckptool.trainer.strategies.remote import Answer, Service, Task, Workers, launched_as
-from ckptool.trainer.strategies.staleness import InFlight
+from ckptool.trainer.tuning import seed_all
 
 __all__ = ["ParameterServer"]
 
 
+class InFlight:
+    """The steps that are handed out and not applied yet.
+
+    The age of a gradient is the number of updates between the weights that it was computed with
+    and those that it is applied to (Q. Ho et al.: More effective distributed ML via a stale
+    synchronous parallel parameter server, 2013, bounds the same for whole workers).
+
+    Attributes:
+        applied: Updates so far.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """No gradient is to be older than `limit` when it is applied."""
+        self._limit = limit
+        self._began: dict[int, int] = {}
+        self.applied = 0
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._began)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more keeps the limit, in whatever order they arrive.
+
+        At worst the oldest is the last: all the others, and the new one, are applied before it.
+        """
+        if not self._began:
+            return True
+        return self.applied - min(self._began.values()) + len(self._began) <= self._limit
+
+    def begin(self, number: int) -> None:
+        """Step `number` is handed out with the weights of now."""
+        self._began[number] = self.applied
+
+    def end(self, number: int) -> int:
+        """The gradient of step `number` is applied; its age."""
+        age = self.applied - self._began.pop(number)
+        self.applied += 1
+        return age
+
+
+_SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
+_SCHEME = "ckptool"
+_PATIENCE = 10.0
+"""Seconds in which a process that is alive takes a short message."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker computes: its part of one step, with weights and scaler's state of now.
+
+    `part` is its number, and how many parts each batch has.
+    """
+
+    step: Step
+    state: Sequence[torch.Tensor]
+    scaler: Mapping[str, Any]
+    part: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it: the samples' losses, summed, and tensors in the order of the model's.
+
+    A parameter that the loss does not lead to has no gradient. `votes` are the worker's.
+    """
+
+    number: int
+    part: int
+    loss_sum: float
+    gradients: Sequence[torch.Tensor | None]
+    buffers: Sequence[torch.Tensor]
+    votes: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A worker cannot go on; of one that has vanished there is no traceback."""
+
+    rank: int
+    what: str
+    hint: str | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    task: Task
+    answer: Future[Answer]
+
+
+@dataclass(frozen=True)
+class _Released:
+    """There is nothing more to do: what the run came to, or why the server ended it.
+
+    `all_here`: every process is there to part from.
+    """
+
+    all_here: bool
+    outcome: Any = None
+    failure: CheckpointError | None = None
+    is_server_gone: bool = False
+
+
+class _Post:
+    """What the functions that others call here reach: there is one a process at a time."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.over: Future[_Released] = Future()
+
+
+_post = _Post()
+
+
+def launched_as() -> tuple[int, int]:
+    """Rank and number of processes, as a launcher has it.
+
+    Raises:
+        TrainingError: none has started this process, or it has started a single one, or this torch
+            has no rpc.
+    """
+    require_launcher()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2:
+        raise TrainingError(
+            "a parameter server and its workers are 2 processes or more, and this is 1",
+            hint="--nproc 3 starts a server and two workers",
+        )
+    if not rpc.is_available():
+        raise TrainingError("this torch has no torch.distributed.rpc", hint="--strategy ddp")
+    return rank, size
+
+
+class Workers:
+    """The server's side: hands out tasks, and takes what comes back in the order it comes.
+
+    Attributes:
+        free: The ranks that have nothing to do.
+        outcome: What the run came to, which all of them are told at the end.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """All of them have nothing to do yet."""
+        self.free = set(ranks)
+        self.outcome: Any = None
+        self._all_here = True
+
+    @classmethod
+    @contextmanager
+    def connected(cls, size: int) -> Iterator[Workers]:
+        """The workers of a run of `size` processes, which end with it.
+
+        Raises:
+            TrainingError: they cannot be reached.
+        """
+        _connect(_SERVER, 0, size)
+        workers = cls(range(1, size))
+        failure = None
+        try:
+            yield workers
+        except BaseException as error:
+            failure = _as_told(error)
+            raise
+        finally:
+            _release(size, _Released(workers._all_here, workers.outcome, failure))
+
+    def hand_out(self, task: Task) -> None:
+        """To the first worker that is free."""
+        rank = min(self.free)
+        self.free.remove(rank)
+        answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
+        answer.add_done_callback(lambda done: _post.inbox.put((rank, _outcome(rank, done))))
+
+    def next(self, *, waits: bool) -> Answer | None:
+        """The next answer; None: there is none yet, and this does not wait.
+
+        Raises:
+            PeerLost: a worker has failed, or is gone; the message has its traceback.
+        """
+        try:
+            rank, outcome = _post.inbox.get(waits)
+        except Empty:
+            return None
+        if isinstance(outcome, _Failure):
+            self._all_here = False
+            text = f"\n{outcome.traceback}" if outcome.traceback else ""
+            raise PeerLost(f"worker {rank} {outcome.what}{text}", hint=outcome.hint)
+        self.free.add(rank)
+        return outcome  # type: ignore[no-any-return]
+
+
+class Service:
+    """A worker's side: takes tasks until the server has no more."""
+
+    def __init__(self) -> None:
+        """Not released yet."""
+        self._end: _Released | None = None
+
+    @classmethod
+    @contextmanager
+    def connected(cls, rank: int, size: int) -> Iterator[Service]:
+        """The server of a run of `size` processes; it is told of what is raised inside.
+
+        Raises:
+            TrainingError: it cannot be reached.
+        """
+        _connect(_name(rank), rank, size)
+        service = cls()
+        over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
+        over.add_done_callback(lambda done: _post.inbox.put(_end_of(done)))
+        try:
+            yield service
+        except BaseException as error:
+            if service._end is None:
+                _tell(_failure(rank, error))
+            raise
+        finally:
+            _leave(is_graceful=service._end is not None and service._end.all_here)
+
+    def tasks(self) -> Iterator[tuple[Task, Callable[[Answer], None]]]:
+        """Every task, and what to call with its answer.
+
+        Raises:
+            PeerLost: the server is gone.
+            CheckpointError: it could not go on, for this reason.
+        """
+        while isinstance(message := _post.inbox.get(), _Asked):
+            yield message.task, message.answer.set_result
+        self._end = message
+        if message.is_server_gone:
+            raise PeerLost("the server, rank 0, is gone: nobody is there to work for")
+        if message.failure is not None:
+            raise message.failure
+
+    @property
+    def outcome(self) -> Any:
+        """What the run came to, once there are no more tasks."""
+        return None if self._end is None else self._end.outcome
+
+
+# What is called in another process.
+
+
+@async_execution  # type: ignore[untyped-decorator]
+def _ask(task: Task) -> Future[Answer]:
+    """In a worker: put the task where its main thread finds it."""
+    answer: Future[Answer] = Future()
+    _post.inbox.put(_Asked(task, answer))
+    return answer
+
+
+def _end_service(released: _Released) -> None:
+    """In a worker: there is nothing more to do."""
+    _post.inbox.put(released)
+
+
+@async_execution  # type: ignore[untyped-decorator]
+def _until_over() -> Future[_Released]:
+    """In the server: is answered at its end, and fails where it has none."""
+    return _post.over
+
+
+def _take_failure(failure: _Failure) -> None:
+    """In the server: a worker says that it ends."""
+    _post.inbox.put((failure.rank, failure))
+
+
+# How they begin and end.
+
+
+def _name(rank: int) -> str:
+    return f"worker-{rank}"
+
+
+def _connect(name: str, rank: int, size: int) -> None:
+    global _post
+    _post = _Post()
+    with suppress(RuntimeError):  # it is known already
+        register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
+    options = rpc.TensorPipeRpcBackendOptions(
+        rpc_timeout=TIMEOUT.total_seconds(), init_method=f"{_SCHEME}://"
+    )
+    try:
+        with warnings.catch_warnings():  # torch warns of its own use of its own process group
+            warnings.simplefilter("ignore", UserWarning)
+            rpc.init_rpc(  # type: ignore[no-untyped-call]
+                name, rank=rank, world_size=size, rpc_backend_options=options
+            )
+    except (RuntimeError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise TrainingError(f"the other processes cannot be reached: {line}") from error
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Where the launcher has the processes of this attempt meet, for rpc."""
+    query = parse_qs(urlsplit(url).query)
+    rank, size = int(query["rank"][0]), int(query["world_size"][0])
+    store, *_numbers = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    yield of_this_attempt(store), rank, size
+
+
+def _release(size: int, released: _Released) -> None:
+    """Let the workers go when they have done what they are at; those that are gone are passed."""
+    told = [
+        rpc.rpc_async(_name(rank), _end_service, args=(released,), timeout=_PATIENCE)
+        for rank in range(1, size)
+    ]
+    for one in told:
+        try:
+            one.wait()
+        except RuntimeError:
+            released = replace(released, all_here=False)
+    _post.over.set_result(released)
+    _leave(is_graceful=released.all_here)
+
+
+def _leave(*, is_graceful: bool) -> None:
+    """Graceful: all wait for all; otherwise for nobody, as one of them does not come."""
+    with suppress(RuntimeError):
+        rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
+
+
+def _outcome(rank: int, done: Future[Answer]) -> Answer | _Failure:
+    try:
+        return done.value()
+    except Exception as error:
+        line = str(error).partition(" (this error")[0]
+        return _Failure(rank, f"is gone, its connection has ended ({line})")
+
+
+def _end_of(over: Future[_Released]) -> _Released:
+    try:
+        return over.value()
+    except Exception:
+        return _Released(all_here=False, is_server_gone=True)
+
+
+def _as_told(error: BaseException) -> CheckpointError:
+    """Why the server ends, as its workers raise it: a foreign error may not survive the way."""
+    told = sendable(error)
+    if isinstance(told, CheckpointError):
+        return told
+    return PeerLost(f"the server, rank 0, has failed with {told}")
+
+
+def _failure(rank: int, error: BaseException) -> _Failure:
+    if isinstance(error, CheckpointError):
+        return _Failure(rank, f"cannot go on: {error}", error.hint)
+    shown = "".join(traceback.format_exception(error))
+    return _Failure(rank, f"has failed with {type(error).__name__}: {error}", None, shown)
+
+
+def _tell(failure: _Failure) -> None:
+    with suppress(RuntimeError):  # the server is gone, or ending
+        rpc.rpc_sync(_SERVER, _take_failure, args=(failure,), timeout=_PATIENCE)
+
+
 class ParameterServer(Strategy):
-    """Rank 0 hands out batches with the weights of now, and applies gradients as they arrive.
+    """Rank 0 hands out batches with the weights of now, and applies the gradients.
+
+    Synchronous updates split each batch over all workers, wait for the slowest, and are applied
+    once, the gradients added up in the order of the workers: the step of one process. Running
+    statistics are those of the first worker.
+
+    Asynchronous ones are applied as they arrive.
 
     A gradient may be for weights that have changed meanwhile, `config.staleness` times at most: so
     many workers, and one more, have something to do. With a staleness of 0, or one worker, steps
@@ -40,9 +415,12 @@ class ParameterServer(Strategy):
     def opened(self) -> Iterator[None]:
         """Connect the server with the workers; whoever fails, all of them end."""
         self._rank, self._size = launched_as()
+        self._part = 0, 1
         if self.takes_steps:
-            self._in_flight = InFlight(self.config.staleness)
-            self._handed_out: dict[int, tuple[Step, float]] = {}
+            is_split = self.config.updates == "synchronous"
+            self._parts = self._size - 1 if is_split else 1
+            self._in_flight = InFlight(0 if is_split else self.config.staleness)
+            self._handed_out: dict[int, tuple[Step, float, list[Answer]]] = {}
             with Workers.connected(self._size) as self._workers:
                 yield
         else:
@@ -68,8 +446,8 @@ class ParameterServer(Strategy):
         return device_of(self.config.device, local_rank=local_rank() - is_beside_server)
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """All of them: a batch is one worker's."""
-        return list(rows)
+        """All of them, or in a worker those of the part that it was handed."""
+        return share(rows, *self._part)
 
     # The server.
 
@@ -83,10 +461,12 @@ class ParameterServer(Strategy):
         scaler = self.tuning.scaler
         self.tuning.scaled(torch.zeros(()))  # a scaler begins to be one with its first loss
         self._in_flight.begin(step.number)
-        self._handed_out[step.number] = step, scaler.get_scale()
+        self._handed_out[step.number] = step, scaler.get_scale(), []
         state = [one.detach().clone() for one in self._state()]  # the next update is in place
         # The votes are of this process, and stay in it.
-        self._workers.hand_out(Task(replace(step, votes=()), state, scaler.state_dict()))
+        task = Task(replace(step, votes=()), state, scaler.state_dict())
+        for part in range(self._parts):
+            self._workers.hand_out(replace(task, part=(part, self._parts)))
         return self._collected(lambda: bool(self._in_flight.has_room and self._workers.free))
 
     def settled(self) -> list[StepResult]:
@@ -101,11 +481,14 @@ class ParameterServer(Strategy):
         """Apply what has arrived, and what arrives until it is enough."""
         results = []
         while (answer := self._workers.next(waits=not is_enough())) is not None:
-            results.append(self._applied(answer))
+            answers = self._handed_out[answer.number][2]
+            answers.append(answer)
+            if len(answers) == self._parts:
+                results.append(self._applied(_added(answers)))
         return results
 
     def _applied(self, answer: Answer) -> StepResult:
-        step, scale = self._handed_out.pop(answer.number)
+        step, scale, _ = self._handed_out.pop(answer.number)
         rescale = self.tuning.scaler.get_scale() / scale  # it may have changed on the way
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
@@ -129,13 +512,16 @@ class ParameterServer(Strategy):
         return self._service.outcome
 
     def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
-        seed_all(self.config.seed * 1_000_003 + task.step.number)  # whichever worker it is
+        self._part = part, _ = task.part
+        seed = self.config.seed * 1_000_003 + task.step.number  # whichever worker it is
+        seed_all(seed + part * 7_919_000_000)
         _fill(self._state(), task.state)
         self.tuning.scaler.load_state_dict(dict(task.scaler))
         self.module.zero_grad()
         loss_sum = self.backward(task.step)
         return Answer(
             task.step.number,
+            part,
             loss_sum,
             [None if one.grad is None else one.grad.cpu() for one in self.module.parameters()],
             [one.detach().cpu() for one in self.module.buffers()],
@@ -146,6 +532,20 @@ class ParameterServer(Strategy):
 
     def _state(self) -> list[torch.Tensor]:
         return [*self.module.parameters(), *self.module.buffers()]
+
+
+def _added(answers: Sequence[Answer]) -> Answer:
+    """What all parts of a step come to, in their own order, whichever came first."""
+    first, *others = sorted(answers, key=lambda one: one.part)
+    for other in others:
+        gradients = [
+            one if two is None else two if one is None else one + two
+            for one, two in zip(first.gradients, other.gradients, strict=True)
+        ]
+        both = zip_longest(first.votes, other.votes, fillvalue=0.0)
+        loss_sum, votes = first.loss_sum + other.loss_sum, [sum(one) for one in both]
+        first = replace(first, loss_sum=loss_sum, gradients=gradients, votes=votes)
+    return first
 
 
 @torch.no_grad()

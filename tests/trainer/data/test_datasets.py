@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import data_of
-from ckptool.trainer.data.datasets import Rows, collated, split
-from tests.trainer.runs import Told
+from ckptool.trainer.data import Rows, collated, data_of, prepared, split
+from tests.trainer.runs import Told, assert_same_run, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
 
@@ -197,3 +196,86 @@ def test_digits_need_scikit_learn(monkeypatch):
     with pytest.raises(TrainingError, match="scikit-learn") as caught:
         data_of(TrainConfig(out="-", data="digits"))
     assert caught.value.hint == "pip install 'ckptool[trainer]'"
+
+
+class Noisy:
+    """Draws at random; what is no number cannot be stacked."""
+
+    def __init__(self, samples=10, *, broken=-1):
+        self.samples, self.broken = samples, broken
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, at):
+        if at == self.broken:
+            return torch.zeros(2), torch.zeros(1)
+        return torch.full((3,), float(at)) + torch.rand(3), torch.zeros(1)
+
+
+def seen(first, *, workers, rows=((0, 1), (2,), (), (3, 4))):
+    return list(
+        prepared(
+            Noisy(), rows[first:], torch.float32, workers=workers, seed=7 + first, is_pinned=False
+        )
+    )
+
+
+def test_workers_prepare_the_batches_in_their_order_whichever_is_asked():
+    state = torch.get_rng_state()
+    whole = seen(0, workers=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for one, two, own in zip(whole, seen(0, workers=1), seen(0, workers=0), strict=True):
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[0].long(), own[0].long())
+    for one, two in zip(whole[2:], seen(2, workers=2), strict=True):
+        assert torch.equal(one[0], two[0])
+
+
+def test_a_run_with_workers_goes_on_as_if_it_had_not_been_cut(tmp_path):
+    options = {"given": TrainData(Noisy(22), Noisy(6), "mse_loss", (3,)), "workers": 2}
+    run(tmp_path / "whole", **options)
+    run(tmp_path / "cut", max_steps=4, **options)
+    run(tmp_path / "cut", resume="auto", **options)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_what_is_wrong_with_a_sample_comes_back_from_a_worker(tmp_path):
+    given = TrainData(Noisy(broken=4), None, "mse_loss")
+    with pytest.raises(TrainingError, match="of the dataset cannot be stacked") as caught:
+        run(tmp_path, given=given, workers=1)
+    assert caught.value.hint == "give every sample the same shapes and types"
+
+
+OWN = """
+import torch
+from ckptool.trainer import TrainData
+
+rows = torch.utils.data.TensorDataset(torch.eye(5), torch.ones(5, 1))
+def pair(): return rows, rows
+def whole(): return TrainData(rows, None, "l1_loss", (5,), 1)
+def loss(outputs, targets): return ((outputs - targets) ** 2).mean()
+def none(): return 5
+"""
+
+
+def test_data_and_loss_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "own_data.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    whole = data_of(TrainConfig(out="-", data="own_data:whole"))
+    assert (whole.loss, whole.inputs) == ("l1_loss", (5,))
+    for word in ("mse_loss", "own_data:loss"):
+        pair = data_of(TrainConfig(out="-", data="own_data:pair", loss=word))
+        assert len(pair.validation) == 5
+        assert pair.mean_loss(torch.zeros(2, 1), torch.ones(2, 1)).item() == 1
+    assert len(data_of(TrainConfig(out="-", data="own_data:rows", loss="mse_loss")).train) == 5
+    with pytest.raises(UsageError, match="nothing says what is minimised"):
+        data_of(TrainConfig(out="-", data="own_data:pair"))
+    with pytest.raises(UsageError, match="own_data:none gives an int, and no data"):
+        data_of(TrainConfig(out="-", data="own_data:none"))
+
+
+def test_a_loss_by_its_word_takes_the_place_of_that_of_the_data(tmp_path):
+    data = TrainData(Noisy(), None, "mse_loss", (3,))
+    config = TrainConfig(out=str(tmp_path), loss="l1_loss", tensorboard=False, device="cpu")
+    assert Trainer(config, data=data)._data_given().loss == "l1_loss"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import FileDenied, FileMissing, TrainingError
-from ckptool.trainer.data.tables import read_table
+from ckptool.trainer.tables import read_table
 
 
 @pytest.fixture

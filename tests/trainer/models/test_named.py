@@ -9,8 +9,7 @@ from torch import nn
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import data_of
-from ckptool.trainer.data.datasets import Rows
+from ckptool.trainer.data import Rows, data_of
 from ckptool.trainer.models import model_of
 
 

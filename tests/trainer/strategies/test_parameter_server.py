@@ -8,7 +8,7 @@ import torch
 
 import ckptool
 from ckptool.errors import TrainingError
-from ckptool.trainer.strategies.remote import launched_as
+from ckptool.trainer.strategies.parameter_server import launched_as
 from tests.forks import ended, start
 from tests.trainer.runs import assert_same_run, held, net, run
 from tests.trainer.served_cases import EXACT, LIMITS
@@ -59,6 +59,15 @@ def server(out):
 @pytest.mark.parametrize("case", [*EXACT, "normed"])
 def test_without_staleness_it_is_the_run_of_one_process_to_the_bit(out, case):
     assert_same_run(out / f"{case}-single", out / case)
+
+
+def test_a_batch_that_is_split_over_the_workers_makes_the_step_of_one_process(out, server):
+    one, two = (torch.load(out / case / "last.pth") for case in ("split-single", "split"))
+    assert one["step"] == two["step"] == 9
+    for name, tensor in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], tensor, rtol=1e-9, atol=1e-12)
+    assert server["split"]["staleness"] == [0] * 9
+    assert server["split-dropout"]["result"]["step"] == 9
 
 
 def test_one_worker_is_never_stale_whatever_is_allowed(out, server):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.trainer.strategies.staleness import InFlight
+from ckptool.trainer.strategies.parameter_server import InFlight
 
 
 @given(st.integers(0, 6), st.integers(1, 5), st.data())

@@ -1,0 +1,471 @@
+"""What a run learns from: datasets, their batches in their order, and the data that words name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, default_collate
+
+from ckptool.errors import CheckpointError, TrainingError, UsageError
+from ckptool.factories import FACTORY, a_class, at_home, named, run
+from ckptool.trainer.config import TrainConfig, csv_path
+from ckptool.trainer.tables import Table, read_table
+from ckptool.trainer.tuning import seed_all
+from ckptool.words import printable
+
+__all__ = ["Batches", "Dataset", "Loss", "Rows", "TrainData", "collated", "data_of", "prepared"]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same, with every tensor on `device`."""
+    return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), value)
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """The same, with every floating-point tensor of another type as that one."""
+
+    def cast(one: torch.Tensor) -> torch.Tensor:
+        return one.to(dtype) if one.is_floating_point() else one
+
+    return tree_map_only(torch.Tensor, cast, value)
+
+
+def emptied(value: Any) -> Any:
+    """The same, with no sample in any tensor."""
+    return tree_map_only(torch.Tensor, lambda one: one[:0], value)
+
+
+def sum_of(value: Any) -> torch.Tensor:
+    """All numbers that a model gave, as one that leads back to its parameters."""
+    return sum(
+        (one.sum() for one in tree_leaves(value) if isinstance(one, torch.Tensor)), torch.zeros(())
+    )
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """That of the first tensor."""
+    return next((tuple(one.shape) for one in tree_leaves(value) if hasattr(one, "shape")), ())
+
+
+def device_in(value: Any) -> str:
+    """Where the first tensor lies."""
+    return next((str(one.device) for one in tree_leaves(value) if hasattr(one, "device")), "")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The steps of an epoch, each of one or more global batches of row numbers.
+
+    The order follows from `seed` and the epoch alone, so that a run that goes on in the middle of
+    an epoch, on other devices, sees the same batches. The last batch, and the last step, may be
+    smaller; nothing is left out, nothing comes twice.
+    """
+
+    samples: int
+    batch_size: int
+    accumulate: int
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer in one epoch."""
+        return -(-self.samples // (self.batch_size * self.accumulate))
+
+    def of_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
+        """The steps of `epoch` (from 0), from the `first` on: lists of batches of row numbers."""
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch & (1 << 63) - 1)
+        order = torch.randperm(self.samples, generator=generator).tolist()
+        batches = list(in_batches(order, self.batch_size))
+        for step in range(first, self.steps):
+            yield batches[step * self.accumulate : (step + 1) * self.accumulate]
+
+
+def in_batches(rows: Sequence[int], size: int) -> Iterator[list[int]]:
+    """The rows in their order, `size` at a time."""
+    for start in range(0, len(rows), size):
+        yield list(rows[start : start + size])
+
+
+def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
+    """The rows of a batch that process `rank` of `size` computes; for the last ones maybe none.
+
+    As `torch.chunk` splits it, which `DataParallel` does too: equal parts rounded up, the last one
+    smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and nothing for three).
+    """
+    each = -(-len(rows) // size)
+    return list(rows[rank * each : (rank + 1) * each])
+
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Outputs and targets of some samples to a scalar, their mean."""
+
+
+class Dataset(Protocol):
+    """A map-style dataset, as `torch.utils.data` has it: pairs of inputs and targets, or dicts."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The inputs and targets of one sample."""
+        ...
+
+
+class Rows:
+    """A dataset of two tensors whose first dimension is the samples'."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Keep the two, which are equally long."""
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and targets of one sample."""
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of several samples at once, stacked already."""
+        return self.inputs[rows], self.targets[rows]
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """What a run is over.
+
+    Attributes:
+        train: The samples to learn from; at least one.
+        validation: Samples for the loss of each epoch; None: there is none.
+        loss: Mean over samples of outputs against targets; a function, or a name in
+            `torch.nn.functional`.
+        inputs: The shape of one sample's features, for the built-in models.
+        outputs: How many numbers a model gives for one sample.
+        statistics: Plain data that belongs to the model (means, deviations, names of columns): kept
+            in every `full` checkpoint as `data`.
+    """
+
+    train: Dataset
+    validation: Dataset | None
+    loss: Loss | str
+    inputs: tuple[int, ...] = ()
+    outputs: int = 1
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there is something to learn from.
+
+        Raises:
+            TrainingError: a dataset is not map-style, or there is no sample to learn from.
+        """
+        for dataset in [self.train, *([] if self.validation is None else [self.validation])]:
+            if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+                raise TrainingError(
+                    f"a {type(dataset).__name__} is no map-style dataset: it needs a length, and "
+                    "samples by number",
+                    hint="a torch.utils.data.Dataset with __len__ and __getitem__; batches are "
+                    "made of it here",
+                )
+        if not len(self.train):
+            raise TrainingError("the dataset to learn from has no sample")
+
+    @property
+    def mean_loss(self) -> Loss:
+        """The loss as a function.
+
+        Raises:
+            UsageError: there is none of that name, it has parameters to train, or is no mean.
+        """
+        loss: Any = self.loss
+        if isinstance(loss, str):
+            with at_home():
+                own = FACTORY.fullmatch(loss)
+                loss = named(loss) if own else getattr(functional, loss, None)
+        if not callable(loss):
+            raise UsageError(
+                f"loss is {self.loss!r}, and no function of torch.nn.functional",
+                hint="a function of outputs and targets, a name as mse_loss, or module:function",
+            )
+        if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
+            raise UsageError(
+                "the loss has parameters of its own, which nothing would train or save",
+                hint="make them a part of the model, or requires_grad_(False)",
+            )
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise UsageError(
+                f"the loss has reduction={loss.reduction!r}, and a mean over samples is wanted: "
+                "batches that are shared, or accumulated, weigh as many samples as they have",
+                hint=f"{type(loss).__name__}(reduction='mean')",
+            )
+        return cast("Loss", loss)
+
+
+def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Inputs and targets of some samples, stacked; what is no whole number as `dtype`.
+
+    A sample that is a dict is both: the model is given the batch of them, and so is the loss.
+
+    Raises:
+        TrainingError: samples are not alike, or no pairs.
+    """
+    if isinstance(dataset, Rows):
+        return dataset.__getitems__(rows)
+    samples = [dataset[row] for row in rows]
+    pairs = [(one, one) if isinstance(one, Mapping) else one for one in samples]
+    for row, pair in zip(rows, pairs, strict=True):
+        if not (isinstance(pair, Sequence) and len(pair) == 2):
+            kind = type(pair).__name__
+            kind += f" of {len(pair)}" if isinstance(pair, (list, tuple)) else ""
+            raise TrainingError(
+                f"sample {row} of the dataset is a {kind}, and no pair of inputs and targets",
+                hint="return inputs, targets; or one dict, which model and loss are both given",
+            )
+    try:
+        batch: tuple[Any, Any] = tuple(default_collate(pairs))
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        said = " ".join(str(error).split())
+        listed = ", ".join([*map(str, rows[:4]), *(["..."] if len(rows) > 4 else [])])
+        raise TrainingError(
+            f"samples {listed} of the dataset cannot be stacked to one batch: {said}",
+            hint="give every sample the same shapes and types",
+        ) from error
+    inputs, targets = (as_dtype(one, dtype) for one in batch)
+    return inputs, targets
+
+
+def prepared(
+    dataset: Dataset,
+    rows: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    workers: int,
+    seed: int,
+    is_pinned: bool,
+) -> Iterator[tuple[Any, Any]]:
+    """The batches of these rows, in their order; of no rows the first sample, for its types.
+
+    Without `workers` each is made when it is asked for. With them it is made ahead, and what the
+    dataset draws at random follows from `seed` and its place alone, whichever worker makes it.
+
+    Raises:
+        TrainingError: samples are not alike, or no pairs.
+    """
+    if not workers:
+        yield from (collated(dataset, one or [0], dtype) for one in rows)
+        return
+    for batch in DataLoader(
+        cast("Any", _Batch(dataset, rows, dtype, seed)),
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=is_pinned,
+        generator=torch.Generator(),  # of its own: a run that goes on draws the same numbers
+    ):
+        if isinstance(batch, CheckpointError):
+            raise batch
+        yield batch
+
+
+class _Batch:
+    """A dataset whose samples are batches; an error of ours is one, too, raised when it comes."""
+
+    def __init__(
+        self, dataset: Dataset, rows: Sequence[Sequence[int]], dtype: torch.dtype, seed: int
+    ) -> None:
+        self._dataset, self._rows, self._dtype, self._seed = dataset, rows, dtype, seed
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: int) -> tuple[Any, Any] | CheckpointError:
+        seed_all(self._seed + at)
+        try:
+            return collated(self._dataset, self._rows[at] or [0], self._dtype)
+        except CheckpointError as error:
+            return error
+
+
+def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows to learn from, four fifths of all, and the others, chosen by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(samples, generator=generator)
+    return order[: samples * 4 // 5], order[samples * 4 // 5 :]
+
+
+def data_of(config: TrainConfig) -> TrainData:
+    """The data that `config.data` names.
+
+    Raises:
+        FileMissing, FileDenied: a file cannot be read.
+        TrainingError: it cannot be learned from; the message says in which line why.
+    """
+    path = csv_path(config.data)
+    if path is not None:
+        return csv_columns(config, path)
+    if FACTORY.fullmatch(config.data):
+        return _own_data(config)
+    return {"digits": digits, "random": random_features, "friedman": friedman}[config.data](config)
+
+
+_HINT = "a TrainData, a map-style dataset, or a pair of them: to learn from, and to validate with"
+
+
+def _own_data(config: TrainConfig) -> TrainData:
+    """What `module:factory` of the user's is, or returns without arguments."""
+    text = config.data
+    with at_home():
+        made = named(text)
+        if callable(made):
+            made = run(made, f"{text} raised", _HINT)
+    if isinstance(made, TrainData):
+        return made
+    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not hasattr(pair[0], "__getitem__"):
+        raise UsageError(f"{text} gives {a_class(made)}, and no data", hint=_HINT)
+    if config.loss is None:
+        raise UsageError(
+            f"{text} gives a dataset, and nothing says what is minimised", hint="--loss mse_loss"
+        )
+    return TrainData(pair[0], pair[1], config.loss)
+
+
+def friedman(config: TrainConfig) -> TrainData:
+    """500 samples of 10 features in [0, 1), 400 to learn from.
+
+    Targets: 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + N(0, 1)
+
+    (J. Friedman, Multivariate adaptive regression splines, Annals of Statistics 19, 1991).
+    """
+    dtype = getattr(torch, config.dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+    x = torch.rand(500, 10, generator=generator, dtype=torch.float64)
+    noise = torch.randn(500, generator=generator, dtype=torch.float64)
+    y = 10 * torch.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
+    y = (y + 10 * x[:, 3] + 5 * x[:, 4] + noise).unsqueeze(1).to(dtype)
+    x = x.to(dtype)
+    return TrainData(Rows(x[:400], y[:400]), Rows(x[400:], y[400:]), "mse_loss", (10,), 1)
+
+
+def random_features(config: TrainConfig) -> TrainData:
+    """100 samples of 5 features from N(0, 1), all to learn from, as the tutorial of DataParallel.
+
+    Targets, which the tutorial has none of, are a linear map of them, its weights from N(0, 1).
+    """
+    dtype = getattr(torch, config.dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+    x = torch.randn(100, 5, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    return TrainData(Rows(x.to(dtype), y.to(dtype)), None, "mse_loss", (5,), 2)
+
+
+def digits(config: TrainConfig) -> TrainData:
+    """1797 images of 1 x 8 x 8 in [0, 1], four fifths of them, by the seed, to learn from.
+
+    Targets are the digits; the loss is the cross entropy.
+
+    Raises:
+        TrainingError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise TrainingError(
+            f"the data are scikit-learn's, which cannot be imported ({error})",
+            hint="pip install 'ckptool[trainer]'",
+        ) from error
+    held = load_digits()
+    dtype = getattr(torch, config.dtype)
+    images = torch.as_tensor(held.images).unsqueeze(1).to(dtype) / 16
+    labels = torch.as_tensor(held.target).long()
+    learned, kept = (Rows(images[rows], labels[rows]) for rows in split(len(labels), config.seed))
+    return TrainData(learned, kept, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
+
+
+def csv_columns(config: TrainConfig, path: str) -> TrainData:
+    """The table in a file: `config.target`, or the last column, is predicted from the others.
+
+    Four fifths of the rows, chosen by the seed, are learned from. All columns, the target too, are
+    standardised with the mean and deviation (over n) of these: a loss of 1 is that of who always
+    says the mean. `statistics` have both, so that a model's output y means
+    `y * target_std + target_mean`. A column that is the same in all of them becomes 0.
+
+    Raises:
+        FileMissing, FileDenied: the file cannot be read.
+        TrainingError: there is nothing to learn in it.
+    """
+    table = read_table(path)
+    target = _target(table, config.target, path)
+    samples = len(table.values)
+    if samples < 5:
+        raise TrainingError(
+            f"has {samples} row{'s' * (samples > 1)} of numbers, too few to keep a fifth of them "
+            f"apart for validation",
+            file=path,
+            hint="5 rows at least",
+        )
+    learned, held = (table.values[rows] for rows in split(samples, config.seed))
+    mean, std = _statistics(learned, table, path)
+    features = [number for number in range(len(table.columns)) if number != target]
+
+    def rows(values: torch.Tensor) -> Rows:
+        scaled = ((values - mean) / std).to(getattr(torch, config.dtype))
+        return Rows(scaled[:, features], scaled[:, [target]])
+
+    statistics = {
+        "columns": [table.columns[number] for number in features],
+        "mean": mean[features].tolist(),
+        "std": std[features].tolist(),
+        "target": table.columns[target],
+        "target_mean": mean[target].item(),
+        "target_std": std[target].item(),
+    }
+    return TrainData(rows(learned), rows(held), "mse_loss", (len(features),), 1, statistics)
+
+
+def _target(table: Table, name: str | None, path: str) -> int:
+    """The number of the column that is predicted."""
+    columns = table.columns
+    if len(columns) == 1:
+        raise TrainingError(
+            f"has one column, {printable(columns[0])!r}, and nothing to predict it from",
+            file=path,
+            hint="a comma, a semicolon or a tab between the columns",
+        )
+    if name is None:
+        return len(columns) - 1
+    if name in columns:
+        return columns.index(name)
+    alike = difflib.get_close_matches(name, columns, n=1) or columns[-1:]
+    shown = ", ".join(map(printable, columns[:12]))
+    more = f" and {len(columns) - 12} others" if len(columns) > 12 else ""
+    raise TrainingError(
+        f"has no column named {printable(name)!r}, but {shown}{more}",
+        file=path,
+        hint=f"--target {printable(alike[0])}",
+    )
+
+
+def _statistics(
+    learned: torch.Tensor, table: Table, path: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each column; of one that is always the same, that and 1."""
+    std, mean = torch.std_mean(learned, dim=0, correction=0)
+    same = (learned == learned[0]).all(0)
+    mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)
+    for column, *found in zip(table.columns, mean.tolist(), std.tolist(), strict=True):
+        if not (abs(found[0]) < torch.inf and 0 < found[1] < torch.inf):
+            raise TrainingError(
+                f"the numbers in column {printable(column)!r} are too large or too close to zero "
+                "to be standardised",
+                file=path,
+            )
+    return mean, std
