@@ -47,16 +47,18 @@ _OF_TOTAL = re.compile(
 _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
-_RUNNING = frozenset({
-    "os", "posix", "nt", "subprocess", "sys", "runpy", "pty", "socket", "ctypes", "shutil", "pip",
-    "importlib", "webbrowser", "code", "timeit", "commands", "pdb", "bdb", "asyncio", "builtins",
-    "__builtin__", "pickle", "marshal", "multiprocessing", "urllib", "requests",
-})  # fmt: skip
-"""Packages of which a function, called by a pickle, does what its author wants."""
-_RUNNING_BUILTINS = frozenset({
-    "eval", "exec", "execfile", "compile", "open", "__import__", "getattr", "setattr", "breakpoint",
-    "input", "apply",
-})  # fmt: skip
+_RUNNING = re.compile(
+    r"(os|posix|nt)\.(system|popen\w*|exec[lv]\w*|spawn\w*|posix_spawn\w*|startfile|fork\w*|kill\w*|"
+    r"remove\w*|unlink|rmdir|rename\w*|replace|chmod|putenv)|subprocess\.(?!CompletedProcess\b)\w+|"
+    r"(builtins|__builtin__)\.(eval|exec|execfile|compile|open|__import__|breakpoint|input|apply)|"
+    r"importlib\.(import_module|__import__|reload)|shutil\.(rmtree|move|copy\w*)|"
+    r"socket\.(socket|create_connection)|asyncio\.\w*subprocess\w*(\.\w+)*|"
+    r"(runpy|pty|ctypes|webbrowser|code|timeit|commands|pdb|bdb|pip)\.[\w.]+"
+)
+"""Functions that run programs or code, or remove files; no honest checkpoint names one.
+
+`getattr` is not among them: Python pickles each bound method as a call of it.
+"""
 
 
 class Part(NamedTuple):
@@ -73,13 +75,7 @@ class Part(NamedTuple):
 
 def dangerous(names: Iterable[str]) -> tuple[str, ...]:
     """The functions among what a pickle names that run programs or code: `os.system`."""
-    found = []
-    for name in names:
-        home, _, last = name.rpartition(".")
-        top = home.partition(".")[0]
-        is_builtin = top in ("builtins", "__builtin__")
-        if top in _RUNNING and (not is_builtin or last in _RUNNING_BUILTINS):
-            found.append(f"os.{last}" if top in ("posix", "nt") else name)
+    found = (re.sub(r"^(posix|nt)\.", "os.", name) for name in names if _RUNNING.fullmatch(name))
     return tuple(dict.fromkeys(found))
 
 

@@ -19,6 +19,7 @@ from ckptool.cli import main
 from ckptool.diagnosis import diagnose
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
+from ckptool.inspection.obstacles import dangerous
 from tests.diagnosis.faults import CPU, MENDED, Net, healthy
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
@@ -214,3 +215,9 @@ def test_torch_jit_says_of_a_state_dict_what_is_explained(capsys, tmp_path):
     said = capsys.readouterr().out.partition("torch.jit.load says: ")[2].strip()
     assert said
     assert said in str(caught.value)
+
+
+def test_what_honest_pickles_name_is_not_called_dangerous():
+    honest = ["builtins.getattr", "os.stat_result", "asyncio.locks.Event", "builtins.set"]
+    assert dangerous([*honest, "torch.nn.modules.linear.Linear"]) == ()
+    assert dangerous(["posix.system", "builtins.eval"]) == ("os.system", "builtins.eval")
