@@ -244,7 +244,7 @@ def test_the_second_writer_is_refused(old):
     sizes = {str(old / name): len(data) for name, data in NEW.items()}
     with atomic_set(old / INDEX, sizes, overwrite=True) as files:
         with pytest.raises(
-            FileBusy, match=f"by process {os.getpid()}, which is this one$"
+            FileBusy, match=f"(?m)by process {os.getpid()}, which is this one$"
         ) as caught:
             write(old, FEWER, overwrite=True)
         assert caught.value.file == str(old / INDEX)

@@ -68,7 +68,7 @@ def test_a_killed_process_holds_nothing(path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(FileBusy, match=f"by process {holder.pid}$"), exclusive(path):
+        with pytest.raises(FileBusy, match=f"(?m)by process {holder.pid}$"), exclusive(path):
             pass
         holder.kill()
         holder.wait()
@@ -79,7 +79,7 @@ def test_a_killed_process_holds_nothing(path):
 def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
     monkeypatch.setattr(locking, "lock_holder", lambda fd: None)
     with exclusive(path):
-        with pytest.raises(FileBusy, match=r"by another process$"), exclusive(path):
+        with pytest.raises(FileBusy, match=r"(?m)by another process$"), exclusive(path):
             pass
         write_journal(path, Journal("edit", {}, pid=4711))
         with pytest.raises(FileBusy, match=r"by process 4711$"), exclusive(path):
@@ -144,7 +144,7 @@ def test_a_file_system_without_locks(path):
 @pytest.mark.usefixtures("without_locks")
 def test_without_locks_the_journal_of_a_living_process_counts(path):
     write_journal(path, Journal("edit", {}, pid=os.getppid()))
-    with pytest.raises(FileBusy, match=f"by process {os.getppid()}$"), exclusive(path):
+    with pytest.raises(FileBusy, match=f"(?m)by process {os.getppid()}$"), exclusive(path):
         pass
 
 
