@@ -153,8 +153,8 @@ class _Naming:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
             (report.missing_keys, f"of the model missing in {where}"),
-            (report.unexpected_keys, f"in {where} that the model has not, left out"),
-            (wrong, f"in {where} of another shape than the model's, left out"),
+            (report.unexpected_keys, f"in {where} that the model has not"),
+            (wrong, f"in {where} of another shape than the model's"),
         ):
             if names:
                 text = f"{counted(len(names), 'name')} {what}: {listed(names)}"

@@ -179,12 +179,18 @@ def test_where_nothing_is_left_out_storages_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
-@pytest.mark.parametrize("content", [{}, torch.nn.ReLU(), {"state_dict": torch.nn.ReLU()}])
+@pytest.mark.parametrize("content", [torch.nn.ReLU(), {"state_dict": torch.nn.ReLU()}])
 def test_a_result_with_nothing_in_it_is_refused(tmp_path, content, target):
     torch.save(content, tmp_path / "in.pth")
     with pytest.raises(CheckpointError, match=r"no tensor would be|no state dict"):
-        ckptool.convert(tmp_path / "in.pth", tmp_path / target, model_only=bool(content))
+        ckptool.convert(tmp_path / "in.pth", tmp_path / target, model_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
+
+
+def test_an_empty_file_has_an_empty_copy(tmp_path):
+    torch.save({}, tmp_path / "in.pth")
+    ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth") == {}
 
 
 def test_values_without_a_tensor_are_a_result(tmp_path):

@@ -98,15 +98,16 @@ def test_the_wheel_states_version_and_command(wheel):
     assert f"\nVersion: {__version__}\n" in wheel.read(f"{folder}/METADATA").decode()
 
 
+TORCH_MODULE = re.compile(r"import_module\('torch(_xla)?[.\w]*'\)")
+"""An import by a name that stands in the source: mypy has no types of these modules."""
 LAZY_IMPORTS = {
     "_lazy.py": "import_module(f'{package}.{home}')",
     "cli/group.py": "import_module(f'ckptool.cli.{verbs[name][0]}')",
     "formats/__init__.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "factories.py": "import_module(module)",
     "trainer/strategies/__init__.py": "import_module(f'{__name__}.{home}')",
-    "trainer/strategies/xla.py": "import_module('torch_xla.core.xla_model')",
 }
-"""The package's own modules, and torch_xla, imported by names that stand in its own source.
+"""The package's own modules, imported by names that stand in its own source.
 
 And the user's code, which `module:factory` names: `--like` and `--model` of the command line.
 """
@@ -119,6 +120,7 @@ def test_nothing_in_the_library_can_run_what_a_file_says(file):
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and RUNS_CODE.match(ast.unparse(node.func))
+        if not (file.startswith("trainer/") and TORCH_MODULE.fullmatch(ast.unparse(node)))
     ]
     modules = [one.module for one in imports(file, tree) if room(one.module) in CODE_MODULES]
     assert found == ([LAZY_IMPORTS[file]] if file in LAZY_IMPORTS else [])

@@ -161,13 +161,12 @@ def test_a_file_cut_short_is_a_finding(ckptool, tmp_path):
     assert (done.code, kinds(done.document)) == (1, ["truncated"])
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_tar_is_unpacked_into_a_folder_of_its_own(ckptool, tmp_path, monkeypatch, pack):
+def test_a_tar_is_unpacked_into_a_folder_of_its_own(ckptool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = saved(healthy)(tmp_path)
     with tarfile.open("whole.tar", "w") as archive:
         archive.add(path.name)
-    (tmp_path / "x.pth.tar").write_bytes(pack((tmp_path / "whole.tar").read_bytes()))
+    (tmp_path / "x.pth.tar").write_bytes((tmp_path / "whole.tar").read_bytes())
     path.write_text("mine")
     (command,) = ckptool("doctor", "x.pth.tar", "--json").document["commands"]
     subprocess.run(command, shell=True, check=True)

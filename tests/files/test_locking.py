@@ -82,7 +82,7 @@ def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
         with pytest.raises(FileBusy, match=r"(?m)by another process$"), exclusive(path):
             pass
         write_journal(path, Journal("edit", {}, pid=4711))
-        with pytest.raises(FileBusy, match=r"by process 4711$"), exclusive(path):
+        with pytest.raises(FileBusy, match=r"(?m)by process 4711$"), exclusive(path):
             pass
 
 

@@ -73,7 +73,7 @@ def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path, kind):
 
 def test_figures_alone_are_a_run_too(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
-    with pytest.raises(TrainingError, match=r"an earlier run: metrics\.jsonl$"):
+    with pytest.raises(TrainingError, match=r"(?m)an earlier run: metrics\.jsonl$"):
         run(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_another_run_s_checkpoint_begins_one_in_an_empty_folder(tmp_path):
     run(tmp_path / "a", epochs=1)
     run(tmp_path / "b", epochs=1)
     origin = tmp_path / "a" / "last.pth"
-    with pytest.raises(TrainingError, match=r"b holds an earlier run: last\.pth, best\.pth$"):
+    with pytest.raises(TrainingError, match=r"(?m)b holds an earlier run: last\.pth, best\.pth$"):
         run(tmp_path / "b", resume=origin)
     result = run(tmp_path / "c", resume=origin, epochs=2)
     assert (result.epoch, result.step) == (2, 6)

@@ -171,7 +171,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(tmp_path):
     after_two = net()
     run(tmp_path / "two", model=after_two, max_steps=2)
     model = net()
-    with pytest.raises(TrainingError, match=r"^the loss is nan at step 3$") as caught:
+    with pytest.raises(TrainingError, match=r"(?m)^the loss is nan at step 3$") as caught:
         run(tmp_path / "bad", model=model, given=poisoned(bad), save_every=1)
     assert "--lr" in caught.value.hint
     assert not differences(model.state_dict(), after_two.state_dict())
@@ -193,7 +193,7 @@ class Root(nn.Module):
 
 def test_a_gradient_that_is_no_number_stops_as_well(tmp_path):
     model = Root()
-    with pytest.raises(TrainingError, match=r"^a gradient is no number at step 1$"):
+    with pytest.raises(TrainingError, match=r"(?m)^a gradient is no number at step 1$"):
         run(tmp_path, model=model)
     assert model.weight.tolist() == [0.0]
     assert files(tmp_path) == []
@@ -295,7 +295,7 @@ def test_a_loss_that_nothing_is_learned_from_is_told(tmp_path, loss, told):
     ],
 )
 def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=f"(?m){told}"):
         run(tmp_path, model=model)
 
 
@@ -320,7 +320,7 @@ def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
     ],
 )
 def test_an_option_that_is_wrong_or_does_nothing_is_told(tmp_path, option, told):
-    with pytest.raises(UsageError, match=f"^{re.escape(told)}$"):
+    with pytest.raises(UsageError, match=f"(?m)^{re.escape(told)}$"):
         run(tmp_path, **option)
 
 
