@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ckptool.errors import NameCollision
 from ckptool.matching.known_renames import Respelling, respellings
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import Shape
-from ckptool.wrappers import N_AVERAGED, strip_names
+from ckptool.wrappers import N_AVERAGED, WRAPPERS
 
 __all__ = [
+    "WORDS",
     "Alignment",
     "Prefix",
     "Proposal",
@@ -42,6 +42,11 @@ _MOST_QUESTIONS = 3
 _LONGEST = 1000
 """Characters. A longer name is only compared as a whole: each of its parts would be copied."""
 _NUMBER = re.compile(r"\d+")
+_MODULES = re.compile(r"(?:module\.)*")
+_COUNTER = re.compile(r"(?:module\.)*n_averaged")
+"""The counter of an average around the whole model."""
+WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
+"""Wrapper components that no layer is called."""
 _SAYS_NOTHING: tuple[Shape | None, ...] = (None, (), (1,))
 """Shapes that so many tensors have that they identify none."""
 
@@ -103,7 +108,11 @@ def is_average_counter(name: str) -> bool:
 
 
 def align(
-    have: Mapping[str, Slot], want: Mapping[str, Slot], *, closed: Collection[str] = ()
+    have: Mapping[str, Slot],
+    want: Mapping[str, Slot],
+    *,
+    closed: Collection[str] = (),
+    is_ruled: bool = False,
 ) -> Alignment:
     """Pair the names of a file with those of a model, as far as that is certain.
 
@@ -111,6 +120,7 @@ def align(
         have: What stands under the names of the file.
         want: What the model has.
         closed: Paths of the model's modules below which no name is respelled.
+        is_ruled: Whether rules of the user have given names: no prefix contradicts equal ones then.
     """
     forms = [list(_forms(slots)) for slots in (have, want)]
     ways = [_Way(have, want, mine, theirs, closed) for mine in forms[0] for theirs in forms[1]]
@@ -119,7 +129,9 @@ def align(
         best = ways[-1]
     both = best.mine, best.theirs
     found = _paired(Alignment(have, want, both, both, best.respelled))
-    return found if best.score == len(want) else _with_prefix(found, ways[-1])
+    if best.score == len(want) or (is_ruled and best.score):
+        return found
+    return _with_prefix(found, ways[-1])
 
 
 class _Way:
@@ -200,12 +212,14 @@ def _forms(slots: Mapping[str, Slot]) -> Iterator[Names]:
     """
     last = {name: name for name in slots}
     yield last
-    try:
-        renamed = strip_names(slots).renamed
-    except NameCollision:
-        renamed = {}
-    if renamed:
-        last = {renamed.get(name, name): name for name in slots}
+    short = {WORDS.sub("", name): name for name in slots}
+    counted = [name for name in short if not _COUNTER.fullmatch(name)]
+    front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
+    if front:
+        part = re.compile(rf"^(?:module\.){{1,{front.count('.')}}}")
+        short = {part.sub("", name): full for name, full in short.items()}
+    if len(short) == len(last) and short.keys() != last.keys():
+        last = short
         yield last
     paths = set(wrapped_submodules(name for name in last if not is_average_counter(name)))
     if paths:
@@ -277,7 +291,8 @@ def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
     both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
     pairs = ((other, full) if is_off else (full, other) for full, other in both)
     names = {full: own for full, own in pairs if fits(way.have[own], way.want[full])}
-    return Prefix(text, is_off, names, collides=not below.keys().isdisjoint(longer))
+    collides = any(name in below and not name.startswith(text) for name in longer)
+    return Prefix(text, is_off, names, collides)
 
 
 def _with_prefix(found: Alignment, way: _Way) -> Alignment:
