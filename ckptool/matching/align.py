@@ -265,22 +265,38 @@ def _ends(name: str) -> Iterator[int]:
         at = name.find(".", at) + 1
 
 
+def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names by what they are with `*` for numbers: there are few of those."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return groups
+
+
+def _shortened(longer: Names, shorter: Names) -> Iterator[tuple[str, str]]:
+    """Yield the names of one side with the part of each that is a name of the other side."""
+    others = _grouped(shorter)
+    for text, names in _grouped(longer).items():
+        for depth, at in enumerate(_ends(text), 1):
+            if text[at:] in others:
+                for name in names:
+                    rest = name.split(".", depth)[depth]
+                    if rest in shorter:
+                        yield name, rest
+
+
 def _votes(way: _Way) -> Counter[tuple[str, bool]]:
     """Count the votes for each prefix, and whether it comes off the file's names.
 
     A name votes for each prefix without which the other side has it, with its shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    for name, full in way.own.items():
-        for at in _ends(name):
-            other = way.wanted.get(name[at:])
-            if other is not None and fits(way.have[full], way.want[other]):
-                votes[name[:at], True] += 1
-    for name, full in way.wanted.items():
-        for at in _ends(name):
-            other = way.own.get(name[at:])
-            if other is not None and fits(way.have[other], way.want[full]):
-                votes[name[:at], False] += 1
+    for name, rest in _shortened(way.own, way.wanted):
+        if fits(way.have[way.own[name]], way.want[way.wanted[rest]]):
+            votes[name[: len(name) - len(rest)], True] += 1
+    for name, rest in _shortened(way.wanted, way.own):
+        if fits(way.have[way.own[rest]], way.want[way.wanted[name]]):
+            votes[name[: len(name) - len(rest)], False] += 1
     return votes
 
 
@@ -315,13 +331,9 @@ def _with_prefix(found: Alignment, way: _Way) -> Alignment:
         and one != (text, is_off)
         and not (one[1] == is_off and (one[0].startswith(text) or text.startswith(one[0])))
     ]
-    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
+    longer = way.own if is_off else way.wanted
     is_whole = all(n.startswith(text) for n in longer if not is_average_counter(n))
-    if (
-        rivals
-        or _is_elsewhere(text, longer, shorter, way, is_off)
-        or (found.pairs and not is_whole)
-    ):
+    if rivals or _is_elsewhere(best, way) or (found.pairs and not is_whole):
         others = (_prefix(way, *rival) for rival in rivals[: _MOST_QUESTIONS - 1])
         found.questions = (best, *others)
         equal = found.pairs
@@ -352,19 +364,16 @@ def _with_prefix(found: Alignment, way: _Way) -> Alignment:
     )
 
 
-def _is_elsewhere(text: str, longer: Names, shorter: Names, way: _Way, is_off: bool) -> bool:
+def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
     """Say whether the side without the prefix has most of the same names below a path as well."""
+    text, is_off = prefix.text, prefix.is_off
+    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
     below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
-    met = 0
     paths: Counter[str] = Counter()
-    for name, full in shorter.items():
-        for at in (0, *_ends(name)):
-            other = below.get(name[at:])
-            pair = (other, full) if is_off else (full, other)
-            if other is not None and fits(way.have[pair[0] or ""], way.want[pair[1] or ""]):
-                met += not at
-                paths[name[:at]] += 1
-    return any(2 * count > met for path, count in paths.items() if path)
+    for name, rest in _shortened(shorter, below):
+        own, wanted = (below[rest], shorter[name]) if is_off else (shorter[name], below[rest])
+        paths[name[: len(name) - len(rest)]] += fits(way.have[own], way.want[wanted])
+    return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
 def _is_likely(prefix: Prefix, text: str, way: _Way) -> bool:
@@ -460,32 +469,42 @@ class _Subtree(NamedTuple):
     """The sum of the hashes of what is below: equal for equal content."""
 
 
-def _subtrees(names: Names, slots: Mapping[str, Slot]) -> dict[str, _Subtree]:
-    counts: Counter[str] = Counter()
+def _subtrees(
+    groups: Mapping[str, list[str]], names: Names, slots: Mapping[str, Slot]
+) -> dict[str, _Subtree]:
+    sizes: Counter[str] = Counter()
     contents: Counter[str] = Counter()
-    for name, full in names.items():
-        text, numbers = _template(name), tuple(_NUMBER.findall(name))
+    for text, some in groups.items():
+        held = [(tuple(_NUMBER.findall(name)), slots[names[name]].shape) for name in some]
+        content = sum(map(hash, held))
         for at in _ends(text):
             path = text[: at - 1]
-            counts[path] += 1
-            contents[path] += hash((text[at:], numbers, slots[full].shape))
-    return {path: _Subtree(count, contents[path]) for path, count in counts.items()}
+            sizes[path] += len(some)
+            contents[path] += hash((text[at:], content))
+    return {path: _Subtree(size, contents[path]) for path, size in sizes.items()}
 
 
 def _renamed_subtrees(found: Alignment, left: tuple[Names, Names]) -> dict[str, str]:
     """Return the paths of the file whose subtrees the model has under one other path."""
     sides = []
     for side, slots in ((0, found.have), (1, found.want)):
-        every = _subtrees(found.today(side), slots)
-        rest = every if len(left[side]) == len(slots) else _subtrees(left[side], slots)
+        names = found.today(side)
+        groups = _grouped(names)
+        every = _subtrees(groups, names, slots)
+        rest = {text: sum(n in left[side] for n in some) for text, some in groups.items()}
+        free: Counter[str] = Counter()
+        for text, size in rest.items():
+            for at in _ends(text):
+                free[text[: at - 1]] += size
         often = Counter(every.values())
-        whole = {
-            tree: path
-            for path, tree in rest.items()
-            if every[path].size == tree.size and often[tree] == 1
-        }
-        sides.append((whole, often))
-    (mine, _), (theirs, _) = sides
+        sides.append(
+            {
+                tree: path
+                for path, tree in every.items()
+                if free[path] == tree.size and often[tree] == 1
+            }
+        )
+    mine, theirs = sides
     both = [
         (tree.size, path, theirs[tree])
         for tree, path in mine.items()

@@ -286,7 +286,7 @@ def _by_user(
         pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
-            regex = prefix_regex(rule.text) if is_prefix else rule.regex
+            regex = prefix_regex(rule.text) if is_prefix else rule.regex or ""
             yield Renaming("rule", rule.text, pairs, regex)
         now.update(changed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.matching import Allowance, Slot, matched
-from ckptool.matching.spelling import respellings, spelled, weight_norms
+from ckptool.matching.known_renames import respellings, weight_norms
 from ckptool.transforms import regex_rule
 
 
