@@ -220,7 +220,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 
 def _refusal(allowance: Allowance, match: Match) -> MatchError | None:
-    return allowance.refusal(match.report, match.again, untried=match.untried)
+    return allowance.refusal(match.report, untried=match.untried)
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:

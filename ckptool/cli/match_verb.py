@@ -93,7 +93,7 @@ def command(
         given = [*_used(regexes, state), *_allowing(allowance)]
         given += ["--model-only"] if state.section.kind == "module" else []
     report = match.report
-    judgement = allowance.judged(report, match.again, untried=match.untried)
+    judgement = allowance.judged(report, untried=match.untried)
     settle(0 if judgement.accepted else 1)
     if as_json:
         print_document({**report.to_dict(), **_document(judgement)})

@@ -192,7 +192,7 @@ def load_into(
 
 def _accept(match: Match, allowance: Allowance) -> None:
     """Raise what speaks against loading, if anything does."""
-    refusal = allowance.refusal(match.report, match.again, untried=match.untried)
+    refusal = allowance.refusal(match.report, untried=match.untried)
     if refusal is None:
         return
     why = why_unmade(match.report)

@@ -16,7 +16,7 @@ from ckptool.loading.fitting.states import State
 from ckptool.loading.fitting.unmade import without_unmade
 from ckptool.loading.live.slots import live_slots
 from ckptool.matching import Cast, Match, matched
-from ckptool.matching.counting import counted
+from ckptool.matching.report import counted
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.words import printable
 
@@ -90,13 +90,7 @@ def planned(
         left_out=(*found.report.left_out, *((name, _NO_ENTRY) for name in state.beside)),
         **counts,
     )
-    found = found._replace(report=report)
-    if target.model is None:
-        return found
-    # Imported here: another file is nobody's class.
-    from ckptool.loading.fitting.makers import with_maker
-
-    return with_maker(found, state, target.model)
+    return found._replace(report=report)
 
 
 def _counts(found: Match, target: Target, kept: AbstractSet[str]) -> Mapping[str, Any]:

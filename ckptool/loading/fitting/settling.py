@@ -11,7 +11,7 @@ from ckptool.loading.fitting.versions import metadata_for
 from ckptool.loading.live.own_loading import OwnLoading
 from ckptool.loading.live.torch_loading import is_exact
 from ckptool.matching import Match
-from ckptool.matching.counting import casts_of
+from ckptool.matching.report import casts_of
 
 __all__ = ["settled"]
 
@@ -43,7 +43,7 @@ def settled(match: Match, loading: OwnLoading, state: State, target: Target) -> 
 
 def _place(match: Match, file: str, loading: OwnLoading) -> str | None:
     """What the model would call a name of the file; None where torch alone would load it."""
-    name = match.placed.get(file, match.renamed.get(file, file))
+    name = match.renamed.get(file, file)
     return name if loading.holder(name) and name not in match.pairs else None
 
 

@@ -21,7 +21,6 @@ from ckptool.formats.model_folder import opens_as
 from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
-from ckptool.matching.words import words_of
 from ckptool.optimizers import model_of, owner, shapes_in
 from ckptool.paths import resolve
 from ckptool.remedies import Remedy
@@ -198,7 +197,7 @@ def _trains(of: Section, chosen: Section) -> bool:
 
 def _averaged(section: Section) -> str | None:
     """Whose average it is: `disc` of `disc_ema`, empty of `ema`; None: by its name it is none."""
-    words = words_of("_".join(map(str, section.path)))
+    words = re.findall("[A-Z]*[a-z]+|[A-Z]+", "_".join(map(str, section.path)).lower())
     rest = [word for word in words if word not in _AVERAGES]
     return None if len(rest) == len(words) else owner(replace(section, path=("_".join(rest),)))
 

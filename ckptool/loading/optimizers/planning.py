@@ -33,7 +33,7 @@ from ckptool.loading.optimizers.shapes import owners_by_shape
 from ckptool.loading.optimizers.state import Maker, casts, casts_state, holds_inert, undealt, unmade
 from ckptool.loading.optimizers.undo import remembered
 from ckptool.matching import Allowance, Cast, Match, OptimizerReport, Slot
-from ckptool.matching.globs import escaped_glob
+from ckptool.matching.refusal import escaped_glob
 from ckptool.remedies import Remedy
 from ckptool.statedict import is_the_models
 from ckptool.words import counted, listed, printable

@@ -15,7 +15,7 @@ from ckptool.loading.objects.plain import unpickled
 from ckptool.loading.optimizers.saved import Kept, Saved, place_of
 from ckptool.loading.optimizers.undo import innermost, layers
 from ckptool.matching import Cast
-from ckptool.matching.holding import holds
+from ckptool.matching.slots import holds
 from ckptool.model import Opaque, TensorRef
 from ckptool.paths import name_of, walk
 from ckptool.tensors import is_one_part
