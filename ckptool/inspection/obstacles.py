@@ -10,7 +10,7 @@ from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.model import StorageRef, TensorRef
 from ckptool.paths import everything
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
 
 __all__ = ["REFUSED_FORMATS", "layout_blockers", "outdated_names", "restored_devices"]
 
