@@ -22,7 +22,7 @@ from ckptool.formats.tar_members import is_tar, read_members
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic import Unpickled, unpickle
-from ckptool.symbolic.persistent import storage_type
+from ckptool.symbolic.rebuild import storage_type
 
 __all__ = ["TORCH_TAR", "TorchTar"]
 

@@ -10,7 +10,7 @@ from ckptool.files import ByteRange
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
-from ckptool.symbolic.persistent import is_storage_pid, parse_storage_pid
+from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 
 __all__ = ["truncated"]
 

@@ -12,7 +12,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.model import StorageRef, TensorRef
 from ckptool.paths import everything
 from ckptool.statedict import MODEL_KINDS
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
 from ckptool.words import counted, printable
 
 __all__ = [

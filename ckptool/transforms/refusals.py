@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.model import Global, Opaque, OrderedMap, Path, TensorRef
 from ckptool.paths import held_items
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
 
 __all__ = ["CARRIER", "class_of", "is_refused", "located", "refusals"]
 
