@@ -16,7 +16,7 @@ from ckptool.diagnosis.complaint import (
     tensors_of,
 )
 from ckptool.formats.problems import Problem
-from ckptool.formats.safetensors_content import overlapping_names
+from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import restored_devices
 from ckptool.inspection.usage import storage_use, ties
 from ckptool.limits import Limits

@@ -1,20 +1,24 @@
-"""Bytes that no file holds: computed from others when they are read."""
+"""Runs of bytes that no file holds: computed, gathered from a view, or joined of several runs."""
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.errors import TruncatedFile
 from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource
+from ckptool.files.strided import row_major
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "JoinedSource", "gathered", "joined", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -167,3 +171,128 @@ def _threads() -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a process has not the threads of the one that it came from
     os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def gathered(
+    data: ByteRange,
+    *,
+    itemsize: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> ByteRange:
+    """The elements of a view of `data` in row-major order, gathered as they are read.
+
+    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Reading
+    on where the last read ended costs one pass, from elsewhere a start at the row there.
+    """
+    axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
+    rows = _Rows(data, itemsize, axes, offset)
+    source = ComputedSource(data.source.name, rows.size, rows.read_into)
+    return ByteRange(source, 0, rows.size)
+
+
+class _Rows:
+    """A view that is read from front to back, from any byte on."""
+
+    def __init__(
+        self, data: ByteRange, itemsize: int, axes: list[tuple[int, int]], offset: int
+    ) -> None:
+        self.size = prod(size for size, _ in axes) * itemsize
+        self._data = data
+        self._itemsize = itemsize
+        self._axes = axes
+        self._offset = offset
+        self._blocks: Iterator[bytes] = iter(())
+        self._pending = memoryview(b"")
+        self._position = -1
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of the result."""
+        if offset != self._position:
+            self._seek(offset)
+        done = 0
+        while done < len(buffer):
+            block = self._pending or memoryview(next(self._blocks))
+            part = block[: len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+            self._pending = block[len(part) :]
+        self._position = offset + done
+        if self._position == self.size:
+            self._blocks, self._position = iter(()), -1  # which holds blocks until let go
+
+    def _seek(self, offset: int) -> None:
+        """Begin at the row of the outermost dimension in which `offset` lies."""
+        (rows, step), *inner = self._axes
+        row = prod(size for size, _ in inner) * self._itemsize
+        skipped, within = divmod(offset, row)
+        self._blocks = row_major(
+            self._data,
+            itemsize=self._itemsize,
+            shape=(rows - skipped, *(size for size, _ in inner)),
+            stride=tuple(step for _, step in self._axes),
+            offset=self._offset + skipped * step,
+        )
+        self._pending = memoryview(b"")
+        while within:
+            block = memoryview(next(self._blocks))
+            self._pending, within = block[within:], max(within - len(block), 0)
+
+
+class JoinedSource:
+    """A source (`source.Source`) whose bytes are those of `parts` in order; nothing is copied."""
+
+    def __init__(self, parts: Sequence[ByteRange]) -> None:
+        """Stand for the parts, of which there is at least one."""
+        self._parts = tuple(parts)
+        self._starts = list(accumulate((part.length for part in self._parts), initial=0))
+
+    @property
+    def name(self) -> str:
+        """The file that the first part is in."""
+        return self._parts[0].source.name
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._starts[-1]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        self._check(offset, length)
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        self._check(offset, len(buffer))
+        index, done = bisect_right(self._starts, offset) - 1, 0
+        while done < len(buffer):
+            part, begin = self._parts[index], offset + done - self._starts[index]
+            count = min(part.length - begin, len(buffer) - done)
+            part.read_into(buffer[done : done + count], begin)
+            index, done = index + 1, done + count
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,} joined ones",
+                file=self.name,
+            )
+
+
+def joined(parts: Sequence[ByteRange]) -> ByteRange:
+    """The parts as one range: of their own source where they follow each other in it."""
+    runs: list[ByteRange] = []
+    for part in parts:
+        last = runs[-1] if runs else None
+        if last and last.source is part.source and last.offset + last.length == part.offset:
+            runs[-1] = ByteRange(part.source, last.offset, last.length + part.length)
+        else:
+            runs.append(part)
+    if len(runs) == 1:
+        return runs[0]
+    source = JoinedSource(runs)
+    return ByteRange(source, 0, source.size)

@@ -13,9 +13,9 @@ from ckptool.files.opening import open_source
 from ckptool.limits import Limits
 
 if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
     from ckptool.files.editing import Patch
-    from ckptool.files.output import Output
-    from ckptool.formats.shard_index import ShardIndex
+    from ckptool.formats.sharded import ShardIndex
     from ckptool.formats.torch_zip import Contents
 
 __all__ = [
@@ -106,7 +106,7 @@ class Probe:
             CorruptFile: it is one and breaks a rule.
             NotACheckpoint: the folder holds several.
         """
-        from ckptool.formats.shard_index import open_index
+        from ckptool.formats.sharded import open_index
 
         return open_index(self)
 

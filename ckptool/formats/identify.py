@@ -332,7 +332,7 @@ def _zip(probe: Probe) -> Finding | None:
     if probe.source is None or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from ckptool.files import ByteRange
-    from ckptool.formats.zip_directory import find_end, read_directory
+    from ckptool.formats.archive import find_end, read_directory
 
     data = ByteRange(probe.source, 0, probe.source.size)
     try:
@@ -359,7 +359,7 @@ def _zip(probe: Probe) -> Finding | None:
 
 def _tar(probe: Probe) -> Finding | None:
     """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
-    from ckptool.formats.tar_members import is_tar, read_members
+    from ckptool.formats.torch_tar import is_tar, read_members
 
     if probe.source is None or not is_tar(probe.head):
         return None

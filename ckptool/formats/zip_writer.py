@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptool.errors import WriteError
-from ckptool.files.output import Output
+from ckptool.files.atomic import Output
 
 __all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_zip"]
 

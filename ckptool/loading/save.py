@@ -16,7 +16,7 @@ from ckptool.errors import (
     UsageError,
     WriteError,
 )
-from ckptool.files.refusals import worded
+from ckptool.files.system import worded
 from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer

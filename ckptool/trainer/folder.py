@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import ckptool
 from ckptool.errors import CheckpointError, TargetExists, TrainingError
 from ckptool.files.atomic import atomic_output
-from ckptool.files.locking import occupied
-from ckptool.files.refusals import worded
+from ckptool.files.journal import occupied
+from ckptool.files.system import worded
 from ckptool.trainer import part_folders
 from ckptool.trainer.metrics import Metrics
 

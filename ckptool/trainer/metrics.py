@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptool.errors import TargetExists
 from ckptool.files.atomic import atomic_output
-from ckptool.files.refusals import worded
+from ckptool.files.system import worded
 from ckptool.trainer.events import EpochEnded
 
 __all__ = ["Metrics"]

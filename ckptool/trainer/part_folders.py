@@ -10,8 +10,7 @@ import re
 import shutil
 from typing import Any
 
-from ckptool.files.refusals import check_space, worded
-from ckptool.files.system import sync_folder
+from ckptool.files.system import check_space, sync_folder, worded
 
 __all__ = [
     "VALUES",

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.refusals import worded
+from ckptool.files.system import worded
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance

@@ -9,11 +9,11 @@ from dataclasses import replace
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files import FileSource
+from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
-from ckptool.files.output import Progress
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
-from ckptool.formats.shard_index import shards_named_by
+from ckptool.formats.sharded import shards_named_by
 from ckptool.statedict import what_there_is
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed

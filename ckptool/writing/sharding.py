@@ -20,9 +20,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import SHARD_FORMATS, writer
 from ckptool.formats.base import WritePlan
-from ckptool.formats.safetensors_content import overlapping, remarks
-from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
-from ckptool.formats.safetensors_writer import content_of
+from ckptool.formats.safetensors import content_of, overlapping, remarks
+from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.rebuilding import everything
 

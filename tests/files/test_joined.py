@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.joined import JoinedSource, joined
+from ckptool.files.computed import JoinedSource, joined
 
 CONTENT = bytes(range(200))
 SOURCE = MemorySource(CONTENT, "model.pth")

@@ -21,7 +21,7 @@ SELDOM = {
     "other types": ["ckptool.loading.fitting.losses"],
     "modules that load in their own way": ["ckptool.loading.fitting.trial"],
     "optimizers": ["ckptool.matching.optimizer_report"],
-    "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.output"],
+    "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.atomic"],
     "writers": ["ckptool.writing", "ckptool.symbolic.encoder"],
 }
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ckptool.errors import CorruptFile, WriteError
+from ckptool.files.atomic import FileOutput
 from ckptool.files.computed import ComputedSource
-from ckptool.files.output import FileOutput
 from ckptool.files.source import ByteRange
 from ckptool.formats import WRITABLE, open_checkpoint, writer
 from ckptool.model import Storage, TensorRef
