@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef
-from ckptool.paths import held_items, name_of, resolve, selected, walk
+from ckptool.tree import held_items, name_of, resolve, selected, walk
 from tests.trees import checkpoint, module, parallel, scalar, state_dict, storage, tensor
 
 

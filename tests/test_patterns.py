@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.patterns import Family, families, numbered, ranges
+from ckptool.names import Family, families, numbered, ranges
 
 
 def labels(*names):

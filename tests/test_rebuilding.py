@@ -18,7 +18,7 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.rebuilding import everything, rebuild
+from ckptool.tree import everything, rebuild
 from tests.trees import state_dict, storage, tensor
 
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptool.errors import NameCollision, UsageError
-from ckptool.wrappers import (
+from ckptool.names import (
     WRAPPERS,
     check_collisions,
     prefixed,

@@ -18,8 +18,8 @@ from ckptool.formats.legacy_stream import (
     LegacyStream,
 )
 from ckptool.model import Storage
-from ckptool.paths import name_of
 from ckptool.symbolic.encoder import encode
+from ckptool.tree import name_of
 
 __all__ = ["TORCH_LEGACY", "TorchLegacy", "plan"]
 

@@ -232,7 +232,7 @@ class TorchZip:
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """The zip that torch 2.13 would write (`torch_zip_writer.plan`).
+        """The zip that torch 2.13 would write (`plan`).
 
         Raises:
             NotRepresentable: a storage on the meta device, or an object that cannot be pickled.

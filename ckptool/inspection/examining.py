@@ -33,8 +33,8 @@ from ckptool.inspection.usage import distinct
 from ckptool.inspection.verdict import Verdict, problem_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.paths import name_of
 from ckptool.tensors.nonfinite import is_floating, nonfinite
+from ckptool.tree import name_of
 from ckptool.words import counted, listed
 
 __all__ = ["Progress", "examine"]

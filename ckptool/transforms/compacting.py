@@ -12,10 +12,10 @@ from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.computed import gathered, joined
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import everything, name_of, rebuild, walk
 from ckptool.transforms.cutting import Cut, cut
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
+from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
 __all__ = ["compact", "without_unseen"]

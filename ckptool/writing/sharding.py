@@ -23,7 +23,7 @@ from ckptool.formats.base import WritePlan
 from ckptool.formats.safetensors import content_of, overlapping, remarks
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
-from ckptool.rebuilding import everything
+from ckptool.tree import everything
 
 __all__ = ["DEFAULT_SIZE", "Shard", "ShardPlan", "parse_size", "plan_shards"]
 

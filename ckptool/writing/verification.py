@@ -21,8 +21,8 @@ from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.rebuilding import everything
 from ckptool.symbolic.encoder import Encoded, encode
+from ckptool.tree import everything
 from ckptool.words import printable
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ckptool.formats.archive import find_end, raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.zip_writer import literal, plan_zip
 from ckptool.model import Global, Opaque, Storage
-from ckptool.rebuilding import rebuild
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import strip_module, untie
+from ckptool.tree import rebuild
 from tests.formats.edits import (
     CHANGES,
     edit,

@@ -26,9 +26,9 @@ from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version
 from ckptool.formats.torch_zip_edit import Laid, alignment_of, computed_offsets
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
-from ckptool.rebuilding import everything
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.calls import RECOGNISED
+from ckptool.tree import everything
 from ckptool.words import counted, listed, printable
 
 __all__ = [
