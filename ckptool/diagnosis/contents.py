@@ -15,7 +15,7 @@ from ckptool.diagnosis.complaint import (
     quoted_names,
     tensors_of,
 )
-from ckptool.formats.problems import Problem
+from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import restored_devices
 from ckptool.inspection.usage import storage_use, ties

@@ -295,7 +295,6 @@ _WINDOW = 64 << 10
 _CLOSE = 4 << 10
 """Distance of two local headers up to which reading what lies between is cheaper than a call."""
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
-_FAR_RECORD = 0xFFFFFFFF
 
 
 def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[dict[int, int], int]:
@@ -324,7 +323,7 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
         offsets[header] = payload = headers.payload(entry, following)
         reached = payload + entry.packed
         if entry.descriptor and following > reached:
-            wide = entry.size >= _FAR_RECORD or header >= _FAR_RECORD
+            wide = entry.size >= _FAR or header >= _FAR
             reached += min(following - reached, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES)
         before = entry.name
     return offsets, dead + end.offset - reached
@@ -349,7 +348,7 @@ class _LocalHeaders:
             at = 0
         signature, stated, extra = _LOCAL.unpack_from(self.window, at)
         found = self.window[at + _LOCAL.size : at + length]
-        if signature != b"PK\x03\x04" or stated != len(name) or found != name:
+        if signature != _LOCAL_SIGNATURE or stated != len(name) or found != name:
             raise CorruptFile(
                 f"there is no record {entry.name!r} at offset {header:,}, "
                 "where the zip directory puts it",
@@ -443,7 +442,6 @@ def _least_size(data: ByteRange, limits: Limits) -> int:
 ARRAY = ".npy"
 """How the records of numpy's archives end, which all of them do."""
 
-_SIGNATURE = b"PK\x03\x04"
 _MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt")
 """Records that only an archive of torch's has at its top."""
 
@@ -460,7 +458,7 @@ def open_archive(probe: Probe) -> Archive | None:
     """
     if probe.is_folder:
         return _open_folder(probe)
-    if probe.source is None or not probe.head.startswith(_SIGNATURE):
+    if probe.source is None or not probe.head.startswith(_LOCAL_SIGNATURE):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
     archive = zip_archive(whole, probe.limits, (probe.source,))
@@ -484,8 +482,6 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...]
     """
     end = find_end(data)
     if end is None:
-        from ckptool.formats.archive import truncated
-
         raise truncated(data, limits)
     entries = read_directory(data, end, limits)
     arrays = all(entry.name.endswith(ARRAY) for entry in entries)

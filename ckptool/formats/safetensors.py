@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.atomic import Output
-from ckptool.files.editing import Patch
 from ckptool.formats.base import EditPlan, Probe, WritePlan
 from ckptool.formats.safetensors_header import (
     FORMAT,
@@ -35,6 +33,9 @@ from ckptool.quantisers import class_scheme, quantised
 from ckptool.statedict import wrapped_names
 from ckptool.words import counted, listed, printable
 
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
+
 __all__ = [
     "SAFETENSORS",
     "Content",
@@ -45,8 +46,6 @@ __all__ = [
     "left_out",
     "overlapping",
     "overlapping_names",
-    "plan",
-    "plan_edit",
     "remarks",
     "true_ties",
 ]
@@ -302,36 +301,6 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     )
 
 
-def plan(checkpoint: Checkpoint) -> WritePlan:
-    """The file for a checkpoint whose root is one flat state dict.
-
-    Raises:
-        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
-    """
-    content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
-    written = content.written
-    entries = _entries(written)
-    head = header_bytes((entries[name] for name in written), content.metadata, file=checkpoint.path)
-    pieces = list(_pieces(written[name] for name in entries))
-
-    def write(output: Output) -> None:
-        output.write(head)
-        for piece in pieces:
-            if isinstance(piece, ByteRange):
-                output.copy(piece)
-            else:
-                output.stream(piece.content())
-
-    return WritePlan(
-        "safetensors",
-        len(head) + sum(tensor.nbytes for tensor in written.values()),
-        write,
-        left_out=content.left_out,
-        notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
-        tensors=len(content.tensors),
-    )
-
-
 def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
     """Each tensor's entry, in the order of the bytes.
 
@@ -379,38 +348,6 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
 
 def _adjoin(first: ByteRange, second: ByteRange) -> bool:
     return first.source is second.source and first.offset + first.length == second.offset
-
-
-def plan_edit(checkpoint: Checkpoint) -> EditPlan | None:
-    """The header that makes the file hold `checkpoint`; None if that takes a new file.
-
-    It does where the header becomes longer, or cannot say something that there is to say, and
-    where the tensors are not, each as it is, the runs of bytes behind the header. What the header
-    says beside the state dict stays as it is; the rest of the old length is filled with spaces.
-
-    Raises:
-        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
-    """
-    if checkpoint.format != "safetensors" or len(checkpoint.sources) != 1:
-        return None
-    content = content_of(checkpoint, checkpoint.details.header)
-    if content.left_out:
-        return None
-    source = checkpoint.sources[0]
-    body = _body(source)
-    entries = _entries_in_place(content.written, body)
-    if entries is None or not _tile(entries, body.length):
-        return None
-    text = header_text(entries, content.metadata)
-    length = body.offset - LENGTH.size
-    if len(text) > length:
-        return None
-    return EditPlan(
-        Patch(0, LENGTH.pack(length) + text.ljust(length)),
-        source.size,
-        notes=tuple(remarks(content.tensors, content.ties)),
-        tensors=len(content.tensors),
-    )
 
 
 def _body(source: FileSource) -> ByteRange:
@@ -492,19 +429,63 @@ class Safetensors:
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
-        from ckptool.formats.safetensors import plan  # a list needs no writer
+        content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+        written = content.written
+        entries = _entries(written)
+        head = header_bytes(
+            (entries[name] for name in written), content.metadata, file=checkpoint.path
+        )
+        pieces = list(_pieces(written[name] for name in entries))
 
-        return plan(checkpoint)
+        def write(output: Output) -> None:
+            output.write(head)
+            for piece in pieces:
+                if isinstance(piece, ByteRange):
+                    output.copy(piece)
+                else:
+                    output.stream(piece.content())
+
+        return WritePlan(
+            "safetensors",
+            len(head) + sum(tensor.nbytes for tensor in written.values()),
+            write,
+            left_out=content.left_out,
+            notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
+            tensors=len(content.tensors),
+        )
 
     def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
-        """The new header of the file itself (`safetensors_edit.plan_edit`).
+        """The header that makes the file hold `checkpoint`; None if that takes a new file.
+
+        It does where the header becomes longer, or cannot say something that there is to say, and
+        where the tensors are not, each as it is, the runs of bytes behind the header. What the
+        header says beside the state dict stays; the rest of the old length is filled with spaces.
 
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
-        from ckptool.formats.safetensors import plan_edit  # nor one
+        from ckptool.files.editing import Patch  # a list edits nothing
 
-        return plan_edit(checkpoint)
+        if checkpoint.format != "safetensors" or len(checkpoint.sources) != 1:
+            return None
+        content = content_of(checkpoint, checkpoint.details.header)
+        if content.left_out:
+            return None
+        source = checkpoint.sources[0]
+        body = _body(source)
+        entries = _entries_in_place(content.written, body)
+        if entries is None or not _tile(entries, body.length):
+            return None
+        text = header_text(entries, content.metadata)
+        length = body.offset - LENGTH.size
+        if len(text) > length:
+            return None
+        return EditPlan(
+            Patch(0, LENGTH.pack(length) + text.ljust(length)),
+            source.size,
+            notes=tuple(remarks(content.tensors, content.ties)),
+            tensors=len(content.tensors),
+        )
 
 
 SAFETENSORS = Safetensors()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.atomic import Output
 from ckptool.files.strided import swapped
 from ckptool.formats.base import Probe, WritePlan
 from ckptool.formats.legacy_stream import (
@@ -18,10 +19,12 @@ from ckptool.formats.legacy_stream import (
     LegacyStream,
 )
 from ckptool.model import Storage
-from ckptool.symbolic.encoder import encode
 from ckptool.tree import name_of
 
-__all__ = ["TORCH_LEGACY", "TorchLegacy", "plan"]
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
+
+__all__ = ["TORCH_LEGACY", "TorchLegacy"]
 
 _SYS_INFO = {
     "protocol_version": VERSION,
@@ -29,40 +32,6 @@ _SYS_INFO = {
     "type_sizes": {"short": 2, "int": 4, "long": 4},
 }
 """Read by nobody, but unpickled by every torch."""
-
-
-def plan(checkpoint: Checkpoint) -> WritePlan:
-    """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
-
-    Raises:
-        NotRepresentable: a storage on the meta device, which has no bytes; an element type that
-            has no storage class; a nested tensor of torch's own kind.
-    """
-    encoded = encode(checkpoint.root, legacy=True)
-    if any(name.endswith("UntypedStorage") for name in encoded.globals):
-        raise _untyped(checkpoint)
-    if "torch._utils._rebuild_nested_tensor" in encoded.globals:
-        raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
-    payloads = [
-        _Payload(storage, dtype, checkpoint.path)
-        for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
-    ]
-    keys = [str(index) for index in range(len(payloads))]
-    head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, _SYS_INFO))
-    head += encoded.data + encode(keys).data
-
-    def write(output: Output) -> None:
-        output.write(head)
-        for payload in payloads:
-            payload.write(output)
-
-    return WritePlan(
-        "torch-legacy",
-        len(head) + sum(payload.size for payload in payloads),
-        write,
-        tensors=sum(1 for _ in checkpoint.tensors()),
-        blockers=encoded.blockers,
-    )
 
 
 class _Payload:
@@ -148,12 +117,36 @@ class TorchLegacy:
         """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
 
         Raises:
-            NotRepresentable: a storage on the meta device, which has no bytes; an element type
-                that has no storage class; a nested tensor of torch's own kind.
+            NotRepresentable: a storage on the meta device, which has no bytes; an element type that
+                has no storage class; a nested tensor of torch's own kind.
         """
-        from ckptool.formats.torch_legacy import plan
+        from ckptool.symbolic.encoder import encode  # a list needs none of it
 
-        return plan(checkpoint)
+        encoded = encode(checkpoint.root, legacy=True)
+        if any(name.endswith("UntypedStorage") for name in encoded.globals):
+            raise _untyped(checkpoint)
+        if "torch._utils._rebuild_nested_tensor" in encoded.globals:
+            raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
+        payloads = [
+            _Payload(storage, dtype, checkpoint.path)
+            for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
+        ]
+        keys = [str(index) for index in range(len(payloads))]
+        head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, _SYS_INFO))
+        head += encoded.data + encode(keys).data
+
+        def write(output: Output) -> None:
+            output.write(head)
+            for payload in payloads:
+                payload.write(output)
+
+        return WritePlan(
+            "torch-legacy",
+            len(head) + sum(payload.size for payload in payloads),
+            write,
+            tensors=sum(1 for _ in checkpoint.tensors()),
+            blockers=encoded.blockers,
+        )
 
 
 def _writer(names: tuple[str, ...]) -> str:

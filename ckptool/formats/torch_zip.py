@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
-from ckptool.files.atomic import Output
 from ckptool.files.strided import swapped
 from ckptool.formats.archive import read_text
 from ckptool.formats.base import Archive, EditPlan, Probe, Record, WritePlan
@@ -17,8 +16,10 @@ from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
-from ckptool.symbolic.encoder import encode
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
 
 __all__ = [
     "PICKLE",
@@ -28,37 +29,10 @@ __all__ = [
     "TorchZip",
     "few",
     "is_known_version",
-    "plan",
     "read_contents",
 ]
 
 ALIGNMENT = 64
-
-
-def plan(checkpoint: Checkpoint) -> WritePlan:
-    """Torch's layout but for `.data/serialization_id`, a hash for its own logging.
-
-    Raises:
-        NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
-    """
-    encoded = encode(checkpoint.root)
-    records = [
-        literal("data.pkl", encoded.data),
-        literal(".format_version", b"1"),
-        literal(".storage_alignment", str(ALIGNMENT).encode()),
-        literal("byteorder", b"little"),
-    ]
-    for index, storage in enumerate(encoded.storages):
-        records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
-    records.append(literal("version", b"3\n"))
-    new = plan_zip("archive", records, ALIGNMENT)
-    return WritePlan(
-        "torch-zip",
-        new.size,
-        new.write,
-        tensors=sum(1 for _ in checkpoint.tensors()),
-        blockers=encoded.blockers,
-    )
 
 
 def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
@@ -232,14 +206,31 @@ class TorchZip:
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """The zip that torch 2.13 would write (`plan`).
+        """Torch's layout but for `.data/serialization_id`, a hash for its own logging.
 
         Raises:
             NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
         """
-        from ckptool.formats.torch_zip import plan
+        from ckptool.symbolic.encoder import encode  # a list needs none of it
 
-        return plan(checkpoint)
+        encoded = encode(checkpoint.root)
+        records = [
+            literal("data.pkl", encoded.data),
+            literal(".format_version", b"1"),
+            literal(".storage_alignment", str(ALIGNMENT).encode()),
+            literal("byteorder", b"little"),
+        ]
+        for index, storage in enumerate(encoded.storages):
+            records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
+        records.append(literal("version", b"3\n"))
+        new = plan_zip("archive", records, ALIGNMENT)
+        return WritePlan(
+            "torch-zip",
+            new.size,
+            new.write,
+            tensors=sum(1 for _ in checkpoint.tensors()),
+            blockers=encoded.blockers,
+        )
 
     def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
         """What to append to the file itself (`torch_zip_edit.plan_edit`).

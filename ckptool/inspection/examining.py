@@ -22,9 +22,8 @@ from ckptool.files import InflatedSource, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
-from ckptool.formats.base import Probe
+from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.sharded import ShardIndex
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors

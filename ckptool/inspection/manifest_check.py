@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptool.errors import NameCollision
-from ckptool.formats.problems import Findings, Problem
+from ckptool.formats.base import Findings, Problem
 from ckptool.inspection.manifest import HashedTensor
 from ckptool.inspection.values import shape_text
 from ckptool.names import strip_names

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats.base import Probe
+from ckptool.formats.base import Findings, Probe, Problem
 from ckptool.formats.checks.contents import (
     archive_findings,
     frame_problems,
@@ -20,7 +20,6 @@ from ckptool.formats.checks.contents import (
     tar_findings,
     torch_zip_findings,
 )
-from ckptool.formats.problems import Findings, Problem
 from ckptool.formats.sharded import total_size_notes
 from ckptool.model import OrderedMap
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
-from ckptool.formats.base import Archive, Probe, Record
+from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.legacy_stream import (
     MAGIC,
@@ -19,7 +19,6 @@ from ckptool.formats.legacy_stream import (
     NestedStreams,
     unpickle_record,
 )
-from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.safetensors_header import LENGTH
 from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange
 from ckptool.formats.archive import DEFLATED, REFUSED, STORED, End, find_end, raw_entries
-from ckptool.formats.problems import Problem
+from ckptool.formats.base import Problem
 from ckptool.words import counted, listed
 
 __all__ = [
