@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.errors import TruncatedFile
-from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource
+from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource, neighbours
 from ckptool.files.strided import row_major
 
 if TYPE_CHECKING:
@@ -242,13 +242,7 @@ class _Rows:
 
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
     """The parts as one range: of their own source where they follow each other in it."""
-    runs: list[ByteRange] = []
-    for part in parts:
-        last = runs[-1] if runs else None
-        if last and last.source is part.source and last.offset + last.length == part.offset:
-            runs[-1] = ByteRange(part.source, last.offset, last.length + part.length)
-        else:
-            runs.append(part)
+    runs = neighbours(parts)
     if len(runs) == 1:
         return runs[0]
     starts = list(accumulate((run.length for run in runs), initial=0))

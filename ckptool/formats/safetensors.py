@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.source import neighbours
 from ckptool.formats.base import EditPlan, Probe, WritePlan
 from ckptool.formats.safetensors_header import (
     FORMAT,
@@ -77,10 +80,11 @@ def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     for key, tensor in tensors:
         fact = _name_fault(key) or _tensor_fault(tensor)
         if fact is not None:
+            remedy = _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
             raise NotRepresentable(
                 f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold",
                 file=file,
-                hint=_remedy(tensor),
+                hint=None if tensor.has_content else remedy,
             )
     _check_containers(root, file)
     return dict(tensors)
@@ -134,24 +138,15 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
         if tensor.is_spread:
             return "is a distributed tensor, of which this file has a part"
         if tensor.kind == "subclass":
-            return f"is of the class {printable(tensor.class_name)}{_scheme(tensor)}"
+            scheme = class_scheme(tensor)
+            known = f" ({scheme})" if scheme else ""
+            return f"is of the class {printable(tensor.class_name)}{known}"
         return f"is a {tensor.kind} tensor"
     if BY_NAME[tensor.dtype].safetensors is None:
         return f"has the dtype {tensor.dtype}"
     if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:
         return "is a pair of float4 without a dimension"
     return None
-
-
-def _scheme(node: Any) -> str:
-    scheme = class_scheme(node)
-    return f" ({scheme})" if scheme else ""
-
-
-def _remedy(tensor: TensorRef) -> str | None:
-    if tensor.has_content:
-        return None
-    return _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
 
 
 def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
@@ -178,6 +173,10 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
     """What the file will not have, a sentence each."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
     yield from _others(root)
+    classed = [
+        any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
+        for tensor in tensors
+    ]
     tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
     if tags:
         yield "device tags: " + listed(
@@ -187,7 +186,7 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
         ("that it is a Parameter", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
         ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
-        ("its class or attributes", sum(map(_has_class, tensors))),
+        ("its class or attributes", sum(classed)),
     ):
         if count:
             yield f"{what}, of {counted(count, 'tensor')}"
@@ -209,10 +208,6 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
     for group, names in groups.items():
         if names:
             yield f"{group}: {listed(names)}"
-
-
-def _has_class(tensor: TensorRef) -> bool:
-    return any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
@@ -331,23 +326,12 @@ def header_shape(tensor: TensorRef) -> tuple[int, ...]:
 
 def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
     """What to copy and what to stream, in order; neighbours in one file are one copy."""
-    last: ByteRange | TensorRef | None = None
-    for tensor in tensors:
-        if tensor.nbytes == 0:
-            continue
-        piece = tensor.data if tensor.is_verbatim else tensor
-        if isinstance(last, ByteRange) and isinstance(piece, ByteRange) and _adjoin(last, piece):
-            last = ByteRange(last.source, last.offset, last.length + piece.length)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
-
-
-def _adjoin(first: ByteRange, second: ByteRange) -> bool:
-    return first.source is second.source and first.offset + first.length == second.offset
+    written = (tensor for tensor in tensors if tensor.nbytes)
+    for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
+        if verbatim:
+            yield from neighbours(tensor.data for tensor in group)
+        else:
+            yield from group
 
 
 def _body(source: FileSource) -> ByteRange:

@@ -385,13 +385,13 @@ def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[
     lost = [str(name) for name in attributes if name != "_metadata"]
     if not isinstance(versions, dict):
         return {}, lost if versions is None else [*lost, "_metadata"]
-    kept = {name: value for name, value in versions.items() if _is_entry(name, value)}
+    kept = {
+        name: value
+        for name, value in versions.items()
+        if isinstance(name, str) and isinstance(value, dict) and _is_plain(value)
+    }
     lost.extend(f"_metadata of {name!r}" for name in versions if name not in kept)
     return kept, lost
-
-
-def _is_entry(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and isinstance(value, dict) and _is_plain(value)
 
 
 def _is_plain(node: Any) -> bool:

@@ -264,7 +264,9 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
         left_behind=tuple(_left_behind(archive)),
-        unreferenced=tuple(_unreferenced(unused)),
+        unreferenced=(f"{few([one.name for one in unused])} not referred to by the pickle",)
+        if unused
+        else (),
     )
 
 
@@ -285,11 +287,6 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
             f"{few(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
             "a rewrite stores them plainly"
         )
-
-
-def _unreferenced(unused: list[Record]) -> Iterator[str]:
-    if unused:
-        yield f"{few([record.name for record in unused])} not referred to by the pickle"
 
 
 def _left_behind(archive: Archive) -> Iterator[str]:

@@ -20,7 +20,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import SHARD_FORMATS, writer
 from ckptool.formats.base import WritePlan
-from ckptool.formats.safetensors import content_of, overlapping, remarks
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.tree import everything
@@ -238,6 +237,9 @@ class _Parts:
 
 
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
+    # Here: opening a file of another format imports none of it.
+    from ckptool.formats.safetensors import content_of, overlapping, remarks
+
     content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
     anchors = {name: [ties.get(name, name)] for name in tensors}

@@ -237,14 +237,10 @@ def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> 
         if source.read(stop, padded - stop).strip(b"\0"):
             problems.append(Problem("padding", name, "what fills its last block is not zero"))
         end = max(end, padded)
-    if not _is_zero(ByteRange(source, end, source.size - end)):
+    if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
         rest = counted(source.size - end, "byte")
         problems.append(Problem("trailing", "", f"{rest} behind its last member are not zero"))
     return Findings(tuple(problems))
-
-
-def _is_zero(data: ByteRange) -> bool:
-    return not any(block.strip(b"\0") for block in data.blocks(_PART))
 
 
 def safetensors_findings(source: FileSource) -> Findings:

@@ -191,7 +191,11 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
     except (CheckpointError, struct.error):
         return ()
     if refused:
-        entries = [entry for entry in entries if _is_refused(entry)][:_MOST_REFUSED]
+        entries = [
+            entry
+            for entry in entries
+            if entry.shared.method not in (STORED, DEFLATED) or entry.shared.flags & REFUSED
+        ][:_MOST_REFUSED]
     headers = [local_header(data, entry.header, len(entry.name)) for entry in entries]
     by_torch = _is_torchs(entries, headers)
     problems = [
@@ -200,10 +204,6 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
         for text in _entry_faults(data, entry, local, by_torch)
     ]
     return (*problems, *_end_problems(data, end, by_torch))
-
-
-def _is_refused(entry: Central) -> bool:
-    return entry.shared.method not in (STORED, DEFLATED) or bool(entry.shared.flags & REFUSED)
 
 
 def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> bool:
