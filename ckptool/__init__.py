@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from ckptool.files.recovery import Recovery
-    from ckptool.formats.problems import Problem
+    from ckptool.formats.base import Problem
     from ckptool.inspection import Diff, Stats, Verdict
     from ckptool.limits import Limits
     from ckptool.loading.load import load
@@ -93,7 +93,7 @@ _HOMES = {
         "UsageError", "WriteDenied", "WriteError",
     ),
     "files.recovery": ("Recovery",),
-    "formats.problems": ("Problem",),
+    "formats.base": ("Problem",),
     "diagnosis": ("Complaint", "Diagnosis"),
     "inspection": ("Diff", "Stats", "Verdict"),
     "limits": ("Limits",),

@@ -1,14 +1,30 @@
-"""Names of a package that are imported when they are first used: a list needs no writer."""
+"""Imports when a name is first used, and rest for the garbage collector meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from ckptool._collecting import uncollected
+__all__ = ["importer", "uncollected"]
 
-__all__ = ["importer"]
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile; around a block, or as a decorator.
+
+    Searching a tree, or all of torch, for what is dead takes longer than what is done, and finds
+    nothing.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def importer(

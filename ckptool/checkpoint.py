@@ -128,7 +128,7 @@ class Checkpoint:
         Raises:
             NotFound: nothing, or several things (`AmbiguousName`), answer to it.
         """
-        from ckptool.paths import resolve
+        from ckptool.tree import resolve
 
         if isinstance(self.root, Mapping) and key in self.root:
             return self.root[key]
@@ -140,7 +140,7 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
         """Every listed tensor with its path, in the order of the file."""
-        from ckptool.paths import walk
+        from ckptool.tree import walk
 
         return ((path, leaf) for path, leaf in walk(self.root) if isinstance(leaf, TensorRef))
 

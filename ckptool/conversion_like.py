@@ -14,6 +14,7 @@ from ckptool.loading.fitting.plans import planned
 from ckptool.loading.fitting.states import State
 from ckptool.matching import Allowance, Match, MatchReport
 from ckptool.model import Opaque, OrderedMap
+from ckptool.names import Rename, strip_names
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -25,7 +26,6 @@ from ckptool.statedict import (
 )
 from ckptool.transforms.naming import NamePlan, distinct, place
 from ckptool.words import counted, listed, printable
-from ckptool.wrappers import Rename, strip_names
 
 __all__ = ["compared", "fitted"]
 

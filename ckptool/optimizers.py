@@ -8,8 +8,8 @@ from typing import Any
 
 from ckptool.errors import NameCollision
 from ckptool.model import Shape, TensorRef
+from ckptool.names import strip_names
 from ckptool.statedict import Section, noted_owners
-from ckptool.wrappers import strip_names
 
 __all__ = [
     "OPTIONS",

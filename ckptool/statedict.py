@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import held_apart, is_module, module_state
-from ckptool.paths import held_items, name_of, resolve, walk
+from ckptool.names import wrappers_of
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
+from ckptool.tree import held_items, name_of, resolve, walk
 from ckptool.words import counted, listed, printable
-from ckptool.wrappers import wrappers_of
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint

@@ -121,7 +121,7 @@ def test_what_is_what(name, root, expected):
 def test_every_leaf_belongs_to_exactly_one_section():
     root = {"a": state_dict(["w", "v"]), "o": adam("w"), "x": [1, {"y": tensor()}],
             "m": parallel(module(parameters={"w": tensor()}))}  # fmt: skip
-    from ckptool.paths import walk
+    from ckptool.tree import walk
 
     every = [path for path, _ in walk(root) if _.__class__.__name__ == "TensorRef"]
     held = [path for section in sections(root) for path, _ in section.tensors()]

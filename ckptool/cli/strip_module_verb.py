@@ -7,8 +7,8 @@ import click
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import Target, completed_by, file_argument, target_options, verb
+from ckptool.names import WRAPPERS
 from ckptool.transforms import strip_module
-from ckptool.wrappers import WRAPPERS
 
 __all__ = ["command"]
 

@@ -10,11 +10,10 @@ from typing import Any, Literal
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NameCollision
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.patterns import families
+from ckptool.names import families, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
-from ckptool.wrappers import strip_names
 
 __all__ = [
     "Choice",

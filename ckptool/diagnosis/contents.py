@@ -15,12 +15,12 @@ from ckptool.diagnosis.complaint import (
     quoted_names,
     tensors_of,
 )
-from ckptool.formats.problems import Problem
-from ckptool.formats.safetensors_content import overlapping_names
+from ckptool.formats.base import Problem
+from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import restored_devices
 from ckptool.inspection.usage import storage_use, ties
 from ckptool.limits import Limits
-from ckptool.paths import name_of
+from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable
 
 __all__ = ["damage", "memory", "placement"]

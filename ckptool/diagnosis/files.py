@@ -25,7 +25,7 @@ from ckptool.inspection.obstacles import (
     outdated_names,
 )
 from ckptool.model import ByteString
-from ckptool.paths import name_of, walk
+from ckptool.tree import name_of, walk
 from ckptool.words import listed, printable
 
 __all__ = ["is_finding", "layout", "unopened"]

@@ -23,12 +23,12 @@ from ckptool.errors import NameCollision
 from ckptool.inspection.obstacles import missing_weights
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
-from ckptool.paths import everything, name_of
+from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
 from ckptool.statedict import Section, values_inside, wrapped_names
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
 from ckptool.transforms.refusals import class_of, refusals
+from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable
-from ckptool.wrappers import N_AVERAGED, counts, strip_names, wrapped_in_part
 
 __all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
 

@@ -19,9 +19,9 @@ from ckptool.diagnosis.complaint import Choice, Found, Options, Patient
 from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import writer
 from ckptool.formats.identify import as_argument, unused
-from ckptool.paths import name_of
 from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import encode
+from ckptool.tree import name_of
 from ckptool.words import counted, listed
 from ckptool.writing.naming import default_target
 from ckptool.writing.target import target_format

@@ -1,20 +1,24 @@
-"""Bytes that no file holds: computed from others when they are read."""
+"""Runs of bytes that no file holds: computed, gathered from a view, or joined of several runs."""
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptool.errors import TruncatedFile
-from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource
+from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource, neighbours
+from ckptool.files.strided import row_major
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "gathered", "joined", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -167,3 +171,88 @@ def _threads() -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a process has not the threads of the one that it came from
     os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def gathered(
+    data: ByteRange,
+    *,
+    itemsize: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> ByteRange:
+    """The elements of a view of `data` in row-major order, gathered as they are read.
+
+    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Reading
+    on where the last read ended costs one pass, from elsewhere a start at the row there.
+    """
+    axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
+    rows = _Rows(data, itemsize, axes, offset)
+    source = ComputedSource(data.source.name, rows.size, rows.read_into)
+    return ByteRange(source, 0, rows.size)
+
+
+class _Rows:
+    """A view that is read from front to back, from any byte on."""
+
+    def __init__(
+        self, data: ByteRange, itemsize: int, axes: list[tuple[int, int]], offset: int
+    ) -> None:
+        self.size = prod(size for size, _ in axes) * itemsize
+        self._data = data
+        self._itemsize = itemsize
+        self._axes = axes
+        self._offset = offset
+        self._blocks: Iterator[bytes] = iter(())
+        self._pending = memoryview(b"")
+        self._position = -1
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of the result."""
+        if offset != self._position:
+            self._seek(offset)
+        done = 0
+        while done < len(buffer):
+            block = self._pending or memoryview(next(self._blocks))
+            part = block[: len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+            self._pending = block[len(part) :]
+        self._position = offset + done
+        if self._position == self.size:
+            self._blocks, self._position = iter(()), -1  # which holds blocks until let go
+
+    def _seek(self, offset: int) -> None:
+        """Begin at the row of the outermost dimension in which `offset` lies."""
+        (rows, step), *inner = self._axes
+        row = prod(size for size, _ in inner) * self._itemsize
+        skipped, within = divmod(offset, row)
+        self._blocks = row_major(
+            self._data,
+            itemsize=self._itemsize,
+            shape=(rows - skipped, *(size for size, _ in inner)),
+            stride=tuple(step for _, step in self._axes),
+            offset=self._offset + skipped * step,
+        )
+        self._pending = memoryview(b"")
+        while within:
+            block = memoryview(next(self._blocks))
+            self._pending, within = block[within:], max(within - len(block), 0)
+
+
+def joined(parts: Sequence[ByteRange]) -> ByteRange:
+    """The parts as one range: of their own source where they follow each other in it."""
+    runs = neighbours(parts)
+    if len(runs) == 1:
+        return runs[0]
+    starts = list(accumulate((run.length for run in runs), initial=0))
+
+    def fill(offset: int, buffer: memoryview) -> None:
+        index, done = bisect_right(starts, offset) - 1, 0
+        while done < len(buffer):
+            run, begin = runs[index], offset + done - starts[index]
+            count = min(run.length - begin, len(buffer) - done)
+            run.read_into(buffer[done : done + count], begin)
+            index, done = index + 1, done + count
+
+    return ByteRange(ComputedSource(runs[0].source.name, starts[-1], fill), 0, starts[-1])

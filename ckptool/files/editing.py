@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
-from ckptool.files.copying import write_at
-from ckptool.files.journal import Journal, remove_journal, write_journal
-from ckptool.files.locking import exclusive, leads_to
-from ckptool.files.names import journal_path
-from ckptool.files.refusals import check_space, worded
+from ckptool.files.journal import Journal, exclusive, leads_to, remove_journal, write_journal
+from ckptool.files.opening import journal_path
 from ckptool.files.source import FileSource, read_at
-from ckptool.files.system import boot_id
+from ckptool.files.system import boot_id, check_space, worded, write_at
 
 __all__ = ["KIND", "Edit", "Patch", "State", "apply_patch"]
 

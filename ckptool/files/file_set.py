@@ -14,16 +14,29 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptool.errors import UsageError, WriteError, warn
-from ckptool.files.atomic import refuse_target
+from ckptool.files.atomic import (
+    FileOutput,
+    Progress,
+    folder_of,
+    found_beside,
+    private,
+    refuse_target,
+    seal,
+)
 from ckptool.files.journal import read_journal, remove_unfinished
-from ckptool.files.names import beside, journal_path
-from ckptool.files.output import FileOutput, Progress
+from ckptool.files.opening import beside, journal_path
 from ckptool.files.recovery import settle
-from ckptool.files.refusals import check_space, worded
-from ckptool.files.renames import FINISHED, PART, Move, finish_renames, rename_all, state_of
-from ckptool.files.settling import only_writer, remove
-from ckptool.files.system import reserve
-from ckptool.files.temporary import folder_of, found_beside, private, seal
+from ckptool.files.renames import (
+    FINISHED,
+    PART,
+    Move,
+    finish_renames,
+    only_writer,
+    remove,
+    rename_all,
+    state_of,
+)
+from ckptool.files.system import check_space, reserve, worded
 
 __all__ = ["FileSet", "atomic_set"]
 

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.editing import KIND, Edit, State
-from ckptool.files.journal import read_journal, remove_journal, remove_unfinished
-from ckptool.files.locking import exclusive
-from ckptool.files.names import has_journal
-from ckptool.files.refusals import worded
-from ckptool.files.renames import FINISHED
-from ckptool.files.settling import settle_set
+from ckptool.files.journal import exclusive, read_journal, remove_journal, remove_unfinished
+from ckptool.files.opening import has_journal
+from ckptool.files.renames import FINISHED, settle_set
 from ckptool.files.source import FileSource
+from ckptool.files.system import worded
 
 __all__ = ["Recovery", "open_settled", "recover", "settle"]
 

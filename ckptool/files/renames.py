@@ -1,27 +1,38 @@
-"""Several renames that happen all or not at all, whatever happens in between: a redo journal.
-
-The journal of the index tells which finished file is to get which name. A kill before it is there
-leaves the old files. A kill after it leaves some old and some new ones, until the renames are
-finished by the next that opens or writes the index with ckptool (`settling.settle_set`): a program
-that knows nothing of the journal may see that mixture, and no other.
-"""
+"""Renames that give several files their names together, and the end of a killed write."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptool.errors import CorruptFile
-from ckptool.files.journal import Journal, remove_journal, write_journal
-from ckptool.files.locking import undisturbed
-from ckptool.files.names import beside
-from ckptool.files.system import allow_open_files, sync_folder
+from ckptool.errors import CheckpointError, CorruptFile, FileBusy, WriteDenied
+from ckptool.files.journal import (
+    Journal,
+    leads_to,
+    read_journal,
+    remove_journal,
+    undisturbed,
+    write_journal,
+)
+from ckptool.files.opening import beside
+from ckptool.files.system import allow_open_files, lock_holder, sync_folder, try_lock, who
 
-__all__ = ["FINISHED", "KIND", "PART", "Move", "finish_renames", "rename_all", "state_of"]
+__all__ = [
+    "FINISHED",
+    "KIND",
+    "PART",
+    "Move",
+    "finish_renames",
+    "only_writer",
+    "remove",
+    "rename_all",
+    "settle_set",
+    "state_of",
+]
 
 KIND = "set"
 """What the journal of a set is called."""
@@ -174,3 +185,84 @@ def _status(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except FileNotFoundError:
         return None
+
+
+_LOCK = ".ckptool-lock"
+"""How the name of a set's lock ends, behind that of the index."""
+
+
+def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
+    """Finish the write of a set that was cut short when its files were being renamed.
+
+    `journal` is what `read_journal` gave for the index at `path`; nothing is done where it has
+    been settled by another process meanwhile.
+
+    Raises:
+        FileBusy: another process is writing the set, and alive.
+        CorruptFile: the journal tells of no set, or a file has been changed since; no file was
+            touched.
+        WriteDenied: the system does not let us rename the files.
+    """
+    path, target = os.fspath(path), os.path.realpath(path)
+    try:
+        with only_writer(target, path):
+            if read_journal(target) == journal:
+                finish_renames(target, journal)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise WriteDenied(
+            "the write of this index and its files was cut short, and the system does not let us "
+            f"finish it ({error.strerror or error})",
+            file=path,
+            hint=f"ckptool recover {path}, as one who may write to the folder",
+        ) from error
+
+
+@contextmanager
+def only_writer(target: str, path: str) -> Iterator[bool]:
+    """A lock on the set: whether there is such a thing on this system.
+
+    It is on a file of its own, since the index may not be there yet, and is another one afterwards.
+    """
+    name = beside(target, _LOCK)
+    while True:
+        fd, taken, ours = _open_lock(name), None, False
+        try:
+            taken = try_lock(fd)
+            if taken is False:
+                raise _busy(lock_holder(fd), path)
+            ours = leads_to(name, fd)  # else it was removed before it was locked
+            if ours:
+                yield bool(taken)
+                return
+        finally:
+            if ours and taken:  # while it is locked, so that it is nobody else's
+                remove(name)
+            os.close(fd)
+            if ours and not taken:  # Windows removes no open file
+                remove(name)
+
+
+def _open_lock(name: str) -> int:
+    flags = getattr(os, "O_NOFOLLOW", 0)
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except PermissionError:
+        if not os.path.lexists(name):
+            raise
+        return os.open(name, os.O_RDONLY | flags)  # another user's
+
+
+def _busy(pid: int | None, path: str) -> FileBusy:
+    return FileBusy(
+        f"is being written, with its files, by {who(pid)}",
+        file=path,
+        hint="try again when it has finished",
+    )
+
+
+def remove(path: str) -> None:
+    """Remove a file, as far as the system lets us."""
+    with suppress(OSError):
+        os.unlink(path)

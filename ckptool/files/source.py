@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ __all__ = [
     "MemorySource",
     "Source",
     "Stated",
+    "neighbours",
     "open_descriptor",
     "read_at",
 ]
@@ -349,6 +350,18 @@ class ByteRange:
         """The content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
+
+
+def neighbours(parts: Iterable[ByteRange]) -> list[ByteRange]:
+    """The parts in order, those that follow each other in one source put together."""
+    runs: list[ByteRange] = []
+    for part in parts:
+        last = runs[-1] if runs else None
+        if last and last.source is part.source and last.offset + last.length == part.offset:
+            runs[-1] = ByteRange(part.source, last.offset, last.length + part.length)
+        else:
+            runs.append(part)
+    return runs
 
 
 Stated = tuple[str, ByteRange, int]

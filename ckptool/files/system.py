@@ -1,22 +1,25 @@
-"""What a system may be told about a file, each call left out where the system does not have it."""
+"""What depends on the operating system, each with a fallback: locks, syncs, kernel copies."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 
-if sys.platform != "win32":
-    import fcntl
-    import resource
+from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
+from ckptool.files.source import BLOCK, FileSource
 
 __all__ = [
     "allow_open_files",
     "announce_read",
     "boot_id",
+    "check_space",
     "close_to_rename",
+    "copy_bytes",
     "hand_over",
     "holder_of",
     "is_running",
@@ -27,7 +30,73 @@ __all__ = [
     "start_writeback",
     "sync_folder",
     "try_lock",
+    "who",
+    "worded",
+    "write_at",
 ]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@contextmanager
+def worded(path: str) -> Iterator[None]:
+    """The system's refusals as our errors, about `path`.
+
+    Raises:
+        NoSpace: the disk is full.
+        WriteDenied: the system does not let us write there.
+        WriteError: another refusal.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, WriteError) and error.file is None:
+            error.file = path
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            is_limit = error.errno == errno.EFBIG
+            raise NoSpace(
+                f"cannot be written ({reason})",
+                file=path,
+                hint="the system limits how large a file may be: ulimit -f"
+                if is_limit
+                else "make room, or choose another disk",
+            ) from error
+        if error.errno in _DENIED:
+            raise WriteDenied(
+                f"cannot be written ({reason})", file=path, hint="choose another folder"
+            ) from error
+        raise WriteError(f"cannot be written ({reason})", file=path) from error
+
+
+def check_space(folder: str, size: int) -> None:
+    """Refuse what the disk cannot hold: `size` more bytes in `folder`.
+
+    Raises:
+        NoSpace: it cannot.
+    """
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise NoSpace(
+            f"needs {size:,} bytes, and the disk has {free:,} free",
+            hint="make room, or choose another disk",
+        )
+
+
+def who(pid: int | None) -> str:
+    """Who holds a lock, in words: one of our own threads, or another process."""
+    if not pid:
+        return "another process"
+    return f"process {pid}" + (", which is this one" if pid == os.getpid() else "")
+
+
+if sys.platform != "win32":
+    import fcntl
+    import resource
+
 
 _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
 
@@ -187,3 +256,83 @@ def sync_folder(path: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+MOST = 1 << 30
+"""Bytes asked of one call: the kernel moves at most 2 GiB."""
+
+_REFUSALS = frozenset(
+    {
+        errno.EXDEV,  # two file systems, Linux before 5.3
+        errno.EINVAL,  # a file system that cannot
+        errno.ENOSYS,  # a kernel that cannot
+        errno.EOPNOTSUPP,
+        errno.ENOTSUP,
+        errno.ENOTSOCK,  # sendfile on macOS
+        errno.EPERM,  # a sandbox that forbids the call
+        errno.EBADF,  # a descriptor of a kind that the call does not take
+        errno.EIO,  # some network file systems; the plain read tells whether it is true
+    }
+)
+
+_Way = Callable[[int, int, int, int, int], int]
+
+
+def copy_bytes(source: FileSource, offset: int, target: int, position: int, length: int) -> None:
+    """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
+
+    A call that refuses, or that moves nothing, is not tried again; plain reads have the last word.
+
+    Raises:
+        TruncatedFile: the source ends before.
+        UnreadableFile: the source cannot be read.
+        OSError: the target cannot be written.
+    """
+    ways = list(KERNEL_WAYS) if offset >= source.overlaid else []
+    done = 0
+    while done < length:
+        places = offset + done, target, position + done
+        if not ways:
+            data = source.read(offset + done, min(BLOCK, length - done))
+            write_at(target, data, position + done)
+            done += len(data)
+            continue
+        moved = _attempt(ways[0], source.fileno(), *places, min(MOST, length - done))
+        if moved == 0:
+            ways.pop(0)
+        done += moved
+
+
+def _attempt(way: _Way, source: int, offset: int, target: int, position: int, length: int) -> int:
+    """Bytes moved; 0 where the call is refused."""
+    try:
+        return way(source, offset, target, position, length)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        return 0
+
+
+def _by_range(source: int, offset: int, target: int, position: int, length: int) -> int:
+    return os.copy_file_range(source, target, length, offset, position)
+
+
+def _by_sendfile(source: int, offset: int, target: int, position: int, length: int) -> int:
+    os.lseek(target, position, os.SEEK_SET)
+    return os.sendfile(target, source, offset, length)
+
+
+KERNEL_WAYS: tuple[_Way, ...] = tuple(
+    way
+    for call, way in (("copy_file_range", _by_range), ("sendfile", _by_sendfile))
+    if hasattr(os, call)
+)
+"""The calls that this system has, the best first."""
+
+
+def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
+    """Write all of `data` at `position`, however many calls it takes."""
+    left = memoryview(data)
+    os.lseek(fd, position, os.SEEK_SET)
+    while left:
+        left = left[os.write(fd, left) :]

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptool._collecting import uncollected
+from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.files import FileSource
 from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.paths import walk
+from ckptool.tree import walk
 
 __all__ = [
     "REGISTRY",

@@ -1,11 +1,12 @@
-"""What every format offers: how to recognise it, read it, and (some) plan a file of it."""
+"""What every format offers (recognise, read, some plan a file), and what a check finds wrong."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
@@ -13,21 +14,71 @@ from ckptool.files.opening import open_source
 from ckptool.limits import Limits
 
 if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
     from ckptool.files.editing import Patch
-    from ckptool.files.output import Output
-    from ckptool.formats.shard_index import ShardIndex
+    from ckptool.formats.sharded import ShardIndex
     from ckptool.formats.torch_zip import Contents
 
 __all__ = [
     "Archive",
+    "Checksum",
     "EditPlan",
     "EditableFormat",
+    "Findings",
     "Format",
     "Probe",
+    "Problem",
     "Record",
     "WritableFormat",
     "WritePlan",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong.
+
+    `kind` is a word for programs, `place` the record, tensor or shard (empty: the file as a
+    whole), `text` a clause for people without a full stop, `hint` the step that helps.
+    """
+
+    kind: str
+    place: str
+    text: str
+    hint: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `ckptool.verify/1` has it."""
+        return {"kind": self.kind, "place": self.place, "text": self.text, "hint": self.hint}
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Bytes, and the CRC-32 that the file states of them."""
+
+    place: str
+    data: ByteRange
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a look at the structure of a file gave, and what remains to be computed."""
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    checksums: tuple[Checksum, ...] = ()
+    records: int = 0
+    """Records of an archive."""
+
+    def __add__(self, other: Findings) -> Findings:
+        """Both together."""
+        return Findings(
+            self.problems + other.problems,
+            self.notes + other.notes,
+            self.checksums + other.checksums,
+            self.records + other.records,
+        )
 
 
 class Record(NamedTuple):
@@ -106,7 +157,7 @@ class Probe:
             CorruptFile: it is one and breaks a rule.
             NotACheckpoint: the folder holds several.
         """
-        from ckptool.formats.shard_index import open_index
+        from ckptool.formats.sharded import open_index
 
         return open_index(self)
 

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
+from ckptool.files import FileSource
 from ckptool.formats.base import Probe
 from ckptool.words import counted
 
 __all__ = [
     "DCP_HINT",
+    "FOLDER_KINDS",
     "MAGICS",
     "ZIP_KINDS",
     "Finding",
@@ -274,9 +276,7 @@ def refuse(probe: Probe) -> CheckpointError | None:
 def explain(probe: Probe) -> CheckpointError:
     """Return the error for a file or folder that no format takes; it says what it is instead."""
     if probe.is_folder:
-        from ckptool.formats import identify_folder
-
-        return identify_folder.find(probe).error(probe.path)
+        return _folder(probe).error(probe.path)
     finding = (
         _nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe)
     ) or Finding(
@@ -332,7 +332,7 @@ def _zip(probe: Probe) -> Finding | None:
     if probe.source is None or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from ckptool.files import ByteRange
-    from ckptool.formats.zip_directory import find_end, read_directory
+    from ckptool.formats.archive import find_end, read_directory
 
     data = ByteRange(probe.source, 0, probe.source.size)
     try:
@@ -359,7 +359,7 @@ def _zip(probe: Probe) -> Finding | None:
 
 def _tar(probe: Probe) -> Finding | None:
     """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
-    from ckptool.formats.tar_members import is_tar, read_members
+    from ckptool.formats.torch_tar import is_tar, read_members
 
     if probe.source is None or not is_tar(probe.head):
         return None
@@ -533,3 +533,137 @@ def looks_like_checkpoint(head: bytes) -> bool:
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return True
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000
+
+
+_MOST_OPENED = 64
+
+_ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
+_DEEPSPEED = (
+    "DeepSpeed's script makes one state dict of it: python {folder}/zero_to_fp32.py {folder} OUT"
+)
+_MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
+_SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
+_TENSORFLOW_FOLDER = "TensorFlow reads it: tf.train.load_checkpoint"
+_SHARDS = (
+    "copy the index too (model.safetensors.index.json, pytorch_model.bin.index.json); "
+    "one shard alone: ckptool list {entry}"
+)
+
+FOLDER_KINDS: tuple[NameKind, ...] = (
+    NameKind((r"\.metadata", r".*\.distcp"), "a distributed checkpoint (DCP)", DCP_HINT),
+    NameKind(
+        (r".*\.distcp",),
+        "a distributed checkpoint (DCP) whose index `.metadata` is missing",
+        "copy `.metadata` too: it is written last, by the first rank",
+    ),
+    NameKind((r"zero_to_fp32\.py",), "a DeepSpeed checkpoint", _DEEPSPEED),
+    NameKind((r"latest", r"global_step\d+"), "a DeepSpeed checkpoint", _DEEPSPEED),
+    NameKind(
+        (r".*optim_states\.pt", r".*mp_rank_\d+_model_states\.pt"),
+        "one step of a DeepSpeed checkpoint",
+        "zero_to_fp32.py of the folder above makes one state dict of it; what one rank holds: "
+        "ckptool list {entry}",
+    ),
+    NameKind(
+        (r".*mp_rank_\d+_model_states\.pt",),
+        "one step of a DeepSpeed checkpoint",
+        "what one rank holds: ckptool list {entry}",
+    ),
+    NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _MEGATRON),
+    NameKind(
+        (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
+    ),
+    NameKind((r"saved_model\.pb(?:txt)?",), "a TensorFlow SavedModel", _SAVED_MODEL),
+    NameKind(
+        (r".*\.index", r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", _TENSORFLOW_FOLDER
+    ),
+    NameKind(
+        (r"tensor_0\.pt",),
+        "the tensors of a torch_xla checkpoint, whose structure is in the file beside the folder",
+        "load that with torch_xla.utils.serialization.load and save it with torch.save",
+    ),
+    NameKind(
+        (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
+        "a checkpoint in shards whose index is none",
+        "ckptool list {entry} says what is wrong with it",
+    ),
+    NameKind(
+        (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)",),
+        "a checkpoint in shards without their index, which tells what is in which",
+        _SHARDS,
+    ),
+    NameKind(
+        (r"pytorch_model_fsdp_\d+",),
+        "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
+        DCP_HINT.replace("{folder}", "{entry}"),
+    ),
+)
+
+
+_MODEL_FILE = r"\.(?:safetensors|bin|pth?|ckpt)(?:\.index\.json)?\Z"
+_BESIDE = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict|scaler|rng_state|random_states|training_args)"
+    r"(_\d+)*\.(pt|pth|bin|pkl)"
+)
+"""What the trainers of transformers and accelerate save beside a model."""
+
+
+def _folder(probe: Probe) -> Finding:
+    """Return what kind of folder it is, or what is in it."""
+    names = sorted(probe.entries)
+    for row in FOLDER_KINDS:
+        matches = row.first_matches(names)
+        if matches is not None:
+            entry = os.path.join(probe.path, matches[-1])
+            hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
+            return Finding(f"{row.what} (it holds {few(names)})", hint, row.kind)
+    if "model_index.json" in names:
+        return _pipeline(probe.path, names)
+    return _other_folder(probe.path, names)
+
+
+def _pipeline(path: str, names: list[str]) -> Finding:
+    """A pipeline of diffusers: a model in each of some folders."""
+    parts = [
+        name
+        for name in names
+        if os.path.isdir(os.path.join(path, name))
+        and any(re.search(_MODEL_FILE, file) for file in os.listdir(os.path.join(path, name)))
+    ]
+    what = f"a pipeline of diffusers, whose parts with weights are {few(parts, 12)}"
+    first = os.path.join(path, parts[0]) if parts else path
+    return Finding(what, f"give one part: ckptool list {shell(first)}", UnsupportedFormat)
+
+
+def _other_folder(path: str, names: list[str]) -> Finding:
+    """A folder of no known kind: whoever gave it may mean a file in it."""
+    if not names:
+        return Finding("an empty folder", None)
+    what = f"a folder that is no checkpoint: it holds {few(names)}"
+    files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
+    if not files:
+        return Finding(what, "give the checkpoint itself")
+    command = f"ckptool list {shell(os.path.join(path, files[0]))}"
+    if len(files) == 1:
+        return Finding(f"a folder; the checkpoint is {quoted(files[0])} in it", command)
+    if all(map(_BESIDE.fullmatch, files)):
+        what = f"a trainer's folder without the model itself: it holds {few(files)}"
+        return Finding(what, f"put the model's file beside them, or give one of them: {command}")
+    return Finding(f"a folder with several checkpoints in it: {few(files)}", f"give one: {command}")
+
+
+def _may_be_checkpoint(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    try:
+        source = FileSource(path)
+    except CheckpointError:
+        return False
+    try:
+        return looks_like_checkpoint(source.read(0, min(16, source.size)))
+    except (CheckpointError, OSError):
+        return False
+    finally:
+        source.close()

@@ -19,7 +19,7 @@ from ckptool.files import ByteRange, MemorySource
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
-from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
+from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 
 __all__ = [
     "COUNT",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -87,7 +86,9 @@ def _chosen(probe: Probe) -> _Names | None:
     """What is the one model of a folder, then what is not read for that."""
     if not probe.is_folder or probe.archive is not None:
         return None
-    found = [names for model in _MODELS if (names := _there(probe, model)) is not None]
+    found = [
+        _Names(model.library, files) for model in _MODELS if (files := _there(probe, model.files))
+    ]
     if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
         return None
     ((library, files),) = found
@@ -99,14 +100,10 @@ def _chosen(probe: Probe) -> _Names | None:
     return _Names(library, (index, *files)) if index == _SHARDS_OF[library] else None
 
 
-def _there(probe: Probe, model: _Names) -> _Names | None:
-    """Those of the files that the folder has, if it has any."""
-    names = tuple(_files(probe, model))
-    return _Names(model.library, names) if names else None
-
-
-def _files(probe: Probe, model: _Names) -> Iterator[str]:
-    """A link that leads nowhere is one too: what is meant is told, and no other taken for it."""
-    for name in model.files:
-        if name in probe.entries and not os.path.isdir(os.path.join(probe.path, name)):
-            yield name
+def _there(probe: Probe, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that the folder has; a link that leads nowhere is one that is meant."""
+    return tuple(
+        name
+        for name in names
+        if name in probe.entries and not os.path.isdir(os.path.join(probe.path, name))
+    )

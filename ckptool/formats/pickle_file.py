@@ -7,7 +7,6 @@ pickle if it reads as one, and as something that holds something.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
@@ -62,6 +61,7 @@ class PickleFile:
                 hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT",
             )
         rest = source.size - found.end
+        verb = "is" if rest == 1 else "are"
         storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}
         details = Details(
             size=source.size,
@@ -73,15 +73,11 @@ class PickleFile:
             framed=found.framed,
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
-            left_behind=tuple(_behind(rest)),
+            left_behind=(f"{counted(rest, 'byte')} behind the pickle {verb} not read",)
+            if rest
+            else (),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
-
-
-def _behind(rest: int) -> Iterator[str]:
-    if rest:
-        verb = "is" if rest == 1 else "are"
-        yield f"{counted(rest, 'byte')} behind the pickle {verb} not read"
 
 
 def _unpickle(probe: Probe, source: FileSource) -> Unpickled:

@@ -1,24 +1,367 @@
-"""Safetensors: one flat state dict behind a JSON header, on no device.
-
-After safetensors/src/tensor.rs and the format's README; torch's side of it (the dtypes, the
-doubled last dimension of F4) after bindings/python/py_src/safetensors/torch.py.
-"""
+"""The safetensors format, read, written and edited in place."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.dtypes import BY_SAFETENSORS
-from ckptool.errors import CorruptFile, UnreadableFile
-from ckptool.files import ByteRange
+from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
+from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
+from ckptool.files import ByteRange, FileSource
+from ckptool.files.source import neighbours
 from ckptool.formats.base import EditPlan, Probe, WritePlan
-from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
-from ckptool.formats.safetensors_metadata import FORMAT, restored
-from ckptool.model import Storage, TensorRef, row_major_strides
-from ckptool.words import listed, printable
+from ckptool.formats.safetensors_header import (
+    FORMAT,
+    LENGTH,
+    METADATA,
+    RESERVED,
+    Entry,
+    Header,
+    header_bytes,
+    header_text,
+    is_unicode,
+    metadata_of,
+    plain_versions,
+    read_header,
+    restored,
+)
+from ckptool.model import SPARSE_KINDS, Opaque, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.modules import attributes_of, holds_tensors
+from ckptool.quantisers import class_scheme, quantised
+from ckptool.statedict import wrapped_names
+from ckptool.words import counted, listed, printable
 
-__all__ = ["SAFETENSORS", "Safetensors"]
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
+
+__all__ = [
+    "SAFETENSORS",
+    "Content",
+    "Safetensors",
+    "content_of",
+    "flat_tensors",
+    "header_shape",
+    "left_out",
+    "overlapping",
+    "overlapping_names",
+    "remarks",
+    "true_ties",
+]
+
+_REMEDIES = {
+    **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
+    "quantized": "make it floating in torch before saving: .dequantize()",
+    "nested": "pad it in torch before saving: torch.nested.to_padded_tensor(tensor, 0.0)",
+    "subclass": "make it plain in torch before saving: .dequantize()",
+}
+"""What helps against a tensor of a kind that has no plain bytes."""
+_GATHER = "gather it in torch before saving: .full_tensor()"
+
+
+def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
+    """The tensors of a state dict by name, each one such as safetensors can hold.
+
+    Raises:
+        NotRepresentable: the root is no state dict, or a tensor or its name cannot be held.
+    """
+    items = list(root.items()) if isinstance(root, dict) else []
+    tensors = [(key, value) for key, value in items if isinstance(value, TensorRef)]
+    if not tensors and (items or not isinstance(root, dict)):
+        raise NotRepresentable(
+            "safetensors holds one flat state dict, and this is none",
+            file=file,
+            hint="--key NAME chooses a state dict inside; ckptool info lists them",
+        )
+    for key, tensor in tensors:
+        fact = _name_fault(key) or _tensor_fault(tensor)
+        if fact is not None:
+            remedy = _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
+            raise NotRepresentable(
+                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold",
+                file=file,
+                hint=None if tensor.has_content else remedy,
+            )
+    _check_containers(root, file)
+    return dict(tensors)
+
+
+def _check_containers(root: Any, file: str) -> None:
+    """Refuse what holds tensors beside its own elements: packed parameters, objects, attributes.
+
+    Raises:
+        NotRepresentable: naming them, with the quantiser where that is known.
+    """
+    holders = {
+        str(key): inside
+        for key, value in root.items()
+        for inside in [dict(attributes_of(value)) if isinstance(value, TensorRef) else value]
+        if holds_tensors(inside)
+    }
+    if not holders:
+        return
+    known = quantised(holders)
+    own = frozenset(wrapped_names(root))
+    texts = (
+        f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
+        f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"
+        for name, value in holders.items()
+    )
+    globs = dict.fromkeys(
+        f"*{name.rpartition('.')[2]}" if name in known else name if name in own else f"{name}/*"
+        for name in holders
+    )
+    raise NotRepresentable(
+        f"safetensors holds tensors alone, and no containers of them: {listed(texts)}",
+        file=file,
+        hint="write a .pth file, or leave it out: "
+        + " ".join(f"--exclude '{printable(glob)}'" for glob in globs),
+    )
+
+
+def _name_fault(key: Any) -> str | None:
+    if not isinstance(key, str):
+        return f"has a name of type {type(key).__name__}"
+    if key == METADATA:
+        return "has the name of the header's own entry"
+    return None if is_unicode(key) else "has a name that is not Unicode"
+
+
+def _tensor_fault(tensor: TensorRef) -> str | None:
+    if tensor.kind == "meta" or tensor.device == "meta":
+        return "is on the meta device and has no bytes"
+    if not tensor.has_content:
+        if tensor.is_spread:
+            return "is a distributed tensor, of which this file has a part"
+        if tensor.kind == "subclass":
+            scheme = class_scheme(tensor)
+            known = f" ({scheme})" if scheme else ""
+            return f"is of the class {printable(tensor.class_name)}{known}"
+        return f"is a {tensor.kind} tensor"
+    if BY_NAME[tensor.dtype].safetensors is None:
+        return f"has the dtype {tensor.dtype}"
+    if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:
+        return "is a pair of float4 without a dimension"
+    return None
+
+
+def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
+    """Each name that stands for a tensor that an earlier name stands for, with that name.
+
+    A name in `taken` cannot be an entry of the header and stays a tensor of its own.
+    """
+    first: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        kept = first.setdefault(_identity(tensor), name)
+        if kept != name and name not in taken:
+            ties[name] = kept
+    return ties
+
+
+def _identity(tensor: TensorRef) -> tuple[Any, ...]:
+    """What two names must share to be one tensor."""
+    place = tensor.offset, tensor.shape, tensor.stride
+    return id(tensor.storage), *place, tensor.dtype, tensor.flags
+
+
+def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
+    """What the file will not have, a sentence each."""
+    tensors = [value for value in root.values() if isinstance(value, TensorRef)]
+    yield from _others(root)
+    classed = [
+        any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
+        for tensor in tensors
+    ]
+    tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
+    if tags:
+        yield "device tags: " + listed(
+            f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items()
+        )
+    for what, count in (
+        ("that it is a Parameter", sum(tensor.is_parameter for tensor in tensors)),
+        ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
+        ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
+        ("its class or attributes", sum(classed)),
+    ):
+        if count:
+            yield f"{what}, of {counted(count, 'tensor')}"
+
+
+def _others(root: Mapping[Any, Any]) -> Iterator[str]:
+    """The entries of a state dict that are no tensors."""
+    groups: dict[str, list[str]] = {"values": [], "objects": [], "containers": []}
+    for key, value in root.items():
+        if isinstance(value, TensorRef):
+            continue
+        name = printable(str(key))
+        if isinstance(value, Opaque):
+            groups["objects"].append(f"{name} ({value.class_name})")
+        elif isinstance(value, (dict, list, tuple)):
+            groups["containers"].append(f"{name} (0 tensors inside)")
+        else:
+            groups["values"].append(name)
+    for group, names in groups.items():
+        if names:
+            yield f"{group}: {listed(names)}"
+
+
+def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
+    """What comes out otherwise than it was, though nothing is lost."""
+    if ties:
+        pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
+        yield f"tied tensors are written once, the other names in {METADATA}: {pairs}"
+    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
+    if scattered:
+        yield f"made contiguous: {listed(scattered)}"
+    arrays = [name for name, tensor in tensors.items() if tensor.kind == "numpy"]
+    if arrays:
+        yield f"numpy arrays become tensors: {listed(arrays)}"
+
+
+def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
+    """The tensors that share bytes, each of which gets its own."""
+    shared = overlapping_names(tensors)
+    if shared:
+        yield f"tensors that share memory get bytes of their own: {listed(shared)}"
+
+
+def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """The names of the tensors that share bytes with another one."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.nbytes:
+            groups.setdefault(id(tensor.storage), []).append(name)
+    shared: set[str] = set()
+    for group in groups.values():
+        if len(group) == 1:
+            continue
+        end, widest = 0, ""
+        for start, stop, name in sorted((*_reach(tensors[name]), name) for name in group):
+            if start < end:
+                shared |= {widest, name}
+            if stop > end:
+                end, widest = stop, name
+    return [name for name in tensors if name in shared]
+
+
+def _reach(tensor: TensorRef) -> tuple[int, int]:
+    """The first element of the storage that it looks at, and the one after the last, in bytes."""
+    steps = [
+        ((size or 0) - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)
+    ]
+    first = tensor.offset + sum(step for step in steps if step < 0)
+    last = tensor.offset + sum(step for step in steps if step > 0)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What of a checkpoint a file will have."""
+
+    tensors: Mapping[str, TensorRef]
+    """Under every name, in the order of the state dict."""
+    ties: Mapping[str, str]
+    """Each name that has no entry of its own, with the name that has."""
+    metadata: Mapping[str, str]
+    """The header's `__metadata__`."""
+    left_out: tuple[str, ...]
+    """What the file will not have, a phrase each."""
+
+    @property
+    def written(self) -> dict[str, TensorRef]:
+        """The tensors that have an entry of their own."""
+        return {name: ref for name, ref in self.tensors.items() if name not in self.ties}
+
+
+def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
+    """What of `checkpoint` a file will have; `given` are the other entries of `__metadata__`.
+
+    Raises:
+        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
+    """
+    tensors = flat_tensors(checkpoint.root, checkpoint.path)
+    ties = true_ties(tensors, RESERVED | given.keys())
+    versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
+    attributes = (f"attributes: {listed(lost)}",) if lost else ()
+    return Content(
+        tensors,
+        ties,
+        {**given, **metadata_of(ties, tensors, versions, given)},
+        (*left_out(checkpoint.root), *attributes),
+    )
+
+
+def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
+    """Each tensor's entry, in the order of the bytes.
+
+    The largest elements come first, so that every tensor is aligned; otherwise the order stays.
+    """
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: -_alignment(tensors[name])):
+        tensor = tensors[name]
+        code = BY_NAME[tensor.dtype].safetensors or ""
+        entries[name] = Entry(name, code, header_shape(tensor), end, end + tensor.nbytes)
+        end += tensor.nbytes
+    return entries
+
+
+def _alignment(tensor: TensorRef) -> int:
+    """The power of two that divides an element's size: F6 has three bytes for four elements."""
+    return tensor.itemsize & -tensor.itemsize
+
+
+def header_shape(tensor: TensorRef) -> tuple[int, ...]:
+    """The shape as the header counts: torch's pairs of F4 are two elements there."""
+    shape = tuple(size or 0 for size in tensor.shape)
+    if tensor.dtype == "float4_e2m1fn_x2":
+        return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    return shape
+
+
+def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
+    """What to copy and what to stream, in order; neighbours in one file are one copy."""
+    written = (tensor for tensor in tensors if tensor.nbytes)
+    for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
+        if verbatim:
+            yield from neighbours(tensor.data for tensor in group)
+        else:
+            yield from group
+
+
+def _body(source: FileSource) -> ByteRange:
+    """The bytes behind the header of a file that has been opened as safetensors."""
+    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    begin = LENGTH.size + length
+    return ByteRange(source, begin, source.size - begin)
+
+
+def _entries_in_place(tensors: Mapping[str, TensorRef], body: ByteRange) -> list[Entry] | None:
+    """Each tensor's entry over the bytes that it has; None if one is no run of `body`."""
+    entries = []
+    for name, tensor in tensors.items():
+        if not tensor.is_verbatim or tensor.data.source is not body.source:
+            return None
+        start = tensor.data.offset - body.offset
+        code = BY_NAME[tensor.dtype].safetensors or ""
+        entries.append(Entry(name, code, header_shape(tensor), start, start + tensor.nbytes))
+    return entries
+
+
+def _tile(entries: Iterable[Entry], length: int) -> bool:
+    """Whether they cover `length` bytes, each once."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
+            return False
+        end = entry.stop
+    return end == length
+
 
 _LIKELY_HEADER = 1 << 40
 """A header's length below it; eight letters of a text make a number far above."""
@@ -70,19 +413,63 @@ class Safetensors:
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
-        from ckptool.formats.safetensors_writer import plan  # a list needs no writer
+        content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+        written = content.written
+        entries = _entries(written)
+        head = header_bytes(
+            (entries[name] for name in written), content.metadata, file=checkpoint.path
+        )
+        pieces = list(_pieces(written[name] for name in entries))
 
-        return plan(checkpoint)
+        def write(output: Output) -> None:
+            output.write(head)
+            for piece in pieces:
+                if isinstance(piece, ByteRange):
+                    output.copy(piece)
+                else:
+                    output.stream(piece.content())
+
+        return WritePlan(
+            "safetensors",
+            len(head) + sum(tensor.nbytes for tensor in written.values()),
+            write,
+            left_out=content.left_out,
+            notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
+            tensors=len(content.tensors),
+        )
 
     def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
-        """The new header of the file itself (`safetensors_edit.plan_edit`).
+        """The header that makes the file hold `checkpoint`; None if that takes a new file.
+
+        It does where the header becomes longer, or cannot say something that there is to say, and
+        where the tensors are not, each as it is, the runs of bytes behind the header. What the
+        header says beside the state dict stays; the rest of the old length is filled with spaces.
 
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
-        from ckptool.formats.safetensors_edit import plan_edit  # nor one
+        from ckptool.files.editing import Patch  # a list edits nothing
 
-        return plan_edit(checkpoint)
+        if checkpoint.format != "safetensors" or len(checkpoint.sources) != 1:
+            return None
+        content = content_of(checkpoint, checkpoint.details.header)
+        if content.left_out:
+            return None
+        source = checkpoint.sources[0]
+        body = _body(source)
+        entries = _entries_in_place(content.written, body)
+        if entries is None or not _tile(entries, body.length):
+            return None
+        text = header_text(entries, content.metadata)
+        length = body.offset - LENGTH.size
+        if len(text) > length:
+            return None
+        return EditPlan(
+            Patch(0, LENGTH.pack(length) + text.ljust(length)),
+            source.size,
+            notes=tuple(remarks(content.tensors, content.ties)),
+            tensors=len(content.tensors),
+        )
 
 
 SAFETENSORS = Safetensors()

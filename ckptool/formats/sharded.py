@@ -1,31 +1,462 @@
-"""A checkpoint in shards, in Hugging Face's layout: parts of one state dict, and an index."""
+"""A model in several files behind an index, read as one checkpoint."""
 
 from __future__ import annotations
 
 import errno
+import ntpath
 import os
-from contextlib import ExitStack
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
     FileBusy,
     FileMissing,
+    LimitExceeded,
     UnsupportedFormat,
 )
-from ckptool.files.locking import leads_to
-from ckptool.files.names import has_journal
+from ckptool.files import FileSource
+from ckptool.files.journal import leads_to
+from ckptool.files.opening import has_journal, journalled
 from ckptool.files.system import allow_open_files
 from ckptool.formats import candidates, identify
 from ckptool.formats.base import Format, Probe
-from ckptool.formats.shard_details import details_of
-from ckptool.formats.shard_index import ShardIndex
-from ckptool.formats.shard_joining import joined
-from ckptool.limits import Limits
-from ckptool.words import listed
+from ckptool.formats.identify import Finding, few, quoted, shell
+from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import OrderedMap, TensorRef, find_tensors
+from ckptool.words import counted, listed, printable
 
-__all__ = ["SAFETENSORS_SHARDED", "TORCH_SHARDED", "Sharded"]
+__all__ = [
+    "SAFETENSORS_SHARDED",
+    "TORCH_SHARDED",
+    "ShardIndex",
+    "Sharded",
+    "details_of",
+    "joined",
+    "open_index",
+    "shards_named_by",
+    "total_size_notes",
+]
+
+_WEIGHT_MAP = "weight_map"
+_MARK = f'"{_WEIGHT_MAP}"'.encode()
+_NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
+"""How an index is called: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
+_INDEXED = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
+_NUMBERED = re.compile(r"(.*)-\d{5,}-of-(\d{5,})(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """An index that keeps the rules of its own: what the shards hold is another question."""
+
+    source: FileSource
+    weight_map: Mapping[str, str]
+    """Tensor -> file name, in the order of the index."""
+    metadata: Mapping[str, Any]
+    """Free text, and `total_size`."""
+
+    @property
+    def path(self) -> str:
+        """The index itself."""
+        return self.source.path
+
+    shards: tuple[str, ...]
+    """The file names, each once, in the order of their first tensors."""
+
+    def names_by_shard(self) -> dict[str, list[str]]:
+        """The tensors that each shard should have."""
+        names: dict[str, list[str]] = {name: [] for name in self.shards}
+        for tensor, name in self.weight_map.items():
+            names[name].append(tensor)
+        return names
+
+    def beside(self, name: str) -> str:
+        """The path of a file in the folder of the index."""
+        return os.path.join(os.path.dirname(self.path), name)
+
+    def unnamed(self) -> Iterator[str]:
+        """Files beside it that by their names are of the same set, and that it does not name."""
+        series = {found.groups() for name in self.shards if (found := _NUMBERED.fullmatch(name))}
+        if not series:
+            return
+        named, there = set(self.shards), []
+        with suppress(OSError):  # a folder that we may enter, and not list
+            there = sorted(os.listdir(os.path.dirname(self.path) or "."))
+        for name in there:
+            found = _NUMBERED.fullmatch(name)
+            if found and found.groups() in series and name not in named:
+                yield name
+
+
+def open_index(probe: Probe) -> ShardIndex | None:
+    """The index that a file is, or the only one that a folder holds; None for anything else.
+
+    A file is an index by its content, an object with a `weight_map`; in a folder those are looked
+    at that are called like one.
+
+    Raises:
+        NotACheckpoint: the folder holds several.
+        CorruptFile: it breaks a rule: not JSON, a name twice, a shard that is no plain file name.
+        LimitExceeded: it is longer than `limits.max_json_bytes`.
+    """
+    if probe.source is not None:
+        return _index_of(probe.source, probe.limits)
+    with ExitStack() as opened:
+        found = []
+        for path in _called_so(probe):
+            inner = Probe(path, probe.limits)
+            opened.callback(inner.close)
+            found.append(inner.shard_index)
+        indexes = [index for index in found if index is not None]
+        if len(indexes) > 1:
+            raise _several(probe.path, indexes)
+        _refuse_rival(probe, indexes)
+        if indexes:
+            opened.pop_all()
+        return indexes[0] if indexes else None
+
+
+def shards_named_by(path: str) -> tuple[str, ...]:
+    """The files that an index names which is about to be replaced; none, if it is no index."""
+    with suppress(CheckpointError):
+        source = FileSource(path)
+        try:
+            index = _index_of(source, DEFAULT_LIMITS)
+        finally:
+            source.close()
+        return index.shards if index else ()
+    return ()
+
+
+def _called_so(probe: Probe) -> Iterator[str]:
+    """Files in a folder that are called like an index, or would be had a write not been killed."""
+    names = {journalled(name) or name for name in probe.entries}
+    for name in sorted(filter(_NAME.fullmatch, names)):
+        path = os.path.join(probe.path, name)
+        if os.path.isfile(path) or has_journal(path):
+            yield path
+
+
+def _refuse_rival(probe: Probe, indexes: list[ShardIndex]) -> None:
+    """Refuse to choose between shards and the one file that would bear the name of all."""
+    for index in indexes:
+        name = os.path.basename(index.path)
+        whole = _INDEXED.sub("", name)
+        if whole in probe.entries:
+            what = f"a folder with {quoted(whole)} and, in shards, {quoted(name)}"
+            hint = f"give one: ckptool list {shell(os.path.join(probe.path, whole))}"
+            raise Finding(what, hint).error(probe.path)
+
+
+def _several(folder: str, indexes: list[ShardIndex]) -> CheckpointError:
+    names = [os.path.basename(index.path) for index in indexes]
+    what = f"a folder with several checkpoints in shards, whose indexes are {few(names)}"
+    return Finding(what, f"give one: ckptool list {shell(indexes[0].path)}").error(folder)
+
+
+def _index_of(source: FileSource, limits: Limits) -> ShardIndex | None:
+    head = source.read(0, min(512, source.size))
+    called_so = _NAME.fullmatch(os.path.basename(source.path)) is not None
+    if not head.lstrip(b" \t\r\n").startswith(b"{"):
+        return None
+    if source.size > limits.max_json_bytes:
+        if not called_so and _MARK not in head:
+            return None
+        raise LimitExceeded(
+            f"the index has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed",
+            file=source.path,
+        )
+    raw = source.read(0, source.size)
+    if not called_so and _MARK not in raw:
+        return None
+    try:
+        return _parsed(raw, source)
+    except CorruptFile as error:
+        error.file = source.path
+        raise
+
+
+def _parsed(raw: bytes, source: FileSource) -> ShardIndex | None:
+    try:
+        document = parse_json(raw.decode("utf-8"), "the index")
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"the index is not UTF-8 at byte {error.start:,}") from error
+    if _WEIGHT_MAP not in document:
+        return None
+    weight_map = document[_WEIGHT_MAP]
+    if not isinstance(weight_map, dict):
+        raise CorruptFile(f"the index's {_WEIGHT_MAP} is not an object of strings")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CorruptFile(
+                f"the index's {_WEIGHT_MAP} is not an object of strings: it has {name!r} for "
+                f"tensor '{printable(tensor)}'"
+            )
+    for name in dict.fromkeys(weight_map.values()):
+        if not _is_plain(name):
+            raise CorruptFile(
+                f"the index names the shard {quoted(name)}, which is no name of a file beside it"
+            )
+    metadata = document.get("metadata")
+    return ShardIndex(
+        source,
+        weight_map,
+        metadata if isinstance(metadata, dict) else {},
+        tuple(dict.fromkeys(weight_map.values())),
+    )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it can only be a file in the folder of the index, on whatever system."""
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return not ntpath.splitdrive(name)[0]
+
+
+_MOST_NAMED = 5
+
+
+def joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
+    """The state dict of all shards (by file name), in the order of the index.
+
+    Ties within a shard stay. Tied names that no shard holds as safetensors cannot hold them come
+    back from the headers of the shards, or from the index, where huggingface_hub notes them.
+    `_metadata` is that of all shards together.
+
+    Raises:
+        CorruptFile: a name is in two shards; in another than the index says; in none; in a shard,
+            and not in the index; or a file that belongs to the set is not in the index.
+    """
+    for name in index.unnamed():
+        raise CorruptFile(
+            f"the index does not name {name!r}, which lies beside it and is of the same set",
+            file=index.path,
+            hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
+        )
+    for file, names in index.names_by_shard().items():
+        _check_root(index, file, names, shards[file].root)
+    places = _places(index, shards)
+    _check_places(index, shards, places)
+    entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
+    for name, file in places.items():  # values that an index does not name
+        entries.setdefault(name, shards[file].root[name])
+    root, _ = restored(entries, *_told(index, shards, places))
+    root.attributes = _attributes(shards.values())
+    return root
+
+
+def _check_root(index: ShardIndex, file: str, names: Iterable[str], root: Any) -> None:
+    """Refuse a shard that holds something else than entries of a state dict at its top."""
+    if not isinstance(root, dict):
+        what = f"holds a {type(root).__name__}"
+    elif root.keys().isdisjoint(names):
+        what = f"holds none of the tensors that the index places there, but {listed(_shown(root))}"
+    else:
+        return
+    raise CorruptFile(
+        f"the shard {file!r} {what}",
+        file=index.path,
+        hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
+    )
+
+
+def _shown(names: Iterable[Any]) -> list[str]:
+    return [f"'{printable(str(name))}'" for name in names]
+
+
+def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
+    """Which shard holds each name itself; a tied name that a header mentions is not held."""
+    places: dict[Any, str] = {}
+    for file, shard in shards.items():
+        for name in shard.root:
+            if _tied_to(shard, name) is None and places.setdefault(name, file) != file:
+                raise CorruptFile(
+                    f"tensor '{printable(str(name))}' is in two shards, "
+                    f"{places[name]!r} and {file!r}",
+                    file=index.path,
+                    hint="the shards are of different checkpoints, or of different saves of one",
+                )
+    return places
+
+
+def _tied_to(shard: Checkpoint, name: Any) -> str | None:
+    """The name in whose place the header of a safetensors file mentions this one."""
+    if shard.format != "safetensors":
+        return None
+    kept: str = shard.root[name].storage.key
+    return kept if kept != name else None
+
+
+def _check_places(
+    index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
+) -> None:
+    wrong: dict[str, list[str]] = {}
+    for name, file in index.weight_map.items():
+        there = places.get(name, file)
+        if there != file:
+            text = f"the index places in {file!r} a tensor that is in {there!r}"
+            wrong.setdefault(text, []).append(name)
+        elif name not in shards[file].root:
+            text = f"the index places in {file!r} a tensor that no shard has"
+            wrong.setdefault(text, []).append(name)
+    for name, file in places.items():
+        if name not in index.weight_map and isinstance(shards[file].root[name], TensorRef):
+            text = f"{file!r} has a tensor that the index does not name"
+            wrong.setdefault(text, []).append(name)
+    if wrong:
+        facts = (f"{text}: {listed(_shown(names), _MOST_NAMED)}" for text, names in wrong.items())
+        raise CorruptFile(
+            listed(facts, 1) if len(wrong) > _MOST_NAMED else "; ".join(facts),
+            file=index.path,
+            hint="index and shards are of different saves: fetch them again, together",
+        )
+
+
+def _told(
+    index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The entries of the index that may be ties, and the ties that the shards' headers tell."""
+    if any(shard.format != "safetensors" for shard in shards.values()):
+        return {}, {}
+    ties: dict[str, str] = {}
+    for shard in shards.values():
+        for name in shard.root:
+            kept = _tied_to(shard, name)
+            if kept is not None and name not in places:
+                ties[name] = kept
+    texts = {
+        key: text
+        for key, text in index.metadata.items()
+        if isinstance(text, str) and key != VERSIONS
+    }
+    return texts, ties
+
+
+def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
+    """The attributes of all shards' roots; of `_metadata` the entries of all, the first counts."""
+    found: dict[Any, Any] = {}
+    for shard in shards:
+        if not isinstance(shard.root, OrderedMap):
+            continue
+        for key, value in shard.root.attributes.items():
+            before = found.setdefault(key, value)
+            if before is not value and isinstance(before, dict) and isinstance(value, dict):
+                merged = type(before)(before)
+                merged.update((name, value[name]) for name in value if name not in before)
+                found[key] = merged
+    return found
+
+
+_DERIVED = frozenset({"total_size", "total_parameters", PLACES})
+"""Entries of an index that follow from the tensors."""
+
+
+def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: OrderedMap) -> Details:
+    """The details of the checkpoint whose state dict, joined, is `root`."""
+    all_of = [shard.details for shard in shards.values()]
+    header, conflicting = _headers(details.header for details in all_of)
+    return Details(
+        size=index.source.size + sum(details.size for details in all_of),
+        writer=_writer([details.writer for details in all_of]),
+        byteorder=_common([details.byteorder for details in all_of], "little", "mixed"),
+        protocol=_common([details.protocol for details in all_of], None, None),
+        globals=_merged(details.globals for details in all_of),
+        opcodes=_merged(details.opcodes for details in all_of),
+        storage_bytes=sum(details.storage_bytes for details in all_of),
+        dead_bytes=sum(details.dead_bytes for details in all_of),
+        notes=(
+            *(() if index.weight_map else ("the index names no tensor",)),
+            *total_size_notes(index, root),
+            *_by_shard({file: shard.details.notes for file, shard in shards.items()}),
+        ),
+        left_behind=(
+            *_entries("the header that differ between the shards", conflicting),
+            *_entries("the index", [key for key in index.metadata if _stays(key, root)]),
+            *_by_shard({file: shard.details.left_behind for file, shard in shards.items()}),
+        ),
+        unreferenced=tuple(
+            _by_shard({file: shard.details.unreferenced for file, shard in shards.items()})
+        ),
+        header=header,
+    )
+
+
+def _writer(writers: Sequence[str]) -> str:
+    kinds = ", ".join(dict.fromkeys(filter(None, writers)))
+    count = f"in {counted(len(writers), 'shard')}"
+    return f"{kinds}, {count}" if kinds else count
+
+
+def _common(values: Sequence[Any], none: Any, several: Any) -> Any:
+    """What all say; `none` where nobody does, `several` where they differ."""
+    found = set(values)
+    return (found.pop() if len(found) == 1 else several) if found else none
+
+
+def _merged(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for group in groups for name in group))
+
+
+def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """The entries that every shard which has them has alike, and the names of the others."""
+    found: dict[str, str] = {}
+    conflicting: dict[str, None] = {}
+    for header in headers:
+        for key, text in header.items():
+            if found.setdefault(key, text) != text:
+                conflicting[key] = None
+    return {key: text for key, text in found.items() if key not in conflicting}, list(conflicting)
+
+
+def _stays(key: str, root: OrderedMap) -> bool:
+    """Whether an entry of the index is something that no rewrite carries over."""
+    return key not in _DERIVED and key not in root
+
+
+def _entries(what: str, keys: Sequence[str]) -> Iterator[str]:
+    if keys:
+        yield f"entries of {what}: {listed(keys)}"
+
+
+def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Each sentence once, with the shards that it is of unless it is of all."""
+    files: dict[str, list[str]] = {}
+    for file, texts in sentences.items():
+        for text in texts:
+            files.setdefault(text, []).append(file)
+    for text, named in files.items():
+        yield text if len(named) == len(sentences) else f"{listed(named, 3)}: {text}"
+
+
+def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
+    """A note where the index states another size than any that writers have counted."""
+    stated = index.metadata.get("total_size")
+    every = [value for value in root.values() if isinstance(value, TensorRef)]
+    distinct = {_identity(tensor): tensor for tensor in every}
+    storages = {id(tensor.storage): tensor.storage for tensor in find_tensors(root)}
+    once = sum(tensor.nbytes for tensor in distinct.values())
+    stored = sum(storage.nbytes for storage in storages.values() if storage is not None)
+    if stated not in (None, once, stored, sum(tensor.nbytes for tensor in every)):
+        said = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
+        yield f"the index says that the tensors take {said} bytes, and they take {once:,}"
+
+
+def _identity(tensor: TensorRef) -> Any:
+    if tensor.storage is None:
+        return id(tensor)
+    return id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.dtype
+
 
 _SPARE = 64
 """Files that may be opened beside the shards."""

@@ -1,25 +1,25 @@
-"""What `torch.save` writes since 1.6, and since 1.4 when asked: a zip of a pickle and storages.
-
-Records in one folder: `data.pkl`, whose persistent ids name storages; `data/KEY` (`tensors/KEY` in
-1.4) with the bytes of each; `version`; since 2.1 `byteorder`; since 2.7 `.format_version` and
-`.storage_alignment`. After torch/serialization.py (`_save`, `_load`) and
-caffe2/serialize/inline_container.cc.
-"""
+"""The zip that torch.save writes since 1.6, read and written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
-from ckptool.errors import CorruptFile
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, NotRepresentable
+from ckptool.files.strided import swapped
 from ckptool.formats.archive import read_text
 from ckptool.formats.base import Archive, EditPlan, Probe, Record, WritePlan
 from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
-from ckptool.symbolic.persistent import StoragePid, is_storage_pid, parse_storage_pid
+from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
 
 __all__ = [
     "PICKLE",
@@ -32,6 +32,30 @@ __all__ = [
     "read_contents",
 ]
 
+ALIGNMENT = 64
+
+
+def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
+    """The record `data/INDEX`, its bytes little-endian; `dtype` tells what a change reverses."""
+    data = storage.data
+    if data is None:
+        raise NotRepresentable(
+            f"storage {storage.key!r} is on the {storage.device} device and has no bytes to write",
+            file=file,
+        )
+    swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
+
+    def write(output: Output) -> int:
+        if swap > 1:
+            return output.stream(swapped(data.blocks(), swap))
+        if storage.crc32 is not None and not storage.compressed:
+            output.copy(data)
+            return storage.crc32
+        return output.copy_checked(data)
+
+    return NewRecord(f"data/{index}", storage.nbytes, write)
+
+
 PICKLE = "data.pkl"
 _PAYLOADS = ("data/", "tensors/")
 _FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
@@ -40,7 +64,6 @@ SHORT = 64
 """Bytes that a record of a fact may have."""
 _POINTER = 1 << 16
 """A key beyond it is no count but an address: torch before 1.9 used those."""
-ALIGNMENT = 64
 
 
 class Storages:
@@ -183,14 +206,31 @@ class TorchZip:
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """The zip that torch 2.13 would write (`torch_zip_writer.plan`).
+        """Torch's layout but for `.data/serialization_id`, a hash for its own logging.
 
         Raises:
             NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
         """
-        from ckptool.formats.torch_zip_writer import plan
+        from ckptool.symbolic.encoder import encode  # a list needs none of it
 
-        return plan(checkpoint)
+        encoded = encode(checkpoint.root)
+        records = [
+            literal("data.pkl", encoded.data),
+            literal(".format_version", b"1"),
+            literal(".storage_alignment", str(ALIGNMENT).encode()),
+            literal("byteorder", b"little"),
+        ]
+        for index, storage in enumerate(encoded.storages):
+            records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
+        records.append(literal("version", b"3\n"))
+        new = plan_zip("archive", records, ALIGNMENT)
+        return WritePlan(
+            "torch-zip",
+            new.size,
+            new.write,
+            tensors=sum(1 for _ in checkpoint.tensors()),
+            blockers=encoded.blockers,
+        )
 
     def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
         """What to append to the file itself (`torch_zip_edit.plan_edit`).
@@ -224,7 +264,9 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
         left_behind=tuple(_left_behind(archive)),
-        unreferenced=tuple(_unreferenced(unused)),
+        unreferenced=(f"{few([one.name for one in unused])} not referred to by the pickle",)
+        if unused
+        else (),
     )
 
 
@@ -245,11 +287,6 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
             f"{few(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
             "a rewrite stores them plainly"
         )
-
-
-def _unreferenced(unused: list[Record]) -> Iterator[str]:
-    if unused:
-        yield f"{few([record.name for record in unused])} not referred to by the pickle"
 
 
 def _left_behind(archive: Archive) -> Iterator[str]:

@@ -1,30 +1,72 @@
-"""A torch zip edited where it lies: a new pickle and a new directory behind the old end.
-
-A zip's directory decides which records count. The storages stay where they are; the old pickle,
-the old directory and its end records become dead bytes.
-"""
+"""A torch zip edited in place, and the storage offsets that torch computes."""
 
 from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.editing import Patch
+from ckptool.formats.archive import (
+    End,
+    Entry,
+    find_end,
+    payload_offsets,
+    raw_entries,
+    read_directory,
+    record_of,
+)
 from ckptool.formats.base import EditPlan
-from ckptool.formats.torch_offsets import COMPUTING, Laid, alignment_of, computed_offsets
 from ckptool.formats.torch_zip import ALIGNMENT, PICKLE, SHORT, is_known_version
-from ckptool.formats.zip_directory import End, Entry, find_end, raw_entries, read_directory
-from ckptool.formats.zip_records import payload_offsets, record_of
 from ckptool.formats.zip_writer import Place, end_records
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Storage
 from ckptool.symbolic.encoder import encode
 
-__all__ = ["plan_edit"]
+__all__ = ["COMPUTING", "Laid", "alignment_of", "computed_offsets", "plan_edit"]
+
+COMPUTING = (".format_version", ".storage_alignment")
+"""The records that let torch compute where storages are, instead of looking it up."""
+
+
+class Laid(NamedTuple):
+    """A storage's record as it lies in the file."""
+
+    name: bytes
+    """With the folder."""
+    size: int
+    header: int
+    payload: int
+    """Offset of its first byte."""
+
+
+def alignment_of(stated: str | None) -> int | None:
+    """What `.storage_alignment` says, None where torch can make nothing of it."""
+    text = str(ALIGNMENT) if stated is None else stated
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def computed_offsets(used: Iterable[Laid], alignment: int) -> Iterator[int | None]:
+    """Where torch takes each payload to begin, in the order in which the pickle first uses them.
+
+    The first is looked up and must have the key 0: it is None where it has another, and nothing
+    follows.
+    """
+    header = 0
+    for position, laid in enumerate(used):
+        if position == 0 and not laid.name.endswith(b"/data/0"):
+            yield None
+            return
+        header = header if position else laid.header
+        place = Place(laid.name, laid.size, header, alignment)
+        computed = place.payload if position else laid.payload
+        yield computed
+        header = computed + laid.size + place.descriptor_size
+
 
 _STALE = ".data/serialization_id"
 """A hash over all records, of which torch makes nothing but a line in a log."""

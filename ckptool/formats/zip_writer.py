@@ -11,9 +11,12 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptool.errors import WriteError
-from ckptool.files.output import Output
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
 
 __all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_zip"]
 

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.aligning import Alignment, Entry
 from ckptool.inspection.diff_result import Changed, Diff
 from ckptool.model import Path, TensorRef
-from ckptool.paths import name_of
+from ckptool.tree import name_of
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference

@@ -14,7 +14,7 @@ from ckptool.inspection.values import class_of, is_value, json_path, json_value,
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import module_state
-from ckptool.paths import name_of, resolve
+from ckptool.tree import name_of, resolve
 
 __all__ = ["Shown", "ShownContainer", "ShownObject", "ShownTensor", "ShownValue", "show"]
 

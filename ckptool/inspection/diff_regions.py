@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.model import DeviceValue, Global, Opaque, Path
-from ckptool.paths import walk
+from ckptool.tree import walk
 
 __all__ = ["Entry", "Pair", "Region", "comparable", "is_set", "pair_regions", "same_container"]
 

@@ -11,8 +11,8 @@ from ckptool.errors import AmbiguousName, NotFound
 from ckptool.inspection.diff_regions import Entry, Pair
 from ckptool.model import Opaque, Path
 from ckptool.modules import is_module
-from ckptool.paths import held_items, name_of, resolve
 from ckptool.statedict import is_flat, sections
+from ckptool.tree import held_items, name_of, resolve
 from ckptool.words import printable
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.paths import name_of
+from ckptool.tree import name_of
 
 __all__ = [
     "ITSELF",

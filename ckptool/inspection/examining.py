@@ -19,13 +19,12 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import InflatedSource, Source
-from ckptool.files.crc import crc32s
+from ckptool.files.checksums import crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
-from ckptool.formats.base import Probe
+from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.problems import Checksum, Findings, Problem
-from ckptool.formats.shard_index import ShardIndex
+from ckptool.formats.sharded import ShardIndex
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
@@ -33,8 +32,8 @@ from ckptool.inspection.usage import distinct
 from ckptool.inspection.verdict import Verdict, problem_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.paths import name_of
 from ckptool.tensors.nonfinite import is_floating, nonfinite
+from ckptool.tree import name_of
 from ckptool.words import counted, listed
 
 __all__ = ["Progress", "examine"]

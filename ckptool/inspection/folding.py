@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.inspection.listing import Listing, TensorRow
-from ckptool.patterns import ranges
+from ckptool.names import ranges
 
 __all__ = ["TreeNode", "tree"]
 

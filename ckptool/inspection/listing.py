@@ -11,8 +11,8 @@ from ckptool.errors import LimitExceeded
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
-from ckptool.paths import name_of, selected, walk
 from ckptool.transforms.places import tie_key
+from ckptool.tree import name_of, selected, walk
 
 __all__ = [
     "Listing",

@@ -24,8 +24,8 @@ from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.values import json_path
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.paths import name_of
 from ckptool.transforms.places import tie_key
+from ckptool.tree import name_of
 
 __all__ = ["HashedTensor", "hashed_tensors", "manifest_name", "read_manifest", "write_manifest"]
 

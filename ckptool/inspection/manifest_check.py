@@ -7,12 +7,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptool.errors import NameCollision
-from ckptool.formats.problems import Findings, Problem
+from ckptool.formats.base import Findings, Problem
 from ckptool.inspection.manifest import HashedTensor
 from ckptool.inspection.values import shape_text
-from ckptool.paths import name_of
+from ckptool.names import strip_names
+from ckptool.tree import name_of
 from ckptool.words import counted, listed
-from ckptool.wrappers import strip_names
 
 __all__ = ["held_against"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.model import StorageRef, TensorRef
-from ckptool.paths import everything
 from ckptool.statedict import MODEL_KINDS
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
+from ckptool.tree import everything
 from ckptool.words import counted, printable
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.listing import TensorRow
 from ckptool.inspection.values import shape_text
-from ckptool.patterns import families
+from ckptool.names import families
 from ckptool.words import counted
 
 if TYPE_CHECKING:

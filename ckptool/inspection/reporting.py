@@ -13,8 +13,8 @@ from ckptool.errors import TorchMissing
 from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.summary import Info, info
 from ckptool.model import Path
-from ckptool.paths import resolve
 from ckptool.transforms.places import tie_key
+from ckptool.tree import resolve
 
 if TYPE_CHECKING:
     from ckptool.inspection.charting import Bar

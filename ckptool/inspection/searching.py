@@ -12,8 +12,8 @@ from ckptool.files import FileSource
 from ckptool.formats import candidates
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import looks_like_checkpoint
-from ckptool.formats.shard_index import shards_named_by
-from ckptool.formats.tar_members import BLOCK, is_tar
+from ckptool.formats.sharded import shards_named_by
+from ckptool.formats.torch_tar import BLOCK, is_tar
 from ckptool.inspection.remains import should_be_one
 from ckptool.limits import Limits
 

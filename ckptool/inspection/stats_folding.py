@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptool.patterns import families
+from ckptool.names import families
 from ckptool.tensors.moments import Moments
 from ckptool.tensors.statistics import Histogram, Measures
 from ckptool.words import counted

@@ -26,11 +26,11 @@ from ckptool.inspection.obstacles import (
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
+from ckptool.names import N_AVERAGED
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
 from ckptool.words import counted
-from ckptool.wrappers import N_AVERAGED
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 

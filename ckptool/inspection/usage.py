@@ -8,8 +8,8 @@ from typing import Any
 from ckptool.dtypes import PACKED
 from ckptool.files import MemorySource
 from ckptool.model import Path, Storage, StorageRef, TensorRef
-from ckptool.paths import everything, name_of
 from ckptool.transforms.places import place_of, tie_key
+from ckptool.tree import everything, name_of
 
 __all__ = ["distinct", "storage_use", "ties"]
 

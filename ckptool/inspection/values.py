@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.inspection.diff_regions import is_set
 from ckptool.model import Opaque, Path, TensorRef
-from ckptool.paths import name_of
+from ckptool.tree import name_of
 
 __all__ = ["class_of", "json_path", "json_value", "set_items", "summarise"]
 

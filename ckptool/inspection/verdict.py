@@ -14,7 +14,7 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from ckptool.formats.problems import Problem
+from ckptool.formats.base import Problem
 
 __all__ = ["NOT_ONE", "Verdict", "problem_of"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.errors import CheckpointError, UnsupportedFormat
-from ckptool.formats.problems import Findings, Problem
+from ckptool.formats.base import Findings, Problem
 from ckptool.inspection.examining import Progress, examine
 from ckptool.inspection.manifest import (
     HashedTensor,

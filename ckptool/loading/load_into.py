@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ckptool._collecting import uncollected
+from ckptool._lazy import uncollected
 from ckptool.errors import UsageError, warn
 from ckptool.loading.arguments import advising, check_arguments
 from ckptool.loading.filling.agreement import agreement

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool._collecting import uncollected
+from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.loading.arguments import check_lists
 from ckptool.loading.fitting.likes import target_like

@@ -16,14 +16,14 @@ from ckptool.errors import (
     UsageError,
     WriteError,
 )
-from ckptool.files.refusals import worded
+from ckptool.files.system import worded
 from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.loading.saving.freezing import frozen
 from ckptool.loading.saving.live_states import LiveStates, is_optimizer
-from ckptool.nodes import OrderedMap
+from ckptool.model import OrderedMap
+from ckptool.names import N_AVERAGED
 from ckptool.statedict import OF_THE_MODEL, model_state_dict
 from ckptool.tensors.runtime import require_torch
-from ckptool.wrappers import N_AVERAGED
 from ckptool.writing import FLAT, Receipt, target_format
 from ckptool.writing import save as written
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ckptool.matching.known_renames import Respelling, respellings
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import Shape
-from ckptool.wrappers import N_AVERAGED, WRAPPERS
+from ckptool.names import N_AVERAGED, WRAPPERS
 
 __all__ = [
     "WORDS",

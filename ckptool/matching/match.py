@@ -30,9 +30,9 @@ from ckptool.matching.report import (
     counted,
 )
 from ckptool.matching.slots import Slot
+from ckptool.names import WRAPPERS, check_collisions
 from ckptool.transforms.name_rules import Rule, prefix_regex, regex_rule
 from ckptool.words import printable
-from ckptool.wrappers import WRAPPERS, check_collisions
 
 __all__ = ["Match", "matched"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.errors import MatchError
 from ckptool.matching.align import common_module, escaped
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
-from ckptool.patterns import families
+from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import counted, listed, printable
 

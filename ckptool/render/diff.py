@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
 from ckptool.inspection.diffing import TAGS
 from ckptool.inspection.values import shape_text
-from ckptool.patterns import Family, families, numbered
+from ckptool.names import Family, families, numbered
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
 from ckptool.render.text import count, number, quoted, share, shorten, wrapped

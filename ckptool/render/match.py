@@ -10,7 +10,7 @@ from ckptool.inspection.values import shape_text
 from ckptool.matching.allowance import Allowance
 from ckptool.matching.refusal import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
-from ckptool.patterns import families, numbered
+from ckptool.names import families, numbered
 from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options

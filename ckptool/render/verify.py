@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptool.errors import CheckpointError
-from ckptool.formats.problems import Problem
+from ckptool.formats.base import Problem
 from ckptool.inspection.verifying import ManifestOutcome, Verdict
 from ckptool.render.table import table
 from ckptool.render.terminal import Look

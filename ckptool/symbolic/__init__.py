@@ -9,9 +9,8 @@ from ckptool.errors import LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange
 from ckptool.files.inflated import refuse_bomb
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.symbolic import literal_opcodes, object_opcodes, stack_opcodes  # noqa: F401 (they register)
-from ckptool.symbolic.frames import frames_fit
-from ckptool.symbolic.machine import Machine
+from ckptool.symbolic import opcodes  # noqa: F401 (they register)
+from ckptool.symbolic.machine import Machine, frames_fit
 
 __all__ = ["Unpickled", "unpickle"]
 

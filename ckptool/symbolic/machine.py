@@ -1,9 +1,4 @@
-"""The pickle machine: every opcode of protocols 0 to 5, run over symbols.
-
-Nothing is imported or called. A GLOBAL becomes a `Global`, a call that `calls.py` recognises our
-own object, any other call an `Opaque`. The opcodes are in `*_opcodes.py`; their semantics after
-CPython's `Modules/_pickle.c`.
-"""
+"""The pickle machine: every opcode of protocols 0 to 5, run over symbols, and frames."""
 
 from __future__ import annotations
 
@@ -16,10 +11,49 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, Truncate
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.symbolic import calls
-from ckptool.symbolic.handlers import HANDLERS, STOP
+from ckptool.symbolic.opcodes import HANDLERS, STOP
 from ckptool.symbolic.text import modern_name
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "frames_fit"]
+
+_FRAME = 0x95
+_PROTO_BYTES, _FRAME_BYTES = 2, 9
+_TARGET = 64 << 10
+"""A frame is closed that has as many bytes; an opcode that is longer stands outside of frames."""
+_LEAST = 4
+"""Fewer bytes get no frame."""
+_LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
+"""Opcodes of bytes, text, integers and bytearrays, and how many bytes their length takes."""
+
+
+def frames_fit(pickle: bytes, end: int) -> bool:
+    """Whether the frames of a pickle of `end` bytes are where a pickler puts them."""
+    position, few = _PROTO_BYTES, True
+    while position < end:
+        if pickle[position] == _FRAME:
+            length = int.from_bytes(pickle[position + 1 : position + _FRAME_BYTES], "little")
+            position += _FRAME_BYTES + length
+            few = length >= _TARGET
+            continue
+        found = _behind_long_argument(pickle, position, end, few)
+        if found is None:
+            return few and end - position < _LEAST
+        position, few = found, True
+    return position == end
+
+
+def _behind_long_argument(pickle: bytes, position: int, end: int, few: bool) -> int | None:
+    """Where an opcode with a long argument ends; `few`: some bytes may stand before it."""
+    for start in range(position, min(position + (_LEAST if few else 1), end)):
+        digits = _LONG_ARGUMENTS.get(pickle[start])
+        if digits is None:
+            continue
+        length = int.from_bytes(pickle[start + 1 : start + 1 + digits], "little")
+        stop = start + 1 + digits + length
+        if stop - start > _TARGET and stop <= end:
+            return stop
+    return None
+
 
 _LARGE = (1 << 61) - 1
 """Where the hash of an integer begins to repeat."""

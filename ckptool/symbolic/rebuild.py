@@ -1,40 +1,366 @@
-"""Tensors in a pickle: torch's rebuild functions, read and written side by side.
-
-Each `_rebuild_*` of torch/_utils.py and torch/_tensor.py has a reader here, from its arguments to
-a `TensorRef`; `call_of` is the way back. Forms by version: see the docstrings.
-"""
+"""Storages and tensors in a pickle: torch's rebuild functions, read and written side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.errors import CorruptFile
+from ckptool.dtypes import BY_NAME, BY_STORAGE
+from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import ByteRange, MemorySource
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     DeviceValue,
     Global,
+    Opaque,
     OrderedMap,
     Storage,
+    StorageRef,
     TensorRef,
     Wrapping,
     row_major_strides,
-)
-from ckptool.symbolic import special, strided
-from ckptool.symbolic.strided import (
-    UTILS,
-    call_of_strided,
-    element_type,
-    hooks_or_none,
-    ints,
-    util,
 )
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["CALLS", "call_of", "with_old_state"]
+__all__ = [
+    "CALLS",
+    "StoragePid",
+    "call_of",
+    "call_of_special",
+    "call_of_strided",
+    "element_type",
+    "hooks_or_none",
+    "ints",
+    "is_storage_pid",
+    "parse_storage_pid",
+    "placed",
+    "storage_type",
+    "strided",
+    "util",
+    "with_old_state",
+]
+
+_UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
+_MOST = (1 << 63) - 1
+
+
+class StoragePid(NamedTuple):
+    """What `("storage", class, key, location, numel[, view])` says. Valid: every part checked."""
+
+    dtype: str
+    """Element type of the class; `uint8` for an untyped storage."""
+    untyped: bool
+    key: str
+    device: str
+    """The location tag, an opaque string."""
+    numel: int
+    """Elements of `dtype`: bytes, for an untyped storage and the sub-byte quantised types."""
+    view: tuple[str, int, int] | None = None
+    """(key, offset, numel) of a view into the storage, in elements; only before torch 0.4."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole storage."""
+        return self.numel * BY_NAME[self.dtype].itemsize
+
+
+def is_storage_pid(pid: Any) -> bool:
+    """Whether a persistent id is one of a storage."""
+    return isinstance(pid, tuple) and len(pid) > 0 and pid[0] == "storage"
+
+
+def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
+    """The storage that a pid names (torch/serialization.py `persistent_id`).
+
+    Raises:
+        CorruptFile: a part is missing or of the wrong type, or the class has no element type.
+    """
+    if len(pid) not in (5, 6):
+        raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 5 or 6", file=file)
+    _, storage_class, key, location, numel = pid[:5]
+    dtype, untyped = storage_type(storage_class, file)
+    if not isinstance(key, (str, int)) or isinstance(key, bool):
+        raise CorruptFile(f"a storage's key is {_kind(key)}, not text", file=file)
+    if not isinstance(location, str):
+        raise CorruptFile(
+            f"the device of storage {key!r} is {_kind(location)}, not text", file=file
+        )
+    if not _is_count(numel):
+        raise CorruptFile(f"the length of storage {key!r} is no count of elements", file=file)
+    view = _parse_view(pid[5], str(key), numel, file) if len(pid) == 6 else None
+    return StoragePid(dtype, untyped, str(key), location, numel, view)
+
+
+def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
+    """Element type of a storage class, and whether it is untyped.
+
+    `torch.FloatStorage`, `torch.cuda.FloatStorage` and other back ends' are all float32.
+
+    Raises:
+        CorruptFile: no class of torch's, or one that states no element type.
+    """
+    if isinstance(storage_class, Global) and storage_class.module.startswith("torch"):
+        if storage_class.name in _UNTYPED:
+            return "uint8", True
+        if storage_class.name in BY_STORAGE:
+            return BY_STORAGE[storage_class.name].name, False
+    shown = storage_class.qualified if isinstance(storage_class, Global) else _kind(storage_class)
+    raise CorruptFile(f"a storage is said to be of class {shown}, which is none", file=file)
+
+
+def _parse_view(view: Any, key: str, numel: int, file: str) -> tuple[str, int, int] | None:
+    if view is None:
+        return None
+    match view:
+        case (str() | int() as view_key, int() as offset, int() as length) if (
+            _is_count(offset) and _is_count(length) and offset + length <= numel
+        ):
+            return str(view_key), offset, length
+    raise CorruptFile(f"a view of storage {key!r} does not lie inside it", file=file)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _kind(value: Any) -> str:
+    return f"of type {type(value).__name__}"
+
+
+UTILS = "torch._utils"
+
+
+def ints(values: Any) -> tuple[int, ...]:
+    """Sizes or strides, which must be integers and nothing that only compares like them."""
+    result = tuple(values)
+    if set(map(type, result)) - {int}:
+        raise TypeError("sizes, strides and offsets must be integers")
+    if len(result) > DEFAULT_LIMITS.max_dimensions:
+        raise LimitExceeded(f"a tensor has {len(result)} dimensions; torch itself stops at 64")
+    return result
+
+
+def hooks_or_none(hooks: Any) -> Any:
+    """Backward hooks, None for the empty dict that stands there in practice."""
+    return hooks or None
+
+
+def strided(
+    ref: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, **more: Any
+) -> TensorRef:
+    """A tensor over the storage that `ref` stands for, of its element type if none is given."""
+    if type(ref) is not StorageRef or type(offset) is not int:
+        raise TypeError("no storage, or no integer offset")
+    storage = ref.storage
+    return TensorRef(
+        dtype or ref.dtype, ints(size), ints(stride), offset, storage, storage.device, **more
+    )
+
+
+def _tensor_v1(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_tensor(storage, offset, size, stride)`, torch < 0.4."""
+    storage, offset, size, stride = args
+    return strided(storage, offset, size, stride)
+
+
+def _tensor_v2(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
+    storage, offset, size, stride, requires_grad, hooks, *metadata = args
+    if type(requires_grad) is not bool:
+        raise TypeError("requires_grad is no boolean")
+    if not metadata and not hooks:
+        return strided(storage, offset, size, stride, requires_grad=requires_grad)
+    return strided(
+        storage, offset, size, stride,
+        requires_grad=requires_grad, hooks=hooks_or_none(hooks), flags=flags_of(metadata),
+    )  # fmt: skip
+
+
+def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_tensor_v3(untyped storage, ..., hooks, dtype[, metadata])`, torch >= 2.2."""
+    storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = args
+    return strided(
+        storage, offset, size, stride, element_type(dtype),
+        requires_grad=bool(requires_grad), hooks=hooks_or_none(hooks), flags=flags_of(metadata),
+    )  # fmt: skip
+
+
+def flags_of(metadata: list[Any]) -> tuple[str, ...]:
+    if len(metadata) > 1:
+        raise TypeError("a tensor has more arguments than any")
+    if not metadata or not metadata[0]:
+        return ()
+    unknown = set(metadata[0]) - {"conj", "neg"}
+    if unknown:
+        raise ValueError(f"tensor metadata {sorted(map(str, unknown))} is not known")
+    return tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag))
+
+
+def element_type(node: Any) -> str:
+    """Torch's name of the element type that a global stands for."""
+    if not isinstance(node, Global) or node.dtype is None:
+        shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
+        raise ValueError(f"{shown} is no element type that is known")
+    return node.dtype
+
+
+STRIDED_CALLS = {
+    f"{UTILS}._rebuild_tensor": _tensor_v1,
+    f"{UTILS}._rebuild_tensor_v2": _tensor_v2,
+    f"{UTILS}._rebuild_tensor_v3": _tensor_v3,
+}
+
+
+def util(name: str) -> Global:
+    """A function of torch/_utils.py."""
+    return Global(UTILS, name)
+
+
+def placed(ref: TensorRef) -> tuple[Any, ...]:
+    """Storage, offset, size and stride, as the rebuild functions take them."""
+    if ref.storage is None:
+        raise UsageError(f"a {ref.kind} tensor has no storage to be written from")
+    return StorageRef(ref.storage, ref.dtype), ref.offset, ref.shape, ref.stride
+
+
+def call_of_strided(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
+    """The function and arguments that make a plain tensor again."""
+    storage, *place = placed(ref)
+    tail: tuple[Any, ...] = (ref.requires_grad, ref.hooks or OrderedMap())
+    metadata = (dict.fromkeys(ref.flags, True),) if ref.flags else ()
+    if BY_NAME[ref.dtype].storage is None:
+        untyped = StorageRef(storage.storage, ref.dtype, untyped=True)
+        dtype = Global("torch", ref.dtype)
+        return util("_rebuild_tensor_v3"), (untyped, *place, *tail, dtype, *metadata)
+    return util("_rebuild_tensor_v2"), (storage, *place, *tail, *metadata)
+
+
+_LAYOUTS = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+_MAX_NESTED = 100_000
+
+
+def _quantized(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)`."""
+    storage, offset, size, stride, quantizer, requires_grad, hooks = args
+    return strided(
+        storage, offset, size, stride, requires_grad=bool(requires_grad),
+        hooks=hooks_or_none(hooks), kind="quantized", parts={"quantizer": tuple(quantizer)},
+    )  # fmt: skip
+
+
+def _sparse(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_sparse_tensor(layout, (indices, values, size[, is_coalesced]))` and csr/csc/..."""
+    layout, data = args
+    kind = _layout_name(layout)
+    if kind == "sparse_coo":
+        indices, values, size, *rest = data
+        parts = {"layout": layout, "indices": indices, "values": values, "size": size}
+        if rest:
+            parts["is_coalesced"] = rest[0]
+    elif kind in _LAYOUTS:
+        compressed, plain, values, size = data
+        parts = {
+            "layout": layout, "compressed_indices": compressed, "plain_indices": plain,
+            "values": values, "size": size,
+        }  # fmt: skip
+    else:
+        raise ValueError(f"the layout {kind} is not known")
+    if not isinstance(values, TensorRef):
+        raise TypeError("the values of a sparse tensor are no tensor")
+    return TensorRef(values.dtype, ints(size), (), 0, None, values.device, kind=kind, parts=parts)
+
+
+def _layout_name(node: Any) -> str:
+    """`sparse_coo` from `torch.serialization._get_layout('torch.sparse_coo')` or a global."""
+    if isinstance(node, Opaque) and node.args and isinstance(node.args[0], str):
+        return node.args[0].removeprefix("torch.")
+    return node.name if isinstance(node, Global) else str(node)
+
+
+def _nested(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_nested_tensor(buffer, sizes, strides, offsets)`: ragged dimensions are None."""
+    buffer, sizes, strides, offsets = args
+    parts = {"buffer": buffer, "sizes": sizes, "strides": strides, "offsets": offsets}
+    return TensorRef(
+        buffer.dtype, _nested_shape(sizes), (), 0, None, buffer.device, kind="nested", parts=parts
+    )
+
+
+def _nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
+    """One size where all components agree, else None; `sizes` is int64 (components, dimensions)."""
+    if len(sizes.shape) != 2:
+        return (sizes.shape[0] if sizes.shape else 0,)
+    count, dimensions = sizes.shape[0] or 0, sizes.shape[1] or 0
+    if sizes.numel > _MAX_NESTED or not sizes.has_content or count == 0:
+        return (count, *[None] * dimensions)
+    raw = memoryview(sizes.read()).cast("q")
+    columns = [set(raw[dimension::dimensions]) for dimension in range(dimensions)]
+    return (count, *(column.pop() if len(column) == 1 else None for column in columns))
+
+
+def _jagged(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_njt({"values", "offsets", "lengths", "_ragged_idx", ...})`."""
+    (state,) = args
+    values, offsets = state["values"], state["offsets"]
+    ragged = state.get("_ragged_idx", 1)
+    count = (offsets.shape[0] or 1) - 1
+    inner = [None if at == ragged else size for at, size in enumerate(values.shape, start=1)]
+    return TensorRef(
+        values.dtype, (count, *inner), (), 0, None, values.device,
+        bool(state.get("requires_grad")), kind="nested", parts={"state": state},
+    )  # fmt: skip
+
+
+def _meta(machine: Machine, args: Any) -> TensorRef:
+    """`_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
+    dtype, size, stride, requires_grad = args
+    return TensorRef(
+        element_type(dtype), ints(size), ints(stride), 0, None, "meta", bool(requires_grad),
+        kind="meta",
+    )  # fmt: skip
+
+
+SPECIAL_CALLS: dict[str, Callable[[Machine, Any], Any]] = {
+    f"{UTILS}._rebuild_qtensor": _quantized,
+    f"{UTILS}._rebuild_sparse_tensor": _sparse,
+    f"{UTILS}._rebuild_sparse_csr_tensor": _sparse,  # torch 1.9 to 1.12
+    f"{UTILS}._rebuild_nested_tensor": _nested,
+    f"{UTILS}._rebuild_meta_tensor_no_storage": _meta,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+}
+
+
+def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
+    """The function and arguments that make such a tensor again; None for any other kind."""
+    parts = ref.parts or {}
+    if ref.kind == "quantized":
+        return util("_rebuild_qtensor"), (
+            *placed(ref), parts["quantizer"], ref.requires_grad, ref.hooks or OrderedMap(),
+        )  # fmt: skip
+    if ref.kind == "sparse_coo":
+        rest = (parts["is_coalesced"],) if "is_coalesced" in parts else ()
+        data = (parts["indices"], parts["values"], parts["size"], *rest)
+        return util("_rebuild_sparse_tensor"), (parts["layout"], data)
+    if ref.kind in _LAYOUTS:
+        data = tuple(
+            parts[name] for name in ("compressed_indices", "plain_indices", "values", "size")
+        )
+        return util("_rebuild_sparse_tensor"), (parts["layout"], data)
+    if ref.kind == "nested":
+        if "state" in parts:
+            return Global("torch.nested._internal.nested_tensor", "_rebuild_njt"), (parts["state"],)
+        names = ("buffer", "sizes", "strides", "offsets")
+        return util("_rebuild_nested_tensor"), tuple(parts[name] for name in names)
+    if ref.kind == "meta":
+        dtype = Global("torch", ref.dtype)
+        return util("_rebuild_meta_tensor_no_storage"), (
+            dtype, ref.shape, ref.stride, ref.requires_grad,
+        )  # fmt: skip
+    return None
+
 
 _OWN_TYPES = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
@@ -171,8 +497,8 @@ _FROM_NUMPY = "_rebuild_device_tensor_from_numpy"
 _FROM_CPU = "_rebuild_device_tensor_from_cpu_tensor"
 
 CALLS: dict[str, Callable[[Machine, Any], Any]] = {
-    **strided.CALLS,
-    **special.CALLS,
+    **STRIDED_CALLS,
+    **SPECIAL_CALLS,
     f"{UTILS}._rebuild_parameter": _parameter,
     f"{UTILS}._rebuild_parameter_with_state": _parameter_with_state,
     f"{UTILS}.{_FROM_CPU}": _device_from_cpu,
@@ -222,7 +548,7 @@ def _bare_call(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
         name = _FROM_CPU if carrier == "cpu_tensor" else _FROM_NUMPY
         dtype = Global("torch", ref.dtype)
         return util(name), (parts["data"], dtype, ref.device, ref.requires_grad)
-    known = special.call_of_special(ref)
+    known = call_of_special(ref)
     if known is not None:
         return known
     if ref.storage is None:

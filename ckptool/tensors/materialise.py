@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CheckpointError, CorruptFile, DeviceError, UnsupportedFormat
 from ckptool.model import StorageRef, TensorRef, Wrapping
-from ckptool.rebuilding import everything
 from ckptool.tensors.assemble import PART_KINDS, assemble
 from ckptool.tensors.placement import MapLocation, Placement
 from ckptool.tensors.runtime import (
@@ -19,6 +18,7 @@ from ckptool.tensors.runtime import (
     wanted_dtype,
 )
 from ckptool.tensors.storages import StorageReader
+from ckptool.tree import everything
 
 if TYPE_CHECKING:
     import torch

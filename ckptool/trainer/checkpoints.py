@@ -25,8 +25,8 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.atomic import atomic_output
-from ckptool.files.locking import occupied
-from ckptool.files.refusals import worded
+from ckptool.files.journal import occupied
+from ckptool.files.system import worded
 from ckptool.loading.live.ranks import Ranks, default_group
 from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptool.errors import TargetExists
 from ckptool.files.atomic import atomic_output
-from ckptool.files.refusals import worded
+from ckptool.files.system import worded
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import EpochEnded
 

@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.refusals import check_space, worded
-from ckptool.files.system import sync_folder
+from ckptool.files.system import check_space, sync_folder, worded
 from ckptool.loading.live.ranks import Ranks
 from ckptool.loading.live.spreading import is_spread
 from ckptool.matching import Allowance

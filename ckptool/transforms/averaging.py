@@ -10,14 +10,14 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.model import OrderedMap, Path, TensorRef
-from ckptool.paths import name_of, rebuild
+from ckptool.names import strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.elements import Originals, over_elements, tensors_placed
 from ckptool.transforms.means import Group, averaged_groups
 from ckptool.transforms.selection import single_state_dict
+from ckptool.tree import name_of, rebuild
 from ckptool.words import counted, listed, printable
-from ckptool.wrappers import strip_names
 
 __all__ = ["average"]
 

@@ -10,9 +10,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import child_modules, own_tensors
-from ckptool.paths import walk
 from ckptool.statedict import sections
 from ckptool.transforms.elements import tensors_placed
+from ckptool.tree import walk
 
 __all__ = ["optimizer_tensors", "unsaved_buffers", "with_own"]
 

@@ -10,13 +10,12 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
-from ckptool.files.gathered import gathered
-from ckptool.files.joined import joined
+from ckptool.files.computed import gathered, joined
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import everything, name_of, rebuild, walk
 from ckptool.transforms.cutting import Cut, cut
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
+from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
 __all__ = ["compact", "without_unseen"]

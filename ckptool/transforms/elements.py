@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.paths import everything, rebuild
+from ckptool.tree import everything, rebuild
 
 __all__ = ["Originals", "over_elements", "tensors_placed"]
 

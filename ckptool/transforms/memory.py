@@ -12,11 +12,11 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
-from ckptool.paths import everything, rebuild
 from ckptool.transforms.devices import Rules
 from ckptool.transforms.name_rules import Rule
 from ckptool.transforms.names import add_module, strip_module
 from ckptool.transforms.renaming import rename
+from ckptool.tree import everything, rebuild
 
 __all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptool.wrappers import Rename
+from ckptool.names import Rename
 
 __all__ = ["moved_metadata", "remaining_metadata"]
 

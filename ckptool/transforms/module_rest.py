@@ -47,7 +47,7 @@ def module_rest(module: Opaque) -> ModuleRest:
             if is_in_state and _is_setting(part, name, value):
                 settings.update({} if tensors else {printable(str(name)): None})
             else:
-                lost.append(f"{printable(f'{prefix}{name}')} ({_described(value)})")
+                lost.append(f"{printable(f'{prefix}{name}')} ({_described_value(value)})")
     return ModuleRest(tuple(lost), tuple(settings))
 
 
@@ -100,7 +100,7 @@ def _is_plain(node: Any) -> bool:
     return isinstance(node, (*_SCALARS, TensorRef))
 
 
-def _described(value: Any) -> str:
+def _described_value(value: Any) -> str:
     if isinstance(value, TensorRef):
         return "a tensor"
     if isinstance(value, Opaque):

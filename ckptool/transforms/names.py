@@ -7,11 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
-from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
-from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
-from ckptool.transforms.unwrapping import unwrapped_modules
-from ckptool.words import counted, listed, printable
-from ckptool.wrappers import (
+from ckptool.names import (
     COLLISION_HINT,
     add_name,
     counts,
@@ -19,6 +15,10 @@ from ckptool.wrappers import (
     strip_names,
     wrapped_in_part,
 )
+from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
+from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
+from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.words import counted, listed, printable
 
 __all__ = ["add_module", "strip_module"]
 

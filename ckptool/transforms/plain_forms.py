@@ -14,9 +14,9 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
-from ckptool.paths import held_items
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.refusals import CARRIER, is_refused
+from ckptool.tree import held_items
 
 __all__ = ["plain_form", "plain_tensor", "tuple_items"]
 

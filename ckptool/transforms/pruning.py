@@ -15,9 +15,9 @@ from ckptool.checkpoint import Change
 from ckptool.errors import UsageError
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module
-from ckptool.paths import name_of, rebuild, walk
 from ckptool.statedict import MODEL_KINDS, Section, sections, wrapped_names
 from ckptool.transforms.metadata import remaining_metadata
+from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, listed, printable
 
 __all__ = ["Pruned", "pruned"]
@@ -250,7 +250,7 @@ def _told(visits: list[_Visit], staying: set[_Visit]) -> Iterator[Change]:
                 text = f"{counted(len(names), 'name')} of {visit.name}: {listed(names)}"
                 told.append((text, len(names)))
         elif visit in above:
-            told.append((_whole(visit), visit.kept + visit.lost))
+            told.append((_parts_below(visit), visit.kept + visit.lost))
     for text, count in told[:_MOST_TOLD]:
         yield Change("left-out", text, count)
     if len(told) > _MOST_TOLD:
@@ -259,7 +259,7 @@ def _told(visits: list[_Visit], staying: set[_Visit]) -> Iterator[Change]:
         yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
 
 
-def _whole(visit: _Visit) -> str:
+def _parts_below(visit: _Visit) -> str:
     inner: list[str] = []
     todo = list(visit.inside)
     while todo:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from ckptool.model import Global, Opaque, OrderedMap, Path, TensorRef
-from ckptool.paths import held_items
-from ckptool.symbolic.blockers import blocking
+from ckptool.symbolic.encoder import blocking
+from ckptool.tree import held_items
 
 __all__ = ["CARRIER", "class_of", "is_refused", "located", "refusals"]
 

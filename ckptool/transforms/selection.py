@@ -10,9 +10,9 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import holds_tensors
-from ckptool.paths import name_of
 from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
 from ckptool.transforms.places import tie_key
+from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable
 
 __all__ = [

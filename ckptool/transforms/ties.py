@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.paths import rebuild
+from ckptool.tree import rebuild
 
 __all__ = ["untie"]
 

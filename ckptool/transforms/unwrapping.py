@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ckptool.model import Opaque, OrderedMap
 from ckptool.modules import child_modules, module_state, own_tensors
+from ckptool.names import WRAPPERS, strip_names
 from ckptool.statedict import wrapped_names
-from ckptool.wrappers import WRAPPERS, strip_names
 
 __all__ = ["Unwrapped", "unwrapped_modules"]
 

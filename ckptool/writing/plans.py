@@ -12,11 +12,10 @@ from typing import Protocol
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, TruncatedFile, warn
 from ckptool.files import FileSource
-from ckptool.files.atomic import atomic_output
+from ckptool.files.atomic import FileOutput, Progress, atomic_output
 from ckptool.files.editing import apply_patch
 from ckptool.files.file_set import atomic_set
-from ckptool.files.locking import leads_to
-from ckptool.files.output import FileOutput, Progress
+from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
 from ckptool.symbolic.encoder import blockers

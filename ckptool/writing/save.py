@@ -9,11 +9,10 @@ from dataclasses import replace
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
 from ckptool.files import FileSource
+from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
-from ckptool.files.output import Progress
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
-from ckptool.formats.shard_index import shards_named_by
 from ckptool.statedict import what_there_is
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
@@ -166,6 +165,8 @@ def _sharded(
     if plan.index_path is None:
         return NewFile(plan.shards[0].plan, left_behind)
     new = {os.path.basename(shard.path) for shard in plan.shards}
+    from ckptool.formats.sharded import shards_named_by  # a single file has none
+
     gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
     return NewSet(plan, plan.index_path, left_behind, gone)
 

@@ -20,11 +20,9 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import SHARD_FORMATS, writer
 from ckptool.formats.base import WritePlan
-from ckptool.formats.safetensors_content import overlapping, remarks
-from ckptool.formats.safetensors_metadata import FORMAT, metadata_of
-from ckptool.formats.safetensors_writer import content_of
+from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
-from ckptool.rebuilding import everything
+from ckptool.tree import everything
 
 __all__ = ["DEFAULT_SIZE", "Shard", "ShardPlan", "parse_size", "plan_shards"]
 
@@ -239,6 +237,9 @@ class _Parts:
 
 
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
+    # Here: opening a file of another format imports none of it.
+    from ckptool.formats.safetensors import content_of, overlapping, remarks
+
     content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
     anchors = {name: [ties.get(name, name)] for name in tensors}

@@ -14,15 +14,15 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.atomic import Progress, Streamed
+from ckptool.files.checksums import crc32s
 from ckptool.files.computed import may_be_shared
-from ckptool.files.crc import crc32s
-from ckptool.files.output import Progress, Streamed
 from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.rebuilding import everything
 from ckptool.symbolic.encoder import Encoded, encode
+from ckptool.tree import everything
 from ckptool.words import printable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 import ckptool
 from ckptool.errors import CheckpointError, LimitExceeded
 from ckptool.model import Opaque
-from ckptool.paths import walk
+from ckptool.tree import walk
 from tests.symbolic.pickles import read
 
 

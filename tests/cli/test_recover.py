@@ -6,7 +6,7 @@ import pytest
 
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import write_journal
-from ckptool.files.names import journal_path
+from ckptool.files.opening import journal_path
 
 NEW = bytes(range(256)) * 4
 

@@ -236,14 +236,14 @@ def test_ctrl_c_is_130_and_says_nothing(process, model):
 ENDED_IN_THE_MIDDLE = """
 import os, signal, sys
 from ckptool.cli import main
-from ckptool.files import output
+from ckptool.files import atomic
 
 def step(self):
     assert any(name.endswith(".tmp") for name in os.listdir("."))
     for _ in range(2):  # the second finds the run at its cleaning up
         os.kill(os.getpid(), NUMBER)
 
-output.FileOutput._step = step
+atomic.FileOutput._step = step
 sys.exit(main())
 """
 

@@ -20,8 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.files import atomic, system
 from ckptool.files.atomic import atomic_output
-from ckptool.files.journal import Journal, write_journal
-from ckptool.files.locking import exclusive
+from ckptool.files.journal import Journal, exclusive, write_journal
 from ckptool.files.system import lock, remove_unlocked
 from tests.files.sets import needs_posix, needs_refusals
 

@@ -9,12 +9,12 @@ import textwrap
 import pytest
 
 from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
-from ckptool.files import opening, recovery, renames, settling, system
+from ckptool.files import opening, recovery, renames, system
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import read_journal, write_journal
-from ckptool.files.names import has_journal, journal_path
-from ckptool.files.settling import settle_set
+from ckptool.files.opening import has_journal, journal_path
+from ckptool.files.renames import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, run_child, write
 
 # Errors and interruptions: no debris, old files as they were.
@@ -307,7 +307,7 @@ def test_a_lock_that_is_removed_before_it_is_taken(old, monkeypatch, taken):
                 system.lock(others[0].fileno())
         return system.try_lock(fd)
 
-    monkeypatch.setattr(settling, "try_lock", try_lock)
+    monkeypatch.setattr(renames, "try_lock", try_lock)
     if taken:
         with pytest.raises(FileBusy):
             write(old, NEW, overwrite=True)
@@ -337,7 +337,7 @@ def test_a_reader_leaves_the_journal_that_is_being_written(old, monkeypatch):
 
 
 def test_a_system_without_locks_keeps_what_may_be_anothers(old, monkeypatch):
-    monkeypatch.setattr(settling, "try_lock", lambda _: None)
+    monkeypatch.setattr(renames, "try_lock", lambda _: None)
     debris = f".{INDEX}.ckptool-0123456789ab-00001.part"
     (old / debris).write_bytes(b"whose?")
     write(old, NEW, overwrite=True)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.gathered import gathered
+from ckptool.files.computed import gathered
 from ckptool.files.strided import row_major
 
 CONTENT = bytes(range(256)) * 16

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from ckptool.errors import FileBusy, FileMissing, UnreadableFile
-from ckptool.files import locking, system
-from ckptool.files.journal import Journal, write_journal
-from ckptool.files.locking import exclusive, leads_to
-from ckptool.files.names import journal_path
+from ckptool.files import journal, system
+from ckptool.files.journal import Journal, exclusive, leads_to, write_journal
+from ckptool.files.opening import journal_path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such locks")
 
@@ -59,7 +58,7 @@ def test_a_link_leads_to_the_same_lock(path, tmp_path):
 def test_a_killed_process_holds_nothing(path):
     code = (
         "import sys\n"
-        "from ckptool.files.locking import exclusive\n"
+        "from ckptool.files.journal import exclusive\n"
         "with exclusive(sys.argv[1]):\n"
         "    print('locked', flush=True)\n"
         "    input()\n"
@@ -77,7 +76,7 @@ def test_a_killed_process_holds_nothing(path):
 
 
 def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
-    monkeypatch.setattr(locking, "lock_holder", lambda fd: None)
+    monkeypatch.setattr(journal, "lock_holder", lambda fd: None)
     with exclusive(path):
         with pytest.raises(FileBusy, match=r"(?m)by another process$"), exclusive(path):
             pass
@@ -87,10 +86,10 @@ def test_who_holds_it_where_the_system_does_not_say(path, monkeypatch):
 
 
 def test_a_holder_that_has_just_gone(path, monkeypatch):
-    monkeypatch.setattr(locking, "lock_holder", lambda fd: None)
+    monkeypatch.setattr(journal, "lock_holder", lambda fd: None)
     answers = [False]
     monkeypatch.setattr(
-        locking, "try_lock", lambda fd: answers.pop() if answers else system.try_lock(fd)
+        journal, "try_lock", lambda fd: answers.pop() if answers else system.try_lock(fd)
     )
     with exclusive(path):
         assert not answers
@@ -107,7 +106,7 @@ def test_a_file_that_is_replaced_before_it_is_locked(path, monkeypatch):
         taken.append(fd)
         return system.try_lock(fd)
 
-    monkeypatch.setattr(locking, "try_lock", replaces)
+    monkeypatch.setattr(journal, "try_lock", replaces)
     with exclusive(path) as fd:
         assert os.pread(fd, 100, 0) == b"another"
     assert len(taken) == 2

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import TruncatedFile, WriteError
-from ckptool.files import ByteRange, FileSource, MemorySource, output
-from ckptool.files.output import FileOutput
+from ckptool.files import ByteRange, FileSource, MemorySource, atomic
+from ckptool.files.atomic import FileOutput
 
 CONTENT = bytes((i * 31 + i // 256) % 256 for i in range(1 << 17))
 
@@ -61,7 +61,7 @@ def test_pieces_in_order(ranges, target, block, todo):
     target.truncate(0)
     out = FileOutput(target.fileno(), len(expected))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "BLOCK", block)
+        patch.setattr(atomic, "BLOCK", block)
         for kind, in_memory, start, length in todo:
             before = out.tell()
             crc = put(out, ranges[in_memory], kind, start, length)
@@ -88,7 +88,7 @@ def test_less_than_planned_is_refused(target):
 
 
 def test_progress_ends_with_all(ranges, target, monkeypatch):
-    monkeypatch.setattr(output, "STEP", 30_000)
+    monkeypatch.setattr(atomic, "STEP", 30_000)
     told = []
     out = FileOutput(target.fileno(), 100_200, lambda *now: told.append(now))
     out.write(b"x" * 100)

@@ -9,7 +9,7 @@ from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDe
 from ckptool.files.journal import Journal, write_journal
 from ckptool.files.opening import open_source
 from ckptool.files.recovery import recover
-from ckptool.files.settling import settle_set
+from ckptool.files.renames import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, needs_posix, write
 
 

@@ -8,8 +8,8 @@ import torch
 
 from ckptool.formats import editor, open_checkpoint
 from ckptool.model import OrderedMap
-from ckptool.rebuilding import rebuild
 from ckptool.transforms import add_module, remap, strip_module
+from ckptool.tree import rebuild
 from tests.test_fixtures import judge
 from tests.test_written import offsets
 

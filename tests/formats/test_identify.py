@@ -21,8 +21,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
-from ckptool.formats.identify import MAGICS, ZIP_KINDS, explain, refuse
-from ckptool.formats.identify_folder import FOLDER_KINDS
+from ckptool.formats.identify import FOLDER_KINDS, MAGICS, ZIP_KINDS, explain, refuse
 from ckptool.limits import DEFAULT_LIMITS
 
 

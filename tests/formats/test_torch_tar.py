@@ -8,8 +8,7 @@ import torch
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.formats.base import Probe
-from ckptool.formats.tar_members import is_tar, read_members
-from ckptool.formats.torch_tar import TORCH_TAR
+from ckptool.formats.torch_tar import TORCH_TAR, is_tar, read_members
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.legacy_streams import Pid, dumps
 

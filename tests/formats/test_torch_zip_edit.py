@@ -11,13 +11,13 @@ import torch
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.files import ByteRange, FileSource, MemorySource
 from ckptool.formats import editor, open_checkpoint
+from ckptool.formats.archive import find_end, raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
-from ckptool.formats.zip_directory import find_end, raw_entries
 from ckptool.formats.zip_writer import literal, plan_zip
 from ckptool.model import Global, Opaque, Storage
-from ckptool.rebuilding import rebuild
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import strip_module, untie
+from ckptool.tree import rebuild
 from tests.formats.edits import (
     CHANGES,
     edit,

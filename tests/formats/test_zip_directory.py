@@ -7,7 +7,7 @@ import pytest
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.zip_directory import find_end, raw_entries, read_directory
+from ckptool.formats.archive import find_end, raw_entries, read_directory
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.zips import FAR, End, Entry, archive, build
 

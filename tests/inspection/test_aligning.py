@@ -12,8 +12,8 @@ import ckptool
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.aligning import align
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef
+from ckptool.names import WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
-from ckptool.wrappers import WRAPPERS
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 WEIGHTS = ("conv.weight", "conv.bias", "fc.weight")
@@ -296,7 +296,7 @@ class TestKey:
 
 def test_every_leaf_of_every_fixture_is_an_entry(fixtures):
     """Nothing is passed over, whatever the file holds."""
-    from ckptool.paths import walk
+    from ckptool.tree import walk
 
     for oracle in sorted(fixtures.rglob("*.oracle.json")):
         with ckptool.open(re.sub(r"\.oracle\.json$", "", str(oracle))) as it:

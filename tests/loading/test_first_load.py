@@ -16,12 +16,12 @@ print(*[name for name in sys.modules if name.startswith("ckptool.")])
 """
 SELDOM = {
     "names that differ": ["ckptool.matching.inference"],
-    "what does not fit": ["ckptool.matching.judging", "ckptool.patterns"],
+    "what does not fit": ["ckptool.matching.judging", "ckptool.names"],
     "files that are none": ["ckptool.formats.identify"],
     "other types": ["ckptool.loading.fitting.losses"],
     "modules that load in their own way": ["ckptool.loading.fitting.trial"],
     "optimizers": ["ckptool.matching.optimizer_report"],
-    "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.output"],
+    "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.atomic"],
     "writers": ["ckptool.writing", "ckptool.symbolic.encoder"],
 }
 

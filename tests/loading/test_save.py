@@ -17,7 +17,7 @@ from ckptool.errors import (
     UsageError,
     WriteError,
 )
-from ckptool.files.locking import exclusive
+from ckptool.files.journal import exclusive
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.tensors.judge import assert_same

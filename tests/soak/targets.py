@@ -13,10 +13,10 @@ from pathlib import Path
 
 import ckptool
 from ckptool.cli import main
-from ckptool.paths import walk
 from ckptool.statedict import sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.refusals import refusals
+from ckptool.tree import walk
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.symbolic.frames import frames_fit
+from ckptool.symbolic.machine import frames_fit
 
 LONG = 1 << 16
 MAKERS = {"bytes": bytes, "text": lambda length: "t" * length, "array": bytearray, "number": int}

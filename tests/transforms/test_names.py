@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.modules import module_state
+from ckptool.names import WRAPPERS
 from ckptool.transforms import add_module, strip_module
-from ckptool.wrappers import WRAPPERS
 from tests.trees import checkpoint, module, opened, parallel, state_dict, tensor
 
 

@@ -128,7 +128,7 @@ def test_a_result_that_reads_back_wrong_is_not_kept(checkpoint, tmp_path, monkey
     def forgetful(output, data):
         return output.write(bytes(data.length))
 
-    monkeypatch.setattr("ckptool.files.output.FileOutput.copy", forgetful)
+    monkeypatch.setattr("ckptool.files.atomic.FileOutput.copy", forgetful)
     with pytest.raises(WriteError, match="verification failed"):
         save(checkpoint, tmp_path / "out.pth", overwrite=True, verify=True)
     assert (tmp_path / "out.pth").read_bytes() == OLD
@@ -321,7 +321,7 @@ def test_a_shard_that_reads_back_wrong_leaves_nothing(checkpoint, tmp_path, monk
     def forgetful(output, data):
         return output.write(bytes(data.length))
 
-    monkeypatch.setattr("ckptool.files.output.FileOutput.copy", forgetful)
+    monkeypatch.setattr("ckptool.files.atomic.FileOutput.copy", forgetful)
     with pytest.raises(WriteError, match="verification failed"):
         save(checkpoint, tmp_path / "out.safetensors", max_shard_size=150_000, verify=True)
     assert files(tmp_path) == ["model.pth"]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ckptool.errors import CorruptFile, WriteError
+from ckptool.files.atomic import FileOutput
 from ckptool.files.computed import ComputedSource
-from ckptool.files.output import FileOutput
 from ckptool.files.source import ByteRange
 from ckptool.formats import WRITABLE, open_checkpoint, writer
 from ckptool.model import Storage, TensorRef
-from ckptool.paths import rebuild
 from ckptool.transforms import single_state_dict
+from ckptool.tree import rebuild
 from ckptool.writing.verification import verify
 
 BIG = 70_000

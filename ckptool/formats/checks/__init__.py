@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats.base import Probe
-from ckptool.formats.checks.archives import archive_findings, torch_zip_findings
-from ckptool.formats.checks.objects import frame_problems, pickle_problems
-from ckptool.formats.checks.streams import (
+from ckptool.formats.base import Findings, Probe, Problem
+from ckptool.formats.checks.contents import (
+    archive_findings,
+    frame_problems,
     legacy_findings,
     pickle_findings,
+    pickle_problems,
     safetensors_findings,
     tar_findings,
+    torch_zip_findings,
 )
-from ckptool.formats.problems import Findings, Problem
-from ckptool.formats.shard_details import total_size_notes
+from ckptool.formats.sharded import total_size_notes
 from ckptool.model import OrderedMap
 
 __all__ = ["content", "structure"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange
+from ckptool.files.checksums import crc32s
 from ckptool.files.computed import may_be_shared
-from ckptool.files.crc import crc32s
 from ckptool.loading.live.memory import cuts, extent, repeats
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.runtime import called, torch_dtype

@@ -11,7 +11,7 @@ from ckptool.loading.live.parametrized import with_forms
 from ckptool.loading.live.slots import live_slots, live_tensors
 from ckptool.loading.live.spreading import Shards, shards_of, ungathered, without_hidden
 from ckptool.matching import Slot, Slots
-from ckptool.wrappers import WRAPPERS
+from ckptool.names import WRAPPERS
 
 if TYPE_CHECKING:
     import torch

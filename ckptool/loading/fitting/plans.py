@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool._collecting import uncollected
+from ckptool._lazy import uncollected
 from ckptool.loading.fitting.contents import loss_of, same_elements
 from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.overlaps import differing_overlaps

@@ -19,13 +19,13 @@ from ckptool.loading.live.spreading import without_hidden
 from ckptool.loading.objects.tree import TreeMaker
 from ckptool.matching import Slots, slots_of
 from ckptool.model import OrderedMap, TensorRef
+from ckptool.names import N_AVERAGED
 from ckptool.remedies import Remedy
 from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
 from ckptool.words import listed, printable
-from ckptool.wrappers import N_AVERAGED
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.loading.live.memory import memory_of
 from ckptool.loading.live.reach import PASSED
-from ckptool.wrappers import WRAPPERS
+from ckptool.names import WRAPPERS
 
 if TYPE_CHECKING:
     import torch

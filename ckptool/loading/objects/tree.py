@@ -20,8 +20,8 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.paths import name_of
 from ckptool.tensors import Materialiser, is_one_part, set_attributes
+from ckptool.tree import name_of
 from ckptool.words import printable
 
 if TYPE_CHECKING:

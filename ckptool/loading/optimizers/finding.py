@@ -22,9 +22,9 @@ from ckptool.loading.fitting.states import State
 from ckptool.loading.optimizers.pairing import ALONE
 from ckptool.loading.optimizers.saved import Saved
 from ckptool.optimizers import model_of, owner, shapes_in
-from ckptool.paths import resolve
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+from ckptool.tree import resolve
 from ckptool.words import listed, printable
 
 __all__ = ["Unchosen", "found_optimizer"]

@@ -17,9 +17,9 @@ from ckptool.loading.optimizers.names import Place, Reading
 from ckptool.loading.optimizers.saved import Kept, Saved, is_flat
 from ckptool.loading.optimizers.shapes import Owners
 from ckptool.model import Opaque, TensorRef
-from ckptool.paths import walk
-from ckptool.patterns import families
+from ckptool.names import families
 from ckptool.remedies import Remedy
+from ckptool.tree import walk
 from ckptool.words import counted, listed, printable
 
 __all__ = [

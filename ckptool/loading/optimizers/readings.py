@@ -15,7 +15,7 @@ from ckptool.errors import NameCollision
 from ckptool.loading.optimizers.saved import Kept, Names
 from ckptool.matching import Slot
 from ckptool.model import Shape
-from ckptool.wrappers import strip_names
+from ckptool.names import strip_names
 
 __all__ = ["Model", "Spelling", "Way", "bare_names", "ends_in", "nearest", "ways_of"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.model import Path, Shape, TensorRef
 from ckptool.optimizers import groups_of, shape_of
-from ckptool.paths import name_of
 from ckptool.statedict import Section
+from ckptool.tree import name_of
 from ckptool.words import counted, printable
 
 __all__ = ["Kept", "Names", "Saved", "is_flat", "place_of"]

@@ -17,8 +17,8 @@ from ckptool.loading.optimizers.undo import innermost, layers
 from ckptool.matching import Cast
 from ckptool.matching.slots import holds
 from ckptool.model import Opaque, TensorRef
-from ckptool.paths import name_of, walk
 from ckptool.tensors import is_one_part
+from ckptool.tree import name_of, walk
 from ckptool.words import printable
 
 if TYPE_CHECKING:

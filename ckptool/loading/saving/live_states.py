@@ -20,8 +20,8 @@ from ckptool.loading.saving.optimizer_names import (
     own_names,
     parameters_of,
 )
+from ckptool.names import Rename, strip_names
 from ckptool.words import counted
-from ckptool.wrappers import Rename, strip_names
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import NameCollision
 from ckptool.loading.live.memory import memory_of
 from ckptool.loading.saving.bare_names import bare_names
-from ckptool.wrappers import Rename, strip_names
+from ckptool.names import Rename, strip_names
 
 if TYPE_CHECKING:
     import torch

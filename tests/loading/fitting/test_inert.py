@@ -9,7 +9,7 @@ import torch
 
 import ckptool
 from ckptool.loading.fitting.inert import inert
-from ckptool.nodes import Global, Opaque
+from ckptool.model import Global, Opaque
 
 np = pytest.importorskip("numpy")
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.paths import name_of
 from ckptool.render.page.data import Names
+from ckptool.tree import name_of
 from ckptool.words import clean
 from tests.render.page.pages import names
 

@@ -1,0 +1,386 @@
+"""What readers pass over inside torch files, safetensors files and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
+from ckptool.files import ByteRange, FileSource
+from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
+from ckptool.formats.checks.zip_headers import header_problems
+from ckptool.formats.legacy_stream import (
+    MAGIC,
+    MAGIC_BYTES,
+    VERSION,
+    LegacyStream,
+    NestedStreams,
+    unpickle_record,
+)
+from ckptool.formats.safetensors_header import LENGTH
+from ckptool.formats.torch_tar import BLOCK, read_members
+from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version
+from ckptool.formats.torch_zip_edit import Laid, alignment_of, computed_offsets
+from ckptool.limits import Limits
+from ckptool.model import Global, Opaque, StorageRef, TensorRef
+from ckptool.symbolic import unpickle
+from ckptool.symbolic.calls import RECOGNISED
+from ckptool.tree import everything
+from ckptool.words import counted, listed, printable
+
+__all__ = [
+    "archive_findings",
+    "frame_problems",
+    "legacy_findings",
+    "pickle_findings",
+    "pickle_problems",
+    "safetensors_findings",
+    "tar_findings",
+    "torch_zip_findings",
+]
+
+_KNOWN = frozenset(
+    {*RECOGNISED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
+)
+_NAMES = frozenset(
+    own for own in (name.rpartition(".")[2] for name in _KNOWN) if own.startswith(("_re", "enc"))
+)
+_MODULES = frozenset(
+    {"torch._utils", "torch._tensor", "_codecs", "numpy.core.multiarray", "numpy._core.multiarray"}
+)
+_ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
+
+
+def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What no pickler can have written, each function once."""
+    if not checkpoint.details.tidy:
+        text = "its pickle leaves gaps in its memo, or objects on its stack, which no pickler does"
+        yield Problem("pickle", "", text)
+    told: set[str] = set()
+    for node in everything(checkpoint.root):
+        for name, fact in _oddities(node):
+            if name not in told:
+                told.add(name)
+                yield Problem("pickle", "", f"its pickle calls {printable(name)} {fact}")
+
+
+def frame_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Whether a frame of a pickle states another length than it has."""
+    if not checkpoint.details.framed:
+        text = (
+            "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
+            "asks for all memory"
+        )
+        yield Problem("pickle", "", text)
+
+
+def _oddities(node: Any) -> Iterator[tuple[str, str]]:
+    """Functions that were called otherwise than anybody does, and how."""
+    if isinstance(node, TensorRef) and isinstance(node.hooks, Opaque):
+        yield node.hooks.class_name, "where every tensor has an OrderedDict"
+    if not isinstance(node, Opaque) or node.maker == "persid":
+        return
+    if not isinstance(node.func, Global):
+        if not isinstance(node.func, Opaque):
+            yield f"something of type {type(node.func).__name__}", "as if it were a function"
+        return
+    name, module, own = node.func.qualified, node.func.module, node.func.name
+    args = node.args if isinstance(node.args, tuple) else ()
+    if name in _KNOWN:
+        if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
+            yield name, "with arguments that it does not take"
+        elif own == "_reconstruct" and not (_is_array(args[:1]) and _is_array_state(node.state)):
+            yield name, "for an array that is none"
+    elif own in _NAMES or module in _MODULES:
+        yield name, "and there is no such function"
+    elif any(isinstance(arg, StorageRef) for arg in args):
+        yield name, "on a storage, which is not known"
+    elif name == "numpy.dtype" and not _is_dtype_made(args, node.state):
+        yield name, "for a type whose state is none"
+
+
+def _is_array_state(state: Any) -> bool:
+    """Of a `numpy.ndarray`: version, shape, dtype, order and content."""
+    match state:
+        case (1, tuple(), dtype, bool() | int(), _):
+            return _is_dtype(dtype)
+    return False
+
+
+def _is_array(classes: Sequence[Any]) -> bool:
+    """Whether it can be a class of arrays: numpy's own, or one derived from it elsewhere."""
+    return all(
+        isinstance(one, Global)
+        and (one.module.startswith("numpy.") or (one.module == "numpy") is (one.name in _ARRAYS))
+        for one in classes
+    )
+
+
+def _is_dtype(node: Any) -> bool:
+    """Whether it is an element type of numpy's, by its old class or one of the new ones."""
+    if not isinstance(node, Opaque):
+        return False
+    return node.class_name == "numpy.dtype" or node.class_name.startswith("numpy.dtypes.")
+
+
+def _is_dtype_made(args: tuple[Any, ...], state: Any) -> bool:
+    """Of a `numpy.dtype`: a code and two flags, and as many items as the version has."""
+    match args, state:
+        case (str(), bool() | int(), bool() | int()), (int() as version, *items):
+            return len(items) == version + 4
+        case (str(), bool() | int(), bool() | int()), None:
+            return True
+    return False
+
+
+_MOST_BEHIND = 100
+"""Streams that are read behind the first: a few hundred bytes are one."""
+_SIZES = {"short": 2, "int": 4, "long": 4}
+"""What torch has always written as `type_sizes`: sizes of Python's `struct`, not of the machine."""
+_PART = 1 << 20
+
+
+def legacy_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+    """What follows the stream, and what its third pickle says of the writer's machine."""
+    data = ByteRange(source, 0, source.size)
+    problems = tuple(_machine_faults(data, limits))
+    end = source.size - checkpoint.details.dead_bytes
+    return Findings(problems) + _behind(data, end, limits, MAGIC_BYTES)
+
+
+def pickle_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+    """What follows the pickle."""
+    data = ByteRange(source, 0, source.size)
+    return _behind(data, source.size - checkpoint.details.dead_bytes, limits, 0)
+
+
+def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
+    """What is wrong with the pickle between version and object, which every torch skips."""
+    magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
+    if magic is None:
+        return
+    start = unpickle_record(data, magic.end(), limits).end
+    facts = unpickle_record(data, start, limits).root
+    if not _is_machine(facts):
+        yield Problem(
+            "header", "", f"the facts about the writer's machine at offset {start:,} are damaged"
+        )
+
+
+def _is_machine(facts: Any) -> bool:
+    """Whether it is what torch writes there, as far as it is there."""
+    if not isinstance(facts, dict) or not facts.keys() <= {
+        "protocol_version", "little_endian", "type_sizes",
+    }:  # fmt: skip
+        return False
+    sizes = facts.get("type_sizes", _SIZES)
+    return (
+        facts.get("protocol_version", VERSION) == VERSION
+        and isinstance(facts.get("little_endian", True), bool)
+        and isinstance(sizes, dict)
+        and sizes.items() <= _SIZES.items()
+    )
+
+
+def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
+    """What stands behind the first object: more of its kind are no fault, anything else is one."""
+    position, more = end, 0
+    try:
+        while position < data.length and more < _MOST_BEHIND:
+            position, more = _following(data, position, limits, magic), more + 1
+    except CheckpointError:
+        rest = data.length - position
+        where = f"behind its end at offset {position:,}"
+        return Findings((Problem("trailing", "", f"{counted(rest, 'byte')} {where} are not read"),))
+    if not more:
+        return Findings()
+    what = "torch.save stream" if magic else "pickle"
+    least = "" if position == data.length else "at least "
+    return Findings(
+        notes=(f"{least}{counted(more, f'more {what}')} behind the first, of which one is read",)
+    )
+
+
+def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
+    """Where the object ends that begins at `position`.
+
+    Raises:
+        CheckpointError: none does.
+    """
+    rest = data.slice(position, data.length - position)
+    if not magic:
+        nested = NestedStreams(data.source.name, limits, rest.length)
+        found = unpickle(rest, nested=nested.load, limits=limits)
+        return position + found.end
+    if not MAGIC.match(rest.read(0, min(magic, rest.length))):
+        raise CorruptFile("no stream follows", file=data.source.name)
+    return position + LegacyStream(rest, limits).end
+
+
+def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+    """What no member accounts for, and what stands behind the content of those that count."""
+    problems = []
+    if checkpoint.details.dead_bytes:
+        dead = checkpoint.details.dead_bytes
+        text = f"{counted(dead, 'byte')} in its members {'is' if dead == 1 else 'are'} not read"
+        problems.append(Problem("trailing", "", text))
+    members = read_members(source, limits)
+    end = 0
+    for name, member in members.items():
+        stop = member.offset + member.length
+        padded = -(-stop // BLOCK) * BLOCK
+        if padded > source.size:
+            problems.append(Problem("truncated", name, "its last block is cut short"))
+            return Findings(tuple(problems))
+        if source.read(stop, padded - stop).strip(b"\0"):
+            problems.append(Problem("padding", name, "what fills its last block is not zero"))
+        end = max(end, padded)
+    if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
+        rest = counted(source.size - end, "byte")
+        problems.append(Problem("trailing", "", f"{rest} behind its last member are not zero"))
+    return Findings(tuple(problems))
+
+
+def safetensors_findings(source: FileSource) -> Findings:
+    """What the format's README asks of a header, and no reader does."""
+    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    text = source.read(LENGTH.size, length)
+    problems = []
+    if not text.startswith(b"{"):
+        problems.append(Problem("header", "", "its header does not begin with {, as it must"))
+    if text.rstrip(b" ")[-1:] != b"}":
+        problems.append(
+            Problem("padding", "", "its header is padded with something else than spaces")
+        )
+    note = f"its tensors begin at {LENGTH.size + length:,}, which is no multiple of 8"
+    return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
+
+
+def archive_findings(probe: Probe) -> Findings:
+    """What can be said of a zip before it is known what it holds; nothing of a folder.
+
+    What the reader refuses is told by opening the file.
+    """
+    if probe.source is None:
+        return Findings()
+    whole = ByteRange(probe.source, 0, probe.source.size)
+    try:
+        archive = probe.archive
+    except UnsupportedFormat:
+        return Findings(header_problems(whole, refused=True))
+    except CheckpointError:
+        return Findings()
+    if archive is None:
+        return Findings()
+    stated = [record for record in archive.records.values() if record.crc32 is not None]
+    foreign = tuple(Problem("foreign", "", text) for text in archive.notes)
+    return Findings(
+        (*header_problems(whole), *foreign),
+        tuple(_notes(archive, len(archive.records) - len(stated))),
+        tuple(_checksum(archive, record) for record in stated),
+        len(archive.records),
+    )
+
+
+def _checksum(archive: Archive, record: Record) -> Checksum:
+    return Checksum(_place(archive, record.name), record.data, record.crc32 or 0)
+
+
+def _place(archive: Archive, name: str) -> str:
+    """A record's name as the archive has it."""
+    return f"{archive.folder}/{name}" if archive.folder else name
+
+
+def _notes(archive: Archive, unstated: int) -> Iterator[str]:
+    if unstated:
+        yield (
+            f"no CRC-32 was computed of {counted(unstated, 'record')} when the file was written: "
+            "nothing tells whether their bytes are right"
+        )
+    if archive.dead_bytes:
+        yield (
+            f"{counted(archive.dead_bytes, 'byte')} between the records belong to none, as an edit "
+            "in place leaves them"
+        )
+
+
+def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) -> Findings:
+    """What torch refuses, or reads otherwise, of a zip that reads well; less of an unzipped one."""
+    problems = [*_behind_pickle(archive, contents)]
+    if not unzipped:
+        problems += _refused(archive, contents)
+        problems += _compressed(contents)
+        problems += _misplaced(archive, contents)
+    return Findings(tuple(problems))
+
+
+def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
+    """Bytes of the record of the pickle that are behind its STOP."""
+    record = contents.storages.find(PICKLE)
+    rest = 0 if record is None else record.data.length - contents.unpickled.end
+    if record is not None and rest:
+        text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
+        yield Problem("trailing", _place(archive, record.name), text)
+
+
+def _refused(archive: Archive, contents: Contents) -> Iterator[Problem]:
+    if not archive.folder:
+        yield Problem("folder", "", "its records do not stand in a folder: torch refuses it")
+    version = contents.facts.get("version")
+    if version is None and contents.storages.find(".data/version") is None:
+        yield Problem("version", "", "it has no record 'version': torch refuses it")
+    elif version is not None and not is_known_version(version):
+        text = f"its version is {version!r}, not between 1 and 10: torch refuses it"
+        yield Problem("version", _place(archive, "version"), text)
+
+
+def _compressed(contents: Contents) -> Iterator[Problem]:
+    keys = [key for key, storage in contents.storages.by_key.items() if storage.compressed]
+    if keys:
+        yield Problem(
+            "compressed",
+            "",
+            f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): mapped with "
+            "torch.load(mmap=True) they are garbage; any rewrite stores them plainly",
+        )
+
+
+def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
+    """Where `.format_version` makes torch compute offsets that are not those of the records."""
+    if contents.facts.get(".format_version", "") < "1":
+        return
+    alignment = alignment_of(contents.facts.get(".storage_alignment"))
+    if alignment is None:
+        yield Problem(
+            "offsets",
+            _place(archive, ".storage_alignment"),
+            "it should state an alignment as a number, from which torch computes where storages "
+            "begin",
+        )
+        return
+    used = list(_laid(archive, contents))
+    wrong = [
+        laid
+        for laid, computed in zip_longest(used, computed_offsets(used, alignment))
+        if computed != laid.payload
+    ]
+    if wrong:
+        yield Problem(
+            "offsets",
+            wrong[0].name.decode("utf-8", "replace"),
+            "the record .format_version has torch compute where storages begin, and "
+            f"{len(wrong):,} of {counted(len(used), 'storage')} begin elsewhere: "
+            "torch.load(map_location='meta') and readers that compute offsets get wrong ones; "
+            "any rewrite mends it",
+        )
+
+
+def _laid(archive: Archive, contents: Contents) -> Iterator[Laid]:
+    """The records of the storages, in the order in which the pickle first uses them."""
+    for key, storage in contents.storages.by_key.items():
+        record = contents.storages.find(f"data/{key}")
+        if storage.data is not None and record is not None and not record.compressed:
+            name = _place(archive, record.name).encode("utf-8", "replace")
+            yield Laid(name, record.data.length, record.header_offset, record.data.offset)
