@@ -1,4 +1,4 @@
-"""The mean of several tensors, element by element, computed in blocks."""
+"""Means of tensors, block by block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,46 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.cast_kernel import CHUNK, chunks
-from ckptool.tensors.casting import checked
-from ckptool.tensors.element_buffer import ElementBuffer
-from ckptool.tensors.floats import FLOATS, SATURATES
+from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
 from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Averager", "Elements", "elements_of"]
+__all__ = ["Averager", "ElementBuffer", "Elements", "elements_of"]
+
+
+class ElementBuffer:
+    """Memory for so many elements of a type, and the torch tensor that looks at it."""
+
+    def __init__(self, dtype: str, count: int, *, seen_as: torch.dtype | None = None) -> None:
+        """Take memory for `count` elements of `dtype`.
+
+        `seen_as` is the type of the tensor, where it is to be another: a complex number may be two
+        real ones.
+
+        Raises:
+            UnsupportedFormat: this torch does not have the type.
+        """
+        import torch
+
+        kind = BY_NAME[dtype]
+        self._size, self._swap = kind.itemsize, kind.swap_size
+        self._raw = bytearray(count * self._size)
+        self._tensor = torch.frombuffer(self._raw, dtype=seen_as or torch_dtype(dtype))
+        self._parts = self._size // self._tensor.element_size()
+
+    def read(self, run: Elements, start: int, count: int) -> torch.Tensor:
+        """The `count` elements from `start`, in this machine's byte order, until the next read."""
+        import torch
+
+        run.data.read_into(memoryview(self._raw)[: count * self._size], start * self._size)
+        elements = self._tensor[: count * self._parts]
+        if run.byteorder != sys.byteorder and self._swap > 1:
+            rows = elements.view(torch.uint8).view(-1, self._swap)
+            rows.copy_(rows.flip(1))
+        return elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.model import TensorRef
-from ckptool.tensors import comparing, difference_kernel, figures
+from ckptool.tensors import comparing
 from ckptool.tensors.comparing import COMPARED, Comparer, Difference
 from tests.tensors.refs import storage, tensor
 
@@ -177,7 +177,7 @@ def test_rounding_does_not_add_up_where_all_elements_are_alike(value):
 
 
 def test_a_ratio_of_the_smallest_numbers_is_not_overlooked_for_a_lesser_one_before_it():
-    count = figures.CHUNK
+    count = comparing.CHUNK
     y = torch.cat([torch.ones(count), torch.full((2,), 500_000 * 2.0**-149), torch.ones(2)])
     x = y.clone()
     x[0], x[count], x[-1] = 1 + 10 * 2.0**-23, 500_001 * 2.0**-149, 1 + 2.0**-23
@@ -243,8 +243,8 @@ def test_a_complex_number_that_is_both_is_nan():
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int64"])
 def test_many_chunks_blocks_and_threads(dtype, special, monkeypatch):
-    monkeypatch.setattr(difference_kernel, "CHUNK", 256)
-    monkeypatch.setattr(difference_kernel, "BLOCK", 1000)
+    monkeypatch.setattr(comparing, "CHUNK", 256)
+    monkeypatch.setattr(comparing, "BLOCK", 1000)
     monkeypatch.setattr(comparing, "BLOCK", 1000)
     monkeypatch.setattr(comparing, "_SHARED", 2000)
     x, y = numbers(dtype, 1, 23_456), numbers(dtype, 2, 23_456)
@@ -407,13 +407,13 @@ def test_without_torchscript_the_figures_are_the_same(monkeypatch):
     x, y = numbers("float32", 1), numbers("float32", 2)
     y[3] = NAN
     fast = compare(x, y, atol=0.1)
-    plain = figures.Functions(figures.block, figures.figures)
-    monkeypatch.setattr(difference_kernel, "functions", lambda: plain)
+    plain = comparing.Functions(comparing.block, comparing.figures)
+    monkeypatch.setattr(comparing, "functions", lambda: plain)
     assert_same(compare(x, y, atol=0.1), fast, 1e-6)
 
 
 def test_all_bytes_are_told(monkeypatch):
-    monkeypatch.setattr(difference_kernel, "BLOCK", 100)
+    monkeypatch.setattr(comparing, "BLOCK", 100)
     monkeypatch.setattr(comparing, "BLOCK", 100)
     for shared in (10, 10_000):
         monkeypatch.setattr(comparing, "_SHARED", shared)

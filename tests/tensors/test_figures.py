@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ckptool.tensors import figures
-from ckptool.tensors.figures import CHUNK, block, functions
+from ckptool.tensors import comparing
+from ckptool.tensors.comparing import CHUNK, block, functions
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_compiled_functions_give_the_same(dtype, pairs, special):
 @pytest.mark.usefixtures("fresh")
 def test_without_torchscript_they_are_taken_as_they_are(monkeypatch):
     monkeypatch.setattr(torch.jit, "script", None)
-    assert functions() == (figures.block, figures.figures)
+    assert functions() == (comparing.block, comparing.figures)
 
 
 def test_what_is_not_finite_is_lost_unless_looked_for():

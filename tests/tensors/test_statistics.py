@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors import moments, statistics, tallies
+from ckptool.tensors import statistics
 from ckptool.tensors.statistics import Histogram, Measurer, measurable
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor
@@ -101,8 +101,8 @@ def test_every_type_that_is_a_number(dtype, count):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "int16", "uint8", "complex64", "int64", "uint64"])
 def test_several_chunks_and_blocks(dtype, monkeypatch):
-    monkeypatch.setattr(statistics, "BLOCK", 3 * moments.CHUNK)
-    made = values(dtype, 7 * moments.CHUNK + 5)
+    monkeypatch.setattr(statistics, "BLOCK", 3 * statistics.CHUNK)
+    made = values(dtype, 7 * statistics.CHUNK + 5)
     assert_as_torch(Measurer().measure(reference(made)), made)
 
 
@@ -231,7 +231,7 @@ NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 def test_wherever_chunks_and_blocks_end(numbers, chunk, blocks, bins):
     made = torch.tensor(numbers, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moments, "CHUNK", chunk)
+        patch.setattr(statistics, "CHUNK", chunk)
         patch.setattr(statistics, "CHUNK", chunk)
         patch.setattr(statistics, "BLOCK", chunk * blocks)
         assert_as_torch(Measurer(bins).measure(reference(made)), made, bins)
@@ -247,7 +247,7 @@ def test_wherever_counted_pieces_end(patterns, piece, dtype):
     data = b"".join((one % (1 << 8 * size)).to_bytes(size, "little") for one in patterns)
     made = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tallies, "PIECE", piece)
+        patch.setattr(statistics, "PIECE", piece)
         patch.setattr(statistics, "WORTH_COUNTING", 1)
         patch.setattr(statistics, "BLOCK", 5 * piece)
         counted = Measurer(7).measure(tensor(data, dtype, (len(patterns),)))
