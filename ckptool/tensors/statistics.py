@@ -1,4 +1,4 @@
-"""Statistics of tensors: how far elements reach, then their moments, in chunks that stay in the cache."""
+"""Statistics of tensors: how far elements reach, then their moments, chunk by chunk."""
 
 from __future__ import annotations
 
