@@ -501,10 +501,6 @@ class Kernel:
         # Both types in one that has all their values, where they can be compared.
         self._back = torch.empty(CHUNK, dtype=wide)
         self._size = torch.empty(CHUNK, dtype=wide)
-        self._low_bits: torch.Tensor | None = None
-        if (source, target) == ("float32", "bfloat16"):  # the lower half of the bits goes
-            halves = self._source.view(torch.int16)
-            self._low_bits = halves[sys.byteorder == "big" :: 2]
         self._old = self._source
         if self._source.dtype != wide and not self._exact:
             self._old = torch.empty(CHUNK, dtype=wide)
@@ -541,8 +537,6 @@ class Kernel:
             mask = None if piece.grid is None else own_elements(piece)
             count = chosen.stop - chosen.start if mask is None else int(mask.sum())
             return Losses(count)
-        if self._low_bits is not None and piece.grid is None:
-            return self._halved(chosen)
         if not self._widened:
             self._widen()
         old, back = self._old[chosen], self._back[chosen]
@@ -559,35 +553,19 @@ class Kernel:
             self._old[cast].copy_(self._source[cast])
         self._widened = True
 
-    def _reach(self, old: torch.Tensor) -> tuple[float, float]:
-        """The least and the largest magnitude; NaN where there is one."""
+    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
+        """The losses in few passes, where nothing overflows and there is no NaN."""
         import torch
 
-        size = torch.abs(old, out=self._size[: old.numel()])
-        low, high = torch.aminmax(size)
-        return low.item(), high.item()
-
-    def _halved(self, chosen: slice) -> Losses:
-        """The losses where the higher half of the bits is what remains, rounded."""
-        old, low_bits = self._source[chosen], self._low_bits
-        low, high = self._reach(old)
-        if not high <= self._kind.largest or low_bits is None:
-            return self._sorted_out(old, self._target[chosen].to(old.dtype))
-        gone = 0
-        if low < 2.0**self._kind.lowest:
-            gone = _nonzero(old) - _nonzero(self._target[chosen])
-        return Losses(old.numel(), 0, gone, _nonzero(low_bits[chosen]) - gone)
-
-    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
-        low, high = self._reach(old)
-        kind = self._kind
+        kind, size = self._kind, torch.abs(old, out=self._size[: old.numel()])
+        low, high = (end.item() for end in torch.aminmax(size))
         if not high <= kind.largest or not (kind.signed or float(old.min()) >= 0):
             return self._sorted_out(old, back)
         gone = 0
         if low < 2.0**kind.lowest and kind.signed:
             gone = _nonzero(old) - _nonzero(back)
         zeros = 0 if kind.signed else old.numel() - _nonzero(old)
-        changed = _nonzero((back - old).view(self._bits))
+        changed = _nonzero(back.sub_(old).view(self._bits))
         return Losses(old.numel(), 0, gone, changed - gone - zeros, zeros=zeros)
 
     def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:

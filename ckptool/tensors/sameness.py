@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from threading import Lock
+from threading import Event, Lock
 
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
@@ -25,60 +25,46 @@ def in_turns(length: int, step: int, workers: Sequence[Worker], told: Told | Non
     its last: all are busy until the end, and a file is read nearly from front to back. An error in
     one stops all of them.
     """
-    steps = _Steps(length, step)
+    starts, lock, stopped = iter(range(0, length, step)), Lock(), Event()
+    position = known = 0
+
+    def tell() -> None:
+        """Tell of what was taken since the last time."""
+        nonlocal known
+        if told is not None and position > known and not stopped.is_set():
+            told(position - known)
+            known = position
+
+    def work(worker: Worker, done: Callable[[], object] = bool) -> None:
+        nonlocal position
+        finished = False
+        try:
+            while not stopped.is_set():
+                with lock:
+                    start = next(starts, None)
+                    if start is None:
+                        break
+                    position = stop = min(start + step, length)
+                if not worker(start, stop):
+                    return
+                done()
+            finished = True
+        finally:
+            if not finished:
+                stopped.set()
+
     if len(workers) == 1 or length <= step:
-        _work(workers[0], steps, told)
-        return not steps.stopped
+        work(workers[0], tell)
+        return not stopped.is_set()
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     with ThreadPoolExecutor(len(workers) - 1) as pool:
-        others = [pool.submit(_work, worker, steps) for worker in workers[1:]]
-        _work(workers[0], steps, told)
+        others = [pool.submit(work, worker) for worker in workers[1:]]
+        work(workers[0], tell)
     for other in others:
         other.result()
-    steps.tell(told)
-    return not steps.stopped
-
-
-class _Steps:
-    """The steps that nobody has taken yet."""
-
-    def __init__(self, length: int, step: int) -> None:
-        self.stopped = False
-        self._length = length
-        self._step = step
-        self._position = 0
-        """Where the next step begins."""
-        self._told = 0
-        self._lock = Lock()
-
-    def take(self) -> tuple[int, int] | None:
-        """The next step, from and to; None: there is no more to do."""
-        with self._lock:
-            start = self._position
-            if self.stopped or start >= self._length:
-                return None
-            self._position = min(start + self._step, self._length)
-            return start, self._position
-
-    def tell(self, told: Told | None) -> None:
-        """Tell of what was taken since the last time."""
-        if told is not None and not self.stopped and self._position > self._told:
-            told(self._position - self._told)
-            self._told = self._position
-
-
-def _work(worker: Worker, steps: _Steps, told: Told | None = None) -> None:
-    """Take steps as long as there are some."""
-    finished = False
-    try:
-        while step := steps.take():
-            if not worker(*step):
-                return
-            steps.tell(told)
-        finished = True
-    finally:
-        steps.stopped = steps.stopped or not finished
+    tell()
+    return not stopped.is_set()
 
 
 _STEP = 512 << 10
