@@ -316,26 +316,25 @@ class _Kernel:
         if self._tolerance.equal_nan:
             differ &= ~(nan_a & nan_b)
         close = self._is_close(x, y, gap.abs() if self._long else None, b)
-        infinite_a, infinite_b = a.isinf() & ~nan_a, b.isinf() & ~nan_b
         finite = a.isfinite() & b.isfinite()
-        counts = [
-            int(flags.sum()) for flags in (differ, finite, nan_a, nan_b, infinite_a, infinite_b)
-        ]
-        if not counts[1]:
-            return _Sums(*counts, close=close)
-        a, b, gap = a[finite], b[finite], gap[finite].abs()
-        sizes = b.abs()
-        return _Sums(
-            *counts,
-            total=float(gap.sum()),
-            squares=float(gap.square().sum()),
-            squares_a=float(a.abs().square_().sum()),
-            squares_b=float(sizes.square().sum()),
-            product=float((a * b.conj()).sum().real),
-            largest=float(gap.amax()),
-            ratio=float((gap / sizes).nan_to_num_(0.0, math.inf).amax()),
+        sums = _Sums(
+            mismatched=int(differ.sum()),
+            finite=int(finite.sum()),
+            nan_a=int(nan_a.sum()),
+            nan_b=int(nan_b.sum()),
+            inf_a=int((a.isinf() & ~nan_a).sum()),
+            inf_b=int((b.isinf() & ~nan_b).sum()),
             close=close,
         )
+        if sums.finite:
+            a, b, gap = a[finite], b[finite], gap[finite].abs()
+            sums.total, sums.squares = float(gap.sum()), float(gap.square().sum())
+            sums.squares_a = float(a.abs().square().sum())
+            sums.squares_b = float(b.abs().square().sum())
+            sums.product = float((a * b.conj()).sum().real)
+            sums.largest = float(gap.amax())
+            sums.ratio = float((gap / b.abs()).nan_to_num_(0.0, math.inf).amax())
+        return sums
 
     def _is_close(
         self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor | None, b: torch.Tensor

@@ -273,7 +273,8 @@ class _Kernel:
         import torch
 
         self._bias = _BIAS.get(dtype, 0)
-        seen_as, self._prepare = _preparations().get(dtype, (None, None))
+        seen_as, prepare = _preparations().get(dtype, (None, None))
+        self._prepare = prepare
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
         self._wide = torch.empty(CHUNK, dtype=torch.float64)
         self._places = torch.empty(CHUNK, dtype=torch.float64)
