@@ -71,60 +71,35 @@ def elements_of(tensor: TensorRef) -> Elements:
     """All elements of a tensor in row-major order, wherever they lie."""
     if tensor.is_contiguous and not tensor.flags and tensor.storage is not None:
         return Elements(tensor.dtype, tensor.data, tensor.storage.byteorder, tensor.storage)
-    data = ByteRange(_Content(tensor), 0, tensor.nbytes)
-    return Elements(tensor.dtype, data, storage=tensor.storage)
+    blocks: Iterator[bytes] = iter(())
+    pending, position = memoryview(b""), -1
+    name = tensor.storage.data.source.name if tensor.storage and tensor.storage.data else ""
 
+    def take(most: int) -> memoryview:
+        """Between 1 and `most` bytes."""
+        nonlocal pending, position
+        if not pending:
+            pending = memoryview(next(blocks, b""))
+        part, pending = pending[:most], pending[most:]
+        if not part:
+            raise TruncatedFile("the elements of a tensor end too early", file=name)
+        position += len(part)
+        return part
 
-class _Content:
-    """A source (`files.Source`) over the elements of a tensor that is not one run of bytes.
-
-    Reading forwards costs one pass; reading backwards starts again.
-    """
-
-    def __init__(self, tensor: TensorRef) -> None:
-        self._tensor = tensor
-        self._blocks: Iterator[bytes] = iter(())
-        self._pending = memoryview(b"")
-        self._position = -1
-
-    @property
-    def name(self) -> str:
-        """The file that they are in."""
-        storage = self._tensor.storage
-        return storage.data.source.name if storage is not None and storage.data else ""
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._tensor.nbytes
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        if not 0 <= self._position <= offset:
-            self._blocks, self._position = self._tensor.content(), 0
-            self._pending = memoryview(b"")
-        while self._position < offset:
-            self._take(offset - self._position)
+    def fill(offset: int, buffer: memoryview) -> None:
+        """Read forwards in one pass; what is behind starts again."""
+        nonlocal blocks, pending, position
+        if not 0 <= position <= offset:
+            blocks, pending, position = tensor.content(), memoryview(b""), 0
+        while position < offset:
+            take(offset - position)
         while buffer:
-            part = self._take(len(buffer))
+            part = take(len(buffer))
             buffer[: len(part)] = part
             buffer = buffer[len(part) :]
 
-    def _take(self, most: int) -> memoryview:
-        """Between 1 and `most` bytes."""
-        if not self._pending:
-            self._pending = memoryview(next(self._blocks, b""))
-        part, self._pending = self._pending[:most], self._pending[most:]
-        if not part:
-            raise TruncatedFile("the elements of a tensor end too early", file=self.name)
-        self._position += len(part)
-        return part
+    source = ComputedSource(name, tensor.nbytes, fill)
+    return Elements(tensor.dtype, ByteRange(source, 0, source.size), storage=tensor.storage)
 
 
 class Averager:
