@@ -492,24 +492,20 @@ class Kernel:
         self._kind = FLOATS[target]
         self._limit = SATURATES.get(target, float("inf"))
         self._itemsize = BY_NAME[source].itemsize
-        wide = torch.float64 if source == "float64" else torch.float32
-        self._bits = torch.int64 if source == "float64" else torch.int32
+        # A type that has all values of both, in which they can be compared, and its bits.
+        double = source == "float64"
+        self._wide = torch.float64 if double else torch.float32
+        self._bits = torch.int64 if double else torch.int32
+        self._size, self._back = (torch.empty(CHUNK, dtype=self._wide) for _ in range(2))
         self._raw = bytearray(CHUNK * self._itemsize)
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._source = torch.frombuffer(self._raw, dtype=torch_dtype(source))
         self._own = self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
-        # Both types in one that has all their values, where they can be compared.
-        self._back = torch.empty(CHUNK, dtype=wide)
-        self._size = torch.empty(CHUNK, dtype=wide)
-        self._old = self._source
-        if self._source.dtype != wide and not self._exact:
-            self._old = torch.empty(CHUNK, dtype=wide)
         self._count = 0
-        self._widened = False
 
     def read(self, data: ByteRange, start: int, stop: int, crc: int | None = None) -> int:
         """Take the elements from `start` up to `stop`; the CRC-32 that goes on from `crc`."""
-        self._count, self._widened = stop - start, False
+        self._count = stop - start
         raw = memoryview(self._raw)[: self._count * self._itemsize]
         data.read_into(raw, start * self._itemsize)
         return 0 if crc is None else zlib.crc32(raw, crc)
@@ -528,30 +524,16 @@ class Kernel:
         return into or memoryview(self._made)[: self._count * own.itemsize]
 
     def losses(self, start: int, piece: Piece) -> Losses:
-        """What became of a piece of the chunk that was just cast, which began at `start`.
-
-        Few passes where nothing overflows and there is no NaN, which is nearly everywhere.
-        """
+        """What became of a piece of the chunk that was just cast, which began at `start`."""
         chosen = slice(piece.start - start, piece.stop - start)
+        own = None if piece.grid is None else own_elements(piece)
         if self._exact:
-            mask = None if piece.grid is None else own_elements(piece)
-            count = chosen.stop - chosen.start if mask is None else int(mask.sum())
-            return Losses(count)
-        if not self._widened:
-            self._widen()
-        old, back = self._old[chosen], self._back[chosen]
-        if piece.grid is not None:
-            mask = own_elements(piece)
-            old, back = old[mask], back[mask]
+            return Losses(chosen.stop - chosen.start if own is None else int(own.sum()))
+        old = self._source[chosen].to(self._wide)
+        back = self._back[chosen].copy_(self._target[chosen])
+        if own is not None:
+            old, back = old[own], back[own]
         return self._compared(old, back) if old.numel() else Losses()
-
-    def _widen(self) -> None:
-        """Have the chunk before and after in a type where both can be compared."""
-        cast = slice(self._count)
-        self._back[cast].copy_(self._target[cast])
-        if self._old is not self._source:
-            self._old[cast].copy_(self._source[cast])
-        self._widened = True
 
     def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
         """The losses in few passes, where nothing overflows and there is no NaN."""
