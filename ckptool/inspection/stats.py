@@ -28,7 +28,7 @@ from ckptool.tree import name_of, resolve, selected, walk
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
-    from ckptool.tensors.moments import Number
+    from ckptool.tensors.statistics import Number
 
 __all__ = ["SORTABLE", "DtypeRange", "Stats", "TensorStats", "Totals", "stats"]
 

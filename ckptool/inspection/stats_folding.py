@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptool.names import families
-from ckptool.tensors.moments import Moments
-from ckptool.tensors.statistics import Histogram, Measures
+from ckptool.tensors.statistics import Histogram, Measures, Moments
 from ckptool.words import counted
 
 if TYPE_CHECKING:

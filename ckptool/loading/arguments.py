@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptool.errors import CheckpointError, DeviceError, UsageError
 from ckptool.remedies import Given, Remedy
-from ckptool.tensors.placement import Placement
+from ckptool.tensors.materialise import Placement
 from ckptool.transforms.name_rules import Rule, prefix_regex
 
 __all__ = ["advising", "check_arguments", "check_lists", "check_order"]

@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats import opened
 from ckptool.loading.objects.tree import made_tree
-from ckptool.tensors.placement import MapLocation
+from ckptool.tensors.materialise import MapLocation
 
 __all__ = ["load"]
 

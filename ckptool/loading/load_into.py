@@ -19,7 +19,7 @@ from ckptool.loading.fitting.unmade import why_unmade
 from ckptool.loading.live.spreading import without_hidden
 from ckptool.matching import Allowance, Allowed, Match, MatchReport
 from ckptool.tensors import require_torch
-from ckptool.tensors.placement import MapLocation
+from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import listed, printable
 

@@ -15,7 +15,7 @@ from ckptool.model import OrderedMap, TensorRef
 from ckptool.names import N_AVERAGED
 from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
-from ckptool.tensors.placement import MapLocation
+from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.selection import plain_state_dict
 from ckptool.words import listed
 

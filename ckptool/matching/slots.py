@@ -102,7 +102,7 @@ def holds(wide: str, narrow: str) -> bool:
     if wide == narrow:
         return True
     # Imported here: of most files no type changes.
-    from ckptool.tensors.floats import FLOATS, is_exact
+    from ckptool.tensors.casting import FLOATS, is_exact
 
     if wide in _COMPLEX:
         return holds(_COMPLEX[wide], _COMPLEX.get(narrow, narrow))

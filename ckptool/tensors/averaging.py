@@ -1,4 +1,4 @@
-"""The mean of several tensors, element by element, computed in blocks."""
+"""Means of tensors, block by block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,46 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.cast_kernel import CHUNK, chunks
-from ckptool.tensors.casting import checked
-from ckptool.tensors.element_buffer import ElementBuffer
-from ckptool.tensors.floats import FLOATS, SATURATES
+from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
 from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Averager", "Elements", "elements_of"]
+__all__ = ["Averager", "ElementBuffer", "Elements", "elements_of"]
+
+
+class ElementBuffer:
+    """Memory for so many elements of a type, and the torch tensor that looks at it."""
+
+    def __init__(self, dtype: str, count: int, *, seen_as: torch.dtype | None = None) -> None:
+        """Take memory for `count` elements of `dtype`.
+
+        `seen_as` is the type of the tensor, where it is to be another: a complex number may be two
+        real ones.
+
+        Raises:
+            UnsupportedFormat: this torch does not have the type.
+        """
+        import torch
+
+        kind = BY_NAME[dtype]
+        self._size, self._swap = kind.itemsize, kind.swap_size
+        self._raw = bytearray(count * self._size)
+        self._tensor = torch.frombuffer(self._raw, dtype=seen_as or torch_dtype(dtype))
+        self._parts = self._size // self._tensor.element_size()
+
+    def read(self, run: Elements, start: int, count: int) -> torch.Tensor:
+        """The `count` elements from `start`, in this machine's byte order, until the next read."""
+        import torch
+
+        run.data.read_into(memoryview(self._raw)[: count * self._size], start * self._size)
+        elements = self._tensor[: count * self._parts]
+        if run.byteorder != sys.byteorder and self._swap > 1:
+            rows = elements.view(torch.uint8).view(-1, self._swap)
+            rows.copy_(rows.flip(1))
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,60 +71,35 @@ def elements_of(tensor: TensorRef) -> Elements:
     """All elements of a tensor in row-major order, wherever they lie."""
     if tensor.is_contiguous and not tensor.flags and tensor.storage is not None:
         return Elements(tensor.dtype, tensor.data, tensor.storage.byteorder, tensor.storage)
-    data = ByteRange(_Content(tensor), 0, tensor.nbytes)
-    return Elements(tensor.dtype, data, storage=tensor.storage)
+    blocks: Iterator[bytes] = iter(())
+    pending, position = memoryview(b""), -1
+    name = tensor.storage.data.source.name if tensor.storage and tensor.storage.data else ""
 
+    def take(most: int) -> memoryview:
+        """Between 1 and `most` bytes."""
+        nonlocal pending, position
+        if not pending:
+            pending = memoryview(next(blocks, b""))
+        part, pending = pending[:most], pending[most:]
+        if not part:
+            raise TruncatedFile("the elements of a tensor end too early", file=name)
+        position += len(part)
+        return part
 
-class _Content:
-    """A source (`files.Source`) over the elements of a tensor that is not one run of bytes.
-
-    Reading forwards costs one pass; reading backwards starts again.
-    """
-
-    def __init__(self, tensor: TensorRef) -> None:
-        self._tensor = tensor
-        self._blocks: Iterator[bytes] = iter(())
-        self._pending = memoryview(b"")
-        self._position = -1
-
-    @property
-    def name(self) -> str:
-        """The file that they are in."""
-        storage = self._tensor.storage
-        return storage.data.source.name if storage is not None and storage.data else ""
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._tensor.nbytes
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        if not 0 <= self._position <= offset:
-            self._blocks, self._position = self._tensor.content(), 0
-            self._pending = memoryview(b"")
-        while self._position < offset:
-            self._take(offset - self._position)
+    def fill(offset: int, buffer: memoryview) -> None:
+        """Read forwards in one pass; what is behind starts again."""
+        nonlocal blocks, pending, position
+        if not 0 <= position <= offset:
+            blocks, pending, position = tensor.content(), memoryview(b""), 0
+        while position < offset:
+            take(offset - position)
         while buffer:
-            part = self._take(len(buffer))
+            part = take(len(buffer))
             buffer[: len(part)] = part
             buffer = buffer[len(part) :]
 
-    def _take(self, most: int) -> memoryview:
-        """Between 1 and `most` bytes."""
-        if not self._pending:
-            self._pending = memoryview(next(self._blocks, b""))
-        part, self._pending = self._pending[:most], self._pending[most:]
-        if not part:
-            raise TruncatedFile("the elements of a tensor end too early", file=self.name)
-        self._position += len(part)
-        return part
+    source = ComputedSource(name, tensor.nbytes, fill)
+    return Elements(tensor.dtype, ByteRange(source, 0, source.size), storage=tensor.storage)
 
 
 class Averager:
@@ -164,7 +168,6 @@ class _Kernel:
 
         self._kind = target
         self._others = any(source != target for source in sources)
-        self._widest = any(source in ("float64", "complex128") for source in sources)
         wide = torch.complex128 if target.startswith("complex") else torch.float64
         self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
@@ -181,35 +184,19 @@ class _Kernel:
         count = stop - start
         mean, target = self._added(runs, start, count), self._target[:count]
         _real(mean).div_(len(runs))  # by a complex number there would be no -0.0
-        if self._widest and not bool(mean.isfinite().all()):
-            mean = self._halved(mean.clone(), runs, start)
         target.copy_(mean)
         if self._others:
             self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
         return memoryview(self._made)[: count * self._target.element_size()]
 
-    def _added(
-        self, runs: Sequence[Elements], start: int, count: int, scale: float = 1.0
-    ) -> torch.Tensor:
+    def _added(self, runs: Sequence[Elements], start: int, count: int) -> torch.Tensor:
         total, following = self._sum[:count], self._next[:count]
         for at, run in enumerate(runs):
             part = following if at else total  # a sum that begins with 0.0 has no -0.0
             part.copy_(self._buffers[run.dtype].read(run, start, count))
-            if scale != 1.0:
-                _real(part).mul_(scale)
             if at:
                 total.add_(following)
         return total
-
-    def _halved(self, mean: torch.Tensor, runs: Sequence[Elements], start: int) -> torch.Tensor:
-        """The mean where the sum is beyond float64: of numbers made smaller first."""
-        import torch
-
-        scale = 2.0 ** len(runs).bit_length()
-        again = self._added(runs, start, len(mean), 1 / scale)
-        plain, again = _real(mean), _real(again).div_(len(runs)).mul_(scale)
-        plain.copy_(torch.where(plain.isfinite(), plain, again))
-        return mean
 
     def _refuse_overflow(self, mean: torch.Tensor, made: torch.Tensor) -> None:
         kind = FLOATS.get(self._kind)

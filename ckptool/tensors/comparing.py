@@ -1,23 +1,48 @@
-"""How much two tensors differ: figures over all elements, computed in blocks as they are read."""
+"""How much two tensors differ: figures over all elements, computed in chunks as they are read."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
-from ckptool.tensors.averaging import Elements, elements_of
-from ckptool.tensors.difference_kernel import BLOCK, COMPARED, Kernel, Sums, Tolerance
-from ckptool.tensors.sameness import side_by_side
-from ckptool.tensors.turns import Told, in_turns
+from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
+from ckptool.tensors.runtime import require_torch, torch_dtype
+from ckptool.tensors.sameness import Told, in_turns, side_by_side
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["COMPARED", "Comparer", "Difference"]
 
+CHUNK = (1 << 15) - 64
+"""Elements handled at a time: they stay in the processor's cache, and below what torch divides
+among threads of its own."""
+BLOCK = 8 * CHUNK
+"""Elements that a thread takes at a time."""
 _SHARED = 2 * BLOCK
 """Elements from which two threads take turns."""
+
+_COMPLEX = frozenset(("complex32", "complex64", "complex128"))
+_WHOLE = frozenset(
+    ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+)
+_LONG = frozenset(("uint64", "int64"))
+_SMALL = frozenset(
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+)
+_STAND_INS = {
+    **dict.fromkeys(_SMALL, "float32"),
+    **dict.fromkeys(_WHOLE, "float64"),
+    "complex32": "complex64",
+}
+"""Types to calculate in, where torch cannot in those of the elements."""
+COMPARED = frozenset(("float64", "float32", "float16", "bfloat16", *_COMPLEX, *_WHOLE, *_SMALL))
+"""The types whose elements are numbers, a number an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +93,8 @@ class Comparer:
             if value is not None and not value >= 0:
                 raise UsageError(f"{name} is {value}: a tolerance is a number from 0 on")
         asked = atol is not None or rtol is not None
-        self._tolerance = Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
-        self._kernels: dict[tuple[str, str], list[Kernel]] = {}
+        self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
+        self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
 
     def compare(self, a: TensorRef, b: TensorRef, told: Told | None = None) -> Difference:
         """The difference of two tensors of one shape with `has_content`, b being the reference.
@@ -82,19 +107,19 @@ class Comparer:
             UnsupportedFormat: elements that are no numbers, or that this torch does not have.
             CheckpointError: the bytes of either cannot be read.
         """
-        sums, count = Sums(), a.numel
+        sums, count = _Sums(), a.numel
         if count:
             one, other = _beside(a, b)
             plain = may_be_shared(one.data) and may_be_shared(other.data)
             kernels = self._started(a, b, 2 if plain and count >= _SHARED else 1)
-            workers = [partial(kernel.meet, one, other) for kernel in kernels]
+            workers = [partial(kernel.compare, one, other) for kernel in kernels]
             in_turns(count, BLOCK, workers, told and _in_bytes(told, a.itemsize))
             sums = kernels[0].sums
             for kernel in kernels[1:]:
                 sums.add(kernel.sums)
-        return _difference(sums, count, asked=self._tolerance.asked)
+        return sums.difference(count, asked=self._tolerance.asked)
 
-    def _started(self, a: TensorRef, b: TensorRef, threads: int) -> list[Kernel]:
+    def _started(self, a: TensorRef, b: TensorRef, threads: int) -> list[_Kernel]:
         """A kernel for each thread, made when it is first needed."""
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
@@ -105,7 +130,7 @@ class Comparer:
                 )
         known = self._kernels.setdefault((a.dtype, b.dtype), [])
         while len(known) < threads:
-            known.append(Kernel(a.dtype, b.dtype, self._tolerance))
+            known.append(_Kernel(a.dtype, b.dtype, self._tolerance))
         for kernel in known[:threads]:
             kernel.start()
         return known[:threads]
@@ -125,33 +150,220 @@ def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
     return elements_of(a), elements_of(b)
 
 
-def _difference(sums: Sums, elements: int, *, asked: bool) -> Difference:
-    finite = sums.finite
-    return Difference(
-        elements=elements,
-        mismatched=sums.mismatched,
-        close=sums.close if asked else None,
-        max_abs=sums.largest if finite else None,
-        mean_abs=sums.total / finite * sums.unit if finite else None,
-        max_rel=sums.ratio if finite else None,
-        rmse=sums.norm / math.sqrt(finite) * sums.unit if finite else None,
-        cosine=_cosine(sums),
-        nan_a=sums.nan_a,
-        nan_b=sums.nan_b,
-        inf_a=sums.inf_a,
-        inf_b=sums.inf_b,
-    )
+@dataclass(frozen=True, slots=True)
+class _Tolerance:
+    """What `torch.allclose` takes."""
+
+    atol: float
+    rtol: float
+    equal_nan: bool
+    asked: bool
+    """Whether anybody wants to know what is close."""
 
 
-def _cosine(sums: Sums) -> float | None:
-    """Of the angle between the two; where their product is beyond float64, from three lengths."""
-    a, b, gap = sums.norm_a, sums.norm_b, sums.norm
-    if not (a and b):
-        return None
-    if sums.unit == 1 and 1e-140 < a < 1e140 and 1e-140 < b < 1e140:
-        cosine = sums.product / a / b
-    elif a / b > 1e6 or b / a > 1e6:
-        return None  # the third is that of the longer one
-    else:
-        cosine = (a / b + b / a - gap / a * (gap / b)) / 2
-    return max(-1.0, min(1.0, cosine))
+@dataclass(slots=True)
+class _Sums:
+    """What is known of the elements so far: but for the counts, of those finite in both."""
+
+    mismatched: int = 0
+    finite: int = 0
+    nan_a: int = 0
+    nan_b: int = 0
+    inf_a: int = 0
+    inf_b: int = 0
+    total: float = 0.0
+    """Of |a - b|."""
+    squares: float = 0.0
+    """Of a - b."""
+    squares_a: float = 0.0
+    squares_b: float = 0.0
+    product: float = 0.0
+    """Of a times b."""
+    largest: float = 0.0
+    """Of |a - b|."""
+    ratio: float = 0.0
+    """The largest |a - b| / |b|."""
+    close: bool = True
+
+    def add(self, other: _Sums) -> None:
+        """Take those in too."""
+        self.mismatched += other.mismatched
+        self.finite += other.finite
+        self.nan_a += other.nan_a
+        self.nan_b += other.nan_b
+        self.inf_a += other.inf_a
+        self.inf_b += other.inf_b
+        self.total += other.total
+        self.squares += other.squares
+        self.squares_a += other.squares_a
+        self.squares_b += other.squares_b
+        self.product += other.product
+        self.largest = max(self.largest, other.largest)
+        self.ratio = max(self.ratio, other.ratio)
+        self.close = self.close and other.close
+
+    def difference(self, elements: int, *, asked: bool) -> Difference:
+        """The figures of so many elements."""
+        finite = self.finite
+        return Difference(
+            elements=elements,
+            mismatched=self.mismatched,
+            close=self.close if asked else None,
+            max_abs=self.largest if finite else None,
+            mean_abs=self.total / finite if finite else None,
+            max_rel=self.ratio if finite else None,
+            rmse=math.sqrt(self.squares) / math.sqrt(finite) if finite else None,
+            cosine=self._cosine(),
+            nan_a=self.nan_a,
+            nan_b=self.nan_b,
+            inf_a=self.inf_a,
+            inf_b=self.inf_b,
+        )
+
+    def _cosine(self) -> float | None:
+        a, b = math.sqrt(self.squares_a), math.sqrt(self.squares_b)
+        if not (0 < a < math.inf and 0 < b < math.inf):
+            return None
+        cosine = self.product / a / b
+        return max(-1.0, min(1.0, cosine)) if math.isfinite(cosine) else None
+
+
+class _Kernel:
+    """The arithmetic for two types of elements, for one thread."""
+
+    def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
+        """Take memory for chunks of these types, which are among `COMPARED`.
+
+        Raises:
+            TorchMissing: torch is not installed.
+            UnsupportedFormat: this torch has not one of the types.
+        """
+        require_torch()
+        import torch
+
+        one, other = (torch_dtype(_STAND_INS.get(dtype, dtype)) for dtype in (a, b))
+        self._type = torch.promote_types(one, other)
+        self._long = {a, b} <= _WHOLE and not _LONG.isdisjoint((a, b))
+        self._plain = not (self._type.is_complex or self._long)
+        wide = self._type.is_complex or self._type == torch.float64
+        lane = torch.float64 if wide else torch.float32
+        self._wide = torch.complex128 if self._type.is_complex else torch.float64
+        self._least = 1e-300 if wide else 1e-33
+        """Sums of squares up to this may have lost some of them."""
+        self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
+        self._a, self._b, self._gap = (torch.empty(CHUNK, dtype=lane) for _ in range(3))
+        self._tolerance = tolerance
+        self.sums = _Sums()
+        """Of all that was compared since the last `start`."""
+
+    def start(self) -> None:
+        """Begin with other tensors."""
+        self.sums = _Sums()
+
+    def compare(self, a: Elements, b: Elements, start: int, stop: int) -> bool:
+        """Take in the elements from `start` up to `stop`; there is more to do."""
+        for at in range(start, stop, CHUNK):
+            count = min(CHUNK, stop - at)
+            x, y = self._buffers[0].read(a, at, count), self._buffers[1].read(b, at, count)
+            self.sums.add((self._quick(x, y) if self._plain else None) or self._careful(x, y))
+        return True
+
+    def _quick(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
+        """The figures where all numbers are finite and none is too small or too large to square."""
+        import torch
+
+        count, least = x.numel(), self._least
+        a, b = self._a[:count].copy_(x), self._b[:count].copy_(y)
+        gap = torch.sub(a, b, out=self._gap[:count]).abs_()
+        total, largest = gap.sum().item(), gap.amax().item()
+        if not math.isfinite(total):
+            return None
+        close = self._is_close(x, y, gap, b)
+        differ = int(gap.sign().sum())
+        squares = gap.square_().sum().item()
+        squares_a, squares_b = a.square_().sum().item(), b.square_().sum().item()
+        if not (least < squares_a < math.inf and least < squares_b < math.inf):
+            return None
+        if largest and not least < squares < math.inf:
+            return None
+        ratio, sums = self.sums.ratio, _Sums()
+        if ratio < math.inf:
+            # Squares of small numbers are a guess: what is nearly as far is calculated.
+            over = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
+            if not over < -1e-44:
+                gaps = torch.sub(x.to(a.dtype), b.copy_(y), out=gap).abs_()
+                ratios = gaps.div_(b.abs_()).nan_to_num_(0.0, math.inf)
+                ratio = max(ratio, ratios.amax().item())
+        product = (squares_a + squares_b - squares) / 2
+        if squares_a > 4 * squares_b or squares_b > 4 * squares_a:
+            product = a.copy_(x).mul_(b.copy_(y)).sum().item()
+        sums.mismatched, sums.finite, sums.total, sums.largest = differ, count, total, largest
+        sums.squares, sums.squares_a, sums.squares_b = squares, squares_a, squares_b
+        sums.product, sums.ratio, sums.close = product, ratio, close
+        return sums
+
+    def _careful(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
+        """The figures of any numbers, in float64 or complex128."""
+        if self._long:  # float64 does not have them all, but it has their differences
+            (x_high, x_low), (y_high, y_low) = _split(x), _split(y)
+            a, b = _joined(x_high, x_low), _joined(y_high, y_low)
+            gap = _joined(x_high - y_high, x_low - y_low)
+        else:
+            a, b = x.to(self._wide), y.to(self._wide)
+            gap = a - b
+        nan_a, nan_b = a.isnan(), b.isnan()
+        differ = gap.ne(0) if self._long else a.ne(b)
+        if self._tolerance.equal_nan:
+            differ &= ~(nan_a & nan_b)
+        close = self._is_close(x, y, gap.abs() if self._long else None, b)
+        finite = a.isfinite() & b.isfinite()
+        sums = _Sums(
+            mismatched=int(differ.sum()),
+            finite=int(finite.sum()),
+            nan_a=int(nan_a.sum()),
+            nan_b=int(nan_b.sum()),
+            inf_a=int((a.isinf() & ~nan_a).sum()),
+            inf_b=int((b.isinf() & ~nan_b).sum()),
+            close=close,
+        )
+        if sums.finite:
+            a, b, gap = a[finite], b[finite], gap[finite].abs()
+            sums.total, sums.squares = float(gap.sum()), float(gap.square().sum())
+            sums.squares_a = float(a.abs().square().sum())
+            sums.squares_b = float(b.abs().square().sum())
+            sums.product = float((a * b.conj()).sum().real)
+            sums.largest = float(gap.amax())
+            sums.ratio = float((gap / b.abs()).nan_to_num_(0.0, math.inf).amax())
+        return sums
+
+    def _is_close(
+        self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor | None, b: torch.Tensor
+    ) -> bool:
+        """What `torch.allclose` says of x and y; `gap` is |a - b| where it is in its type."""
+        import torch
+
+        known = self._tolerance
+        if not (known.asked and self.sums.close):
+            return True
+        if gap is not None and (self._long or gap.dtype == self._type):
+            over = gap.sub(b.abs().mul_(known.rtol).add_(known.atol)).amax().item()
+            if over <= 0 or self._long:
+                return over <= 0
+        x, y = x.to(self._type), y.to(self._type)
+        return torch.allclose(x, y, known.rtol, known.atol, known.equal_nan)
+
+
+def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers as the 32 bits above, which have the sign, and those below."""
+    import torch
+
+    if numbers.dtype == vars(torch).get("uint64"):
+        bits = numbers.view(torch.int64)
+        return (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF
+    bits = numbers.to(torch.int64)
+    return bits >> 32, bits & 0xFFFFFFFF
+
+
+def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The numbers of such halves in float64, rounded once."""
+    return high.double().mul_(1 << 32).add_(low)

@@ -1,29 +1,491 @@
-"""`TensorRef` to `torch.Tensor`: parts, layers, ties and identity kept."""
+"""Torch tensors made of references to bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME, PACKED
-from ckptool.errors import CheckpointError, CorruptFile, DeviceError, UnsupportedFormat
-from ckptool.model import StorageRef, TensorRef, Wrapping
-from ckptool.tensors.assemble import PART_KINDS, assemble
-from ckptool.tensors.placement import MapLocation, Placement
-from ckptool.tensors.runtime import (
-    called,
-    require_torch,
-    set_attributes,
-    torch_dtype,
-    wanted_dtype,
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    DeviceError,
+    TruncatedFile,
+    UnsupportedFormat,
 )
-from ckptool.tensors.storages import StorageReader
+from ckptool.files import ByteRange, FileSource
+from ckptool.model import Global, Storage, StorageRef, TensorRef, Wrapping
+from ckptool.tensors.runtime import called, require_torch, set_attributes, torch_dtype, wanted_dtype
 from ckptool.tree import everything
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Materialiser", "is_one_part", "materialise", "only_a_part"]
+__all__ = [
+    "PART_KINDS",
+    "MapLocation",
+    "Materialiser",
+    "Placement",
+    "StorageReader",
+    "assemble",
+    "is_one_part",
+    "materialise",
+    "memory_view",
+    "only_a_part",
+]
+
+MapLocation = Any
+"""None, a string, a `torch.device`, a dict of tags, or a callable `(storage, tag) -> storage`."""
+
+
+class Placement:
+    """One `map_location`, applied to storage after storage.
+
+    As in torch: None leaves every tag, a dict leaves the tags that it does not list, and a callable
+    that returns None does too.
+    """
+
+    def __init__(self, map_location: MapLocation) -> None:
+        """Take what `torch.load` takes.
+
+        Raises:
+            DeviceError: it is of no such kind.
+        """
+        import torch
+
+        self._function: Callable[[torch.UntypedStorage, str], Any] | None = None
+        self._rules: Mapping[Any, Any] | None = None
+        self._everywhere: str | None = None
+        self._checked: set[str] = set()
+        if isinstance(map_location, (str, torch.device)):
+            self._everywhere = str(map_location)
+        elif isinstance(map_location, Mapping):
+            self._rules = map_location
+        elif callable(map_location):
+            self._function = map_location
+        elif map_location is not None:
+            raise DeviceError(
+                f"map_location is a {type(map_location).__name__}",
+                hint="give a string, a torch.device, a dict of tags, a function, or None",
+            )
+
+    def target(self, tag: str) -> str | None:
+        """The tag that storages of `tag` get; None where a function decides."""
+        if self._function is not None:
+            return None
+        if self._everywhere is not None:
+            return self._everywhere
+        return tag if self._rules is None else str(self._rules.get(tag, tag))
+
+    def check(self, tag: str, *, name: str, file: str | None) -> None:
+        """Refuse a device that is not here, before anything is read for it.
+
+        Raises:
+            DeviceError: it names the tensor `name`, the tag and what helps.
+        """
+        target = self.target(tag)
+        if target is None or target in self._checked:
+            return
+        import torch
+
+        _restored(
+            torch.empty(0, device="cpu").untyped_storage(), target, tag=tag, name=name, file=file
+        )
+        self._checked.add(target)
+
+    def place(
+        self, storage: torch.UntypedStorage, tag: str, *, name: str, file: str | None
+    ) -> torch.UntypedStorage:
+        """`storage`, read into the CPU's memory, on the device that it is meant for."""
+        target = self.target(tag)
+        if target is None and self._function is not None:
+            placed = self._function(storage, tag)
+            if placed is not None:
+                return _untyped(placed)
+            return _restored(storage, tag, tag=tag, name=name, file=file)
+        return _moved(storage, target or tag)
+
+
+def _moved(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
+    from torch.serialization import default_restore_location
+
+    return _untyped(default_restore_location(storage, target))  # type: ignore[no-untyped-call]
+
+
+def _restored(
+    storage: torch.UntypedStorage, target: str, *, tag: str, name: str, file: str | None
+) -> torch.UntypedStorage:
+    try:
+        return _moved(storage, target)
+    except Exception as error:  # each back end refuses in its own way
+        asked = "" if target == tag else f", and map_location sends it to {target!r}"
+        raise DeviceError(
+            f"{called(name)} is tagged {tag!r}{asked}: there is no such device here",
+            file=file,
+            hint=f'load with map_location="cpu", or: ckptool remap --to cpu {file or "FILE"}',
+        ) from error
+
+
+def _untyped(storage: Any) -> torch.UntypedStorage:
+    """What a function returned, which may be a typed storage as older torch had them."""
+    import torch
+
+    if isinstance(storage, torch.UntypedStorage):
+        return storage
+    found = getattr(storage, "_untyped_storage", None)
+    if isinstance(found, torch.UntypedStorage):
+        return found
+    raise DeviceError(f"map_location gave a {type(storage).__name__} in place of a storage")
+
+
+_ALIGNMENT = 64
+"""Spans begin at a multiple of this, so that offsets stay whole in elements of any type."""
+_SHARED_READ = 8 << 20
+"""Bytes from which a second thread takes half: touching new memory costs as much as copying."""
+_POSITIONED = hasattr(os, "preadv")
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+
+class StorageReader:
+    """Gives each storage of a file as torch's, made once.
+
+    Of a storage only the span is read that `cover` was told of, all of it by default: a small view
+    of a huge storage costs its own bytes, and views that share a storage go on sharing it.
+    """
+
+    def __init__(self, placement: Placement, *, mapped: bool, dtype: str | None) -> None:
+        """`mapped`: map files privately where that gives the right bytes; `dtype`: cast floats."""
+        self._placement = placement
+        self._mapped = mapped
+        self._dtype = dtype
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._made: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def cover(self, storage: Storage, span: tuple[int, int] | None) -> None:
+        """Announce which bytes will be wanted, from and to (None: none); before any `get`."""
+        known = self._spans.get(id(storage), (0, 0))
+        if span is None:
+            self._spans[id(storage)] = known
+            return
+        start, stop = span[0] - span[0] % _ALIGNMENT, span[1]
+        if known[1]:
+            start, stop = min(start, known[0]), max(stop, known[1])
+        self._spans[id(storage)] = (start, stop)
+
+    def get(
+        self, storage: Storage, dtype: str, *, device: str, name: str, cast: bool = True
+    ) -> tuple[torch.UntypedStorage, int]:
+        """The storage for elements of `dtype`, and which element of the file's is its first.
+
+        `cast` allows the change of floating types that was asked for. Storages whose bytes must be
+        changed for an element type are one for each type that looks at them.
+
+        Raises:
+            DeviceError: there is no such device here.
+            TruncatedFile: the file ends before the bytes do.
+        """
+        start, stop = self._spans.get(id(storage), (0, storage.nbytes))
+        kind = BY_NAME[dtype]
+        casts = cast and kind.floating and self._dtype not in (None, dtype)
+        swaps = storage.byteorder != sys.byteorder and kind.swap_size > 1
+        target = self._placement.target(device) or device
+        key = (id(storage), target, dtype if casts or swaps else "")
+        if key not in self._made:
+            file = storage.data.source.name if storage.data else None
+            self._placement.check(device, name=name, file=file)
+            made = self._read(storage, start, stop, device, swap=kind.swap_size if swaps else 1)
+            if casts:
+                made = self._cast(made, dtype, name, file)
+            if made.device.type != "meta":
+                made = self._placement.place(made, device, name=name, file=file)
+            self._made[key] = (storage, made)
+        return self._made[key][1], start // kind.itemsize
+
+    def forget(self) -> None:
+        """Let go of the storages and mappings; the tensors made of them keep theirs."""
+        self._made.clear()
+        self._maps.clear()
+
+    def _read(
+        self, storage: Storage, start: int, stop: int, device: str, *, swap: int
+    ) -> torch.UntypedStorage:
+        import torch
+
+        size = stop - start
+        if storage.data is None or self._placement.target(device) == "meta":
+            return _allocate(size, "meta")
+        if size and self._mapped and swap == 1 and isinstance(storage.data.source, FileSource):
+            return self._map(storage.data.source, storage.data.offset + start, size)
+        made = _allocate(size)
+        _fill(memory_view(made.data_ptr(), size), storage.data, start)
+        if swap > 1:
+            unit = {2: torch.int16, 4: torch.int32, 8: torch.int64}[swap]
+            made.byteswap(unit)  # type: ignore[no-untyped-call]
+        return made
+
+    def _map(self, source: FileSource, offset: int, size: int) -> torch.UntypedStorage:
+        """A private mapping of the open file: what is written to the tensor stays in memory."""
+        import torch
+
+        if id(source) not in self._maps:
+            try:
+                made = mmap.mmap(source.fileno(), source.size, access=mmap.ACCESS_COPY)
+            except ValueError as error:
+                raise TruncatedFile(
+                    f"is shorter than the {source.size:,} bytes that it had when it was opened",
+                    file=source.name,
+                ) from error
+            self._maps[id(source)] = made
+        whole = self._maps[id(source)]
+        return torch.frombuffer(
+            whole, dtype=torch.uint8, count=size, offset=offset
+        ).untyped_storage()
+
+    def _cast(
+        self, made: torch.UntypedStorage, dtype: str, name: str, file: str | None
+    ) -> torch.UntypedStorage:
+        """The whole storage in the wanted type, so that views and ties come along."""
+        import torch
+
+        before = torch_dtype(dtype, file=file)
+        count = made.nbytes() // BY_NAME[dtype].itemsize
+        flat = torch.empty((0,), dtype=before, device=made.device).set_(made, 0, (count,), (1,))
+        try:
+            return flat.to(torch_dtype(self._dtype or dtype)).untyped_storage()
+        except RuntimeError as error:
+            raise UnsupportedFormat(
+                f"{called(name)} is {dtype}, which torch cannot cast to {self._dtype}",
+                file=file,
+                hint="load it without dtype",
+            ) from error
+
+
+def memory_view(address: int, size: int) -> memoryview:
+    """Torch's memory to read into; who uses it keeps alive what it belongs to."""
+    view: memoryview = _memory_view(address, size, _WRITABLE)
+    return view
+
+
+def _fill(view: memoryview, data: ByteRange, start: int) -> None:
+    """Read into `view` from `start` within `data`, large runs of a file with a second thread."""
+    # Without preadv the position of the file is shared by its readers.
+    if len(view) < _SHARED_READ or not isinstance(data.source, FileSource) or not _POSITIONED:
+        data.read_into(view, start)
+        return
+    half = len(view) // 2
+    with ThreadPoolExecutor(1) as second:
+        rest = second.submit(data.read_into, view[half:], start + half)
+        data.read_into(view[:half], start)
+        rest.result()
+
+
+def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
+    """Memory that nothing has been written to yet."""
+    import torch
+
+    try:
+        return torch.UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise MemoryError(f"there is no memory for a storage of {size:,} bytes") from error
+
+
+def assemble(
+    ref: TensorRef,
+    parts: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    storage: torch.UntypedStorage | None,
+    offset: int,
+) -> torch.Tensor:
+    """The bare tensor of `ref` in `dtype`, its first element at `offset` (elements) of `storage`.
+
+    `parts` are those of `ref` with the tensors made. Without a storage they are all there is.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, KeyError: torch or a check refuses what is described.
+        UnsupportedFormat: this torch is too old for it.
+    """
+    import torch
+
+    if storage is None:
+        return PART_KINDS[ref.kind](ref, parts, dtype)
+    if ref.kind == "quantized":
+        tensor = _quantized(ref, parts["quantizer"], dtype, storage.device)
+    else:
+        tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, _shape(ref), ref.stride)
+    if ref.flags:
+        flags = dict.fromkeys(ref.flags, True)
+        torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def _shape(ref: TensorRef) -> tuple[int, ...]:
+    """The sizes of a tensor that is not ragged."""
+    return tuple(size or 0 for size in ref.shape)
+
+
+def _quantized(
+    ref: TensorRef, quantizer: tuple[Any, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An empty tensor with the quantizer of `_rebuild_qtensor`, scales made."""
+    import torch
+
+    scheme, *numbers = quantizer
+    name = scheme.name if isinstance(scheme, Global) else str(scheme)
+    if name == "per_tensor_affine":
+        scale, zero_point = numbers
+        return torch._empty_affine_quantized(
+            (0,), scale=scale, zero_point=zero_point, dtype=dtype, device=device
+        )
+    if name in ("per_channel_affine", "per_channel_affine_float_qparams"):
+        return _per_channel(ref, numbers, name, dtype, device)
+    raise ValueError(f"its scheme {name} is not known")
+
+
+def _per_channel(
+    ref: TensorRef, numbers: list[Any], scheme: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An empty tensor quantised along an axis; lists of scales are torch 1.4's."""
+    import torch
+
+    scales, zero_points, axis = numbers
+    if type(axis) is not int or not 0 <= axis < len(ref.shape):
+        raise ValueError(f"its axis {axis!r} is not one of its {len(ref.shape)} dimensions")
+    if isinstance(scales, list):
+        whole = scheme == "per_channel_affine"
+        scales = torch.tensor(scales, dtype=torch.float64 if whole else torch.float32)
+        zero_points = torch.tensor(zero_points, dtype=torch.int64 if whole else torch.float32)
+    if not scales.numel() == zero_points.numel() == ref.shape[axis]:
+        raise ValueError(f"it has {scales.numel()} scales for {ref.shape[axis]} channels")
+    size = [count or 0 if at == axis else 0 for at, count in enumerate(ref.shape)]
+    return torch._empty_per_channel_affine_quantized(
+        size,  # no memory is taken for a shape that a zero stride may have made enormous
+        scales=scales.to(device),
+        zero_points=zero_points.to(device),
+        axis=axis,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _coo(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.sparse_coo_tensor(
+        parts["indices"],
+        parts["values"],
+        _shape(ref),
+        check_invariants=parts["indices"].device.type != "meta",
+        is_coalesced=parts.get("is_coalesced"),
+    )
+
+
+def _compressed(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    layout: torch.layout = vars(torch)[ref.kind]
+    return torch.sparse_compressed_tensor(
+        parts["compressed_indices"],
+        parts["plain_indices"],
+        parts["values"],
+        _shape(ref),
+        layout=layout,
+        check_invariants=parts["values"].device.type != "meta",
+    )
+
+
+def _nested(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    if "state" in parts:
+        return _jagged(parts["state"])
+    buffer, sizes, strides, offsets = (
+        parts[name] for name in ("buffer", "sizes", "strides", "offsets")
+    )
+    if buffer.device.type != "meta":
+        _check_nested(buffer, sizes.cpu(), strides.cpu(), offsets.cpu())
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+
+def _check_nested(
+    buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    import torch
+
+    if any(table.dtype != torch.int64 for table in (sizes, strides, offsets)):
+        raise ValueError("its sizes, strides and offsets are not int64")
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError("its buffer is not one run of elements")
+    if sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
+        raise ValueError("its sizes, strides and offsets do not fit together")
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    for size, stride, offset in rows:
+        scalar = not isinstance(size, list)  # components without dimensions
+        steps = [] if scalar else list(zip(size, stride, strict=True))
+        if offset < 0 or any(count < 0 or step < 0 for count, step in steps):
+            raise ValueError("a component has a negative size, stride or offset")
+        if all(count for count, _ in steps):
+            last = offset + sum((count - 1) * step for count, step in steps)
+            if last >= buffer.numel():
+                raise ValueError(f"a component reaches element {last:,} of {buffer.numel():,}")
+
+
+def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
+    import torch
+
+    if not hasattr(torch.nested, "nested_tensor_from_jagged"):
+        raise UnsupportedFormat(
+            f"holds a jagged tensor, which torch {torch.__version__} cannot make",
+            hint="pip install --upgrade torch",
+        )
+    values, offsets, lengths = state["values"], state["offsets"], state.get("lengths")
+    ragged = state.get("_ragged_idx", 1)
+    if offsets.device.type != "meta":
+        _check_jagged(values, offsets, lengths, ragged)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged)
+
+
+def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
+    if type(ragged) is not int or not 1 <= ragged <= values.dim() or offsets.dim() != 1:
+        raise ValueError(f"its ragged dimension {ragged!r} is not one of its own")
+    starts = offsets.tolist()
+    ends = starts[1:]
+    if lengths is not None:
+        counts = lengths.tolist()
+        ends = [at + count for at, count in zip(starts, counts, strict=False)]
+        if len(counts) != len(starts) - 1 or any(count < 0 for count in counts):
+            raise ValueError("its lengths do not fit its offsets")
+    extent = values.shape[ragged - 1]
+    rising = all(start <= end for start, end in zip(starts, ends, strict=False))
+    if not starts or starts[0] < 0 or not rising or max((*ends, *starts)) > extent:
+        raise ValueError(f"its offsets leave the {extent:,} rows of its values")
+
+
+def _meta(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.empty_strided(_shape(ref), ref.stride, dtype=dtype, device="meta")
+
+
+PART_KINDS = {
+    "sparse_coo": _coo,
+    "sparse_csr": _compressed,
+    "sparse_csc": _compressed,
+    "sparse_bsr": _compressed,
+    "sparse_bsc": _compressed,
+    "nested": _nested,
+    "meta": _meta,
+}
 
 
 def materialise(

@@ -2,29 +2,24 @@
 
 The exponent of a NaN or an infinity is all ones. One slice with a step gives the highest byte of
 each number of a piece, and a search in it says whether there can be any. Only where there can be,
-the piece is taken as one large integer, and what is asked of a number is asked of all. Types
-of one byte have few codes, which are counted.
+each number is looked at. Types of one byte have few codes, which are counted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from array import array
+from collections import Counter
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Literal
 
 from ckptool.model import TensorRef
+from ckptool.tensors.sameness import Told
 
 __all__ = ["is_floating", "is_infinity_or_zero", "nonfinite"]
 
-Told = Callable[[int], None]
-"""Told how many more bytes have been read."""
-
-
-_LETTERS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
-"""The code of an unsigned number of so many bytes (`memoryview.cast`)."""
-_PIECE = 256 << 10
+_LETTERS = {2: "H", 4: "I", 8: "Q"}
+"""The code of an unsigned number of so many bytes (`array`)."""
+_PIECE = 64 << 10
 """Bytes looked at as one: they stay in the processor's cache."""
 
 
@@ -36,74 +31,36 @@ class _Form:
     mantissa: int
     parts: int = 1
 
+    @property
+    def infinity(self) -> int:
+        """The bits of infinity: every bit of the exponent is one."""
+        return (1 << self.width - 1) - (1 << self.mantissa)
+
+    def numbers(self, piece: bytes) -> array[int]:
+        """The bits of each number of a piece."""
+        made = array(_LETTERS[self.width // 8], piece)
+        if sys.byteorder == "big":
+            made.byteswap()
+        return made
+
     def count(self, piece: bytes) -> tuple[int, int]:
         """How many elements of a piece are NaN, and how many others infinite."""
         size = self.width // 8
+        top = self.infinity >> self.width - 8
         highest = piece[size - 1 :: size]
-        if not any(code in highest for code in _codes_of_ones(self)):
+        if not any(code in highest for code in range(256) if code & top == top):
             return 0, 0
-        masks = _masks(self, len(piece) // size)
-        bits = int.from_bytes(piece, "little")
-        odd = ((bits & masks.exponent) + masks.one) & masks.sign
-        fraction = ((bits & masks.fraction) + masks.fraction) & masks.one
-        nan = odd & fraction << (self.width - 1 - self.mantissa)
-        for part in range(1, self.parts):
-            nan, odd = nan | nan >> self.width * part, odd | odd >> self.width * part
-        found = (nan & masks.first).bit_count()
-        return found, (odd & masks.first).bit_count() - found
-
-
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """Bits of every number of a piece; `first` are the signs of the first one of each element."""
-
-    sign: int
-    exponent: int
-    fraction: int
-    one: int
-    """The lowest of the exponent."""
-    first: int
-
-
-@lru_cache(maxsize=16)
-def _masks(form: _Form, count: int) -> _Masks:
-    """The masks of a piece of `count` numbers."""
-
-    def repeated(bits: int, numbers: int = 1) -> int:
-        pattern = bits.to_bytes(form.width // 8 * numbers, "little")
-        return int.from_bytes(pattern * (count // numbers), "little")
-
-    sign, one = 1 << form.width - 1, 1 << form.mantissa
-    return _Masks(
-        repeated(sign), repeated(sign - one), repeated(one - 1), repeated(one),
-        repeated(sign, form.parts),
-    )  # fmt: skip
-
-
-@cache
-def _codes_of_ones(form: _Form) -> tuple[bytes, ...]:
-    """The highest bytes of a number in which every bit of the exponent that is there is one."""
-    exponent = (1 << form.width - 1) - (1 << form.mantissa) >> form.width - 8
-    return tuple(bytes([code]) for code in range(256) if code & exponent == exponent)
-
-
-@dataclass(frozen=True, slots=True)
-class _Codes:
-    """A format of one byte, by its codes of NaN and of infinities."""
-
-    nan: bytes
-    infinite: bytes = b""
-
-    def count(self, piece: bytes) -> tuple[int, int]:
-        """How many elements of a piece are NaN, and how many infinite."""
-        nan, infinite = (
-            sum(piece.count(code) for code in codes if code in piece)
-            for codes in (self.nan, self.infinite)
-        )
+        numbers = self.numbers(piece)
+        elements = zip(*(numbers[part :: self.parts] for part in range(self.parts)), strict=True)
+        infinity, nan, infinite = self.infinity, 0, 0
+        for parts, times in Counter(elements).items():
+            largest = max(bits & ~(1 << self.width - 1) for bits in parts)
+            nan += times * (largest > infinity)
+            infinite += times * (largest == infinity)
         return nan, infinite
 
 
-_FORMS: dict[str, _Form | _Codes] = {
+_FORMS = {
     "float64": _Form(64, 52),
     "float32": _Form(32, 23),
     "float16": _Form(16, 10),
@@ -111,18 +68,20 @@ _FORMS: dict[str, _Form | _Codes] = {
     "complex128": _Form(64, 52, 2),
     "complex64": _Form(32, 23, 2),
     "complex32": _Form(16, 10, 2),
-    "float8_e5m2": _Codes(b"\x7d\x7e\x7f\xfd\xfe\xff", b"\x7c\xfc"),
-    "float8_e4m3fn": _Codes(b"\x7f\xff"),
-    "float8_e4m3fnuz": _Codes(b"\x80"),
-    "float8_e5m2fnuz": _Codes(b"\x80"),
-    "float8_e8m0fnu": _Codes(b"\xff"),
 }
-"""Every type that has NaN; the codes are those of c10/util/Float8_*.h, and of OCP MX for e8m0."""
+_CODES = {
+    "float8_e5m2": (b"\x7d\x7e\x7f\xfd\xfe\xff", b"\x7c\xfc"),
+    "float8_e4m3fn": (b"\x7f\xff", b""),
+    "float8_e4m3fnuz": (b"\x80", b""),
+    "float8_e5m2fnuz": (b"\x80", b""),
+    "float8_e8m0fnu": (b"\xff", b""),
+}
+"""The codes of NaN and of infinities, after c10/util/Float8_*.h, and OCP MX for e8m0."""
 
 
 def is_floating(dtype: str) -> bool:
     """Whether numbers of that type can be NaN or infinite."""
-    return dtype in _FORMS
+    return dtype in _FORMS or dtype in _CODES
 
 
 def is_infinity_or_zero(ref: TensorRef) -> bool:
@@ -134,14 +93,12 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
         CorruptFile: bytes that cannot be read.
     """
     form = _FORMS.get(ref.dtype)
-    if not isinstance(form, _Form) or form.parts > 1 or not ref.has_content:
+    if form is None or form.parts > 1 or not ref.has_content:
         return False
-    size = form.width // 8
-    sign, infinity = 1 << form.width - 1, (1 << form.width - 1) - (1 << form.mantissa)
-    allowed = {code.to_bytes(size, "little") for code in (0, sign, infinity, sign | infinity)}
-    native = {int.from_bytes(code, sys.byteorder) for code in allowed}
+    sign = 1 << form.width - 1
+    allowed = {0, sign, form.infinity, sign | form.infinity}
     return all(
-        native.issuperset(memoryview(block)[start : start + _PIECE].cast(_LETTERS[size]))
+        allowed.issuperset(form.numbers(block[start : start + _PIECE]))
         for block in ref.unrepeated.content()
         for start in range(0, len(block), _PIECE)
     )
@@ -157,16 +114,25 @@ def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
         UsageError: a tensor that has no plain array of bytes (`has_content`).
         CorruptFile: bytes that cannot be read.
     """
-    form = _FORMS.get(ref.dtype)
     once = ref.unrepeated
-    if form is None or not once.numel:
+    if not is_floating(ref.dtype) or not once.numel:
         return 0, 0
     nan = infinite = 0
     for block in once.content():
         for start in range(0, len(block), _PIECE):
-            found = form.count(block[start : start + _PIECE])
+            found = _count(ref.dtype, block[start : start + _PIECE])
             nan, infinite = nan + found[0], infinite + found[1]
         if told is not None:
             told(len(block))
     times = ref.numel // once.numel
     return nan * times, infinite * times
+
+
+def _count(dtype: str, piece: bytes) -> tuple[int, int]:
+    """How many elements of a piece are NaN, and how many infinite."""
+    if dtype in _FORMS:
+        return _FORMS[dtype].count(piece)
+    nan, infinite = (
+        sum(piece.count(code) for code in codes if code in piece) for codes in _CODES[dtype]
+    )
+    return nan, infinite

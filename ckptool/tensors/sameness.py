@@ -1,16 +1,71 @@
-"""Whether two tensors have the same elements, byte for byte: told without torch."""
+"""Whether two tensors hold the same bytes, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Lock
 
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
-from ckptool.tensors.turns import Told, Worker, in_turns
 
-__all__ = ["same_by_checksum", "same_content", "side_by_side"]
+__all__ = ["Told", "Worker", "in_turns", "same_by_checksum", "same_content", "side_by_side"]
+
+Told = Callable[[int], None]
+"""Is told how many more bytes of one side are done, by the thread that asked for the work."""
+Worker = Callable[[int, int], bool]
+"""Does what lies from the one position up to the other; False: the rest need not be done."""
+
+
+def in_turns(length: int, step: int, workers: Sequence[Worker], told: Told | None = None) -> bool:
+    """Have all positions below `length` worked on, and `told` of them; whether no worker said no.
+
+    Each worker has a thread, the first the caller's, and takes the next step when it is done with
+    its last: all are busy until the end, and a file is read nearly from front to back. An error in
+    one stops all of them.
+    """
+    starts, lock, stopped = iter(range(0, length, step)), Lock(), Event()
+    position = known = 0
+
+    def tell() -> None:
+        """Tell of what was taken since the last time."""
+        nonlocal known
+        if told is not None and position > known and not stopped.is_set():
+            told(position - known)
+            known = position
+
+    def work(worker: Worker, done: Callable[[], object] = bool) -> None:
+        nonlocal position
+        finished = False
+        try:
+            while not stopped.is_set():
+                with lock:
+                    start = next(starts, None)
+                    if start is None:
+                        break
+                    position = stop = min(start + step, length)
+                if not worker(start, stop):
+                    return
+                done()
+            finished = True
+        finally:
+            if not finished:
+                stopped.set()
+
+    if len(workers) == 1 or length <= step:
+        work(workers[0], tell)
+        return not stopped.is_set()
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
+    with ThreadPoolExecutor(len(workers) - 1) as pool:
+        others = [pool.submit(work, worker) for worker in workers[1:]]
+        work(workers[0], tell)
+    for other in others:
+        other.result()
+    tell()
+    return not stopped.is_set()
+
 
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""

@@ -1,43 +1,41 @@
-"""What the elements of a tensor span, in two passes over blocks, or in one where they are small."""
+"""Statistics of tensors: how far elements reach, then their moments, chunk by chunk."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from threading import local
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
-from ckptool.tensors.averaging import Elements, elements_of
-from ckptool.tensors.moments import CHUNK, Axis, Extent, Moments, Number, Numbers, axis_of
+from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import require_torch
-from ckptool.tensors.tallies import Tally, add_counts, by_pattern, no_counts
+from ckptool.tensors.sameness import Told, in_turns
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
-
     import torch
 
-__all__ = ["Histogram", "Measurer", "Measures", "measurable"]
+__all__ = ["Histogram", "Measurer", "Measures", "Moments", "Number", "measurable"]
 
 BLOCK = 1 << 20
-"""Elements that a thread is given at a time."""
+"""Elements that a thread takes at a time."""
+CHUNK = (1 << 15) - 64
+"""Elements handled at a time: they stay in the processor's cache, and are fewer than torch, which
+divides reductions of 32,768, gives to several threads, whose waiting for each other costs more
+than it gains where the machine is busy."""
 THREADS = min(2, os.cpu_count() or 1)
-WORTH_COUNTING = 1 << 19
-"""Elements of 16 bits from which it is cheaper to count patterns, of which there are 65,536."""
 
-Told = Callable[[int], None]
-Found = tuple[Extent, Moments, Axis | None]
-"""No axis: no element is finite, or all that are finite are equal."""
+Number = int | float
 _T = TypeVar("_T")
 
 _NO_NUMBERS = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "quint8", "qint32")
+_BIAS = {"uint64": 1 << 63}
+"""What the numbers of a type lack, as torch computes with signed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,48 @@ def measurable(ref: TensorRef) -> str | None:
     return None
 
 
+@dataclass(slots=True)
+class _Extent:
+    """How far elements reach, and how many are no finite numbers; those count for nothing else."""
+
+    low: Number = math.inf
+    high: Number = -math.inf
+    finite: int = 0
+    zeros: int = 0
+    nan: int = 0
+    infinite: int = 0
+
+    def add(self, other: _Extent) -> None:
+        """Have those elements too."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.finite += other.finite
+        self.zeros += other.zeros
+        self.nan += other.nan
+        self.infinite += other.infinite
+
+
+@dataclass(slots=True)
+class Moments:
+    """How many elements there are, their mean, the sum of their squared distances from it."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    bins: list[int] = field(default_factory=list)
+
+    def add(self, other: Moments) -> None:
+        """Have those elements too (Chan, Golub and LeVeque 1979: exact where means differ)."""
+        if not other.count:
+            return
+        count = self.count + other.count
+        distance = other.mean - self.mean
+        self.mean += distance * (other.count / count)
+        self.squares += other.squares + distance * distance * (self.count / count * other.count)
+        self.count = count
+        pairs = zip(self.bins, other.bins, strict=True)
+        self.bins = [own + more for own, more in pairs] if self.bins else other.bins
+
+
 class Measurer:
     """Measures tensors one after the other, with one set of buffers a thread."""
 
@@ -121,8 +161,7 @@ class Measurer:
         if bins < 1:
             raise UsageError(f"a histogram of {bins} bins cannot be drawn")
         self._bins = bins
-        self._kernels = local()
-        self._pool: ThreadPoolExecutor | None = None
+        self._kernels: dict[str, list[_Kernel]] = {}
 
     def measure(self, ref: TensorRef, told: Told | None = None) -> Measures:
         """The figures of a tensor that has some (`measurable`); `told` of the bytes that are done.
@@ -138,151 +177,203 @@ class Measurer:
         reason = measurable(ref)
         if reason is not None:
             raise UsageError(f"a tensor without figures cannot be measured ({reason})")
-        once = ref.unrepeated
-        count = once.numel
+        once, left = ref.unrepeated, ref.nbytes
+
+        def tell(count: int) -> None:
+            """Tell of elements that one of the two passes is done with."""
+            nonlocal left
+            part = min(left, count * once.itemsize // 2)
+            left -= part
+            if told is not None and part:
+                told(part)
+
+        made = self._measured(elements_of(once), once.numel, tell)
+        tell(2 * ref.numel)
+        return made if once is ref else made.repeated(ref.numel // max(once.numel, 1))
+
+    def _measured(self, run: Elements, count: int, tell: Told) -> Measures:
+        extent, moments = _Extent(), Moments()
+        for part in self._blocks(_Kernel.extent, run, count, tell):
+            extent.add(part)
+        low, high, finite = extent.low, extent.high, extent.finite
+        odd = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
+        if not finite:
+            return Measures(count, None, None, None, None, **odd, norm=0.0, histogram=None)
+        if low == high:
+            mean, std, norm = float(low), 0.0, abs(float(low)) * math.sqrt(finite)
+            counts = [finite if place == self._bins // 2 else 0 for place in range(self._bins)]
+        else:
+            axis = _Axis(run.dtype, low, high, self._bins, all_finite=finite == count)
+            work = partial(_Kernel.moments, axis=axis)
+            for block in self._blocks(work, run, count, tell):
+                moments.add(block)
+            middle = moments.mean + float(axis.base) * axis.scale
+            mean = float(axis.base + moments.mean / axis.scale)
+            std, counts = math.sqrt(moments.squares / finite) / axis.scale, moments.bins
+            norm = math.sqrt(moments.squares + finite * middle * middle) / axis.scale
+        histogram = Histogram(low, high, tuple(counts))
+        return Measures(count, low, high, mean, std, **odd, norm=norm, histogram=histogram)
+
+    def _blocks(
+        self,
+        work: Callable[[_Kernel, Elements, int, int], _T],
+        run: Elements,
+        count: int,
+        tell: Told,
+    ) -> list[_T]:
+        """What `work` gives of each chunk, in order, by two threads where that is worth while."""
+        found: dict[int, _T] = {}
+
+        def done(kernel: _Kernel, start: int, stop: int) -> bool:
+            for first in range(start, stop, CHUNK):
+                found[first] = work(kernel, run, first, min(first + CHUNK, stop))
+            return True
+
         if not count:
-            return _measures(ref.dtype, Extent(), Moments(), None, self._bins)
-        reading = _Reading(self, elements_of(once), count, ref.nbytes, told)
-        size = BY_NAME[ref.dtype].itemsize
-        # Of 256 patterns always, of 65,536 where that is few.
-        counted = size == 1 or (size == 2 and count >= WORTH_COUNTING)
-        found = reading.counted() if counted else reading.spanned()
-        reading.tell()
-        made = _measures(ref.dtype, *found, self._bins)
-        return made if once is ref else made.repeated(ref.numel // count)
-
-    @property
-    def bins(self) -> int:
-        """Bins of a histogram."""
-        return self._bins
-
-    def kernel(self, make: Callable[[str], _T], dtype: str) -> _T:
-        """The buffers and the arithmetic for a type, made once for each thread."""
-        known: dict[str, _T] = self._kernels.__dict__
-        key = f"{make.__name__} {dtype}"
-        if key not in known:
-            known[key] = make(dtype)
-        return known[key]
-
-    def threads(self) -> ThreadPoolExecutor:
-        """The threads that read and count; they end with this object."""
-        if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds
-
-            self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptool-measure")
-        return self._pool
+            return []
+        threads = THREADS if count > BLOCK and may_be_shared(run.data) else 1
+        kernels = self._kernels.setdefault(run.dtype, [])
+        while len(kernels) < threads:
+            kernels.append(_Kernel(run.dtype))
+        in_turns(count, BLOCK, [partial(done, kernel) for kernel in kernels[:threads]], tell)
+        return [found[first] for first in sorted(found)]
 
 
-class _Reading:
-    """One tensor on its way through the kernels."""
+class _Axis:
+    """Where elements lie for float64: `(element - base) * scale`.
+
+    The base of 64-bit integers is their least, as float64 has 53 bits; the scale keeps the squares
+    of what a damaged file may hold within float64.
+    """
 
     def __init__(
-        self, measurer: Measurer, run: Elements, count: int, nbytes: int, told: Told | None
+        self, dtype: str, low: Number, high: Number, bins: int, *, all_finite: bool
     ) -> None:
-        self._measurer = measurer
-        self._run = run
-        self._dtype = run.dtype
-        self._count = count
-        self._told = told
-        self._left = nbytes
-        """Bytes that nobody was told of."""
+        self.base = 0
+        if dtype in ("int64", "uint64"):
+            self.base = int(low) if high - low < 1 << 63 else _BIAS.get(dtype, 0)
+        self.scale = 2.0**-600 if max(abs(low), abs(high)) > 2.0**500 else 1.0
+        self.low = float(low - self.base) * self.scale
+        self.width = (float(high - self.base) * self.scale - self.low) / bins
+        self.bins = bins
+        self.all_finite = all_finite
 
-    def tell(self, most: int | None = None) -> None:
-        """Tell of all bytes that are left, or `most` of them."""
-        count = self._left if most is None else min(most, self._left)
-        self._left -= count
-        if self._told is not None and count:
-            self._told(count)
 
-    def counted(self) -> Found:
-        """What the elements span, by their bit patterns."""
+class _Kernel:
+    """The arithmetic on a chunk of elements of one type, over buffers that are used again."""
+
+    def __init__(self, dtype: str) -> None:
+        """Take memory for a chunk.
+
+        Raises:
+            TorchMissing: torch is not installed.
+            UnsupportedFormat: this torch does not have the type.
+        """
         require_torch()
-        total = no_counts(self._dtype)
-        for counts in self._blocks(self._counts, passes=1):
-            add_counts(total, counts)
-        return by_pattern(self._dtype, total, self._measurer.bins)
+        import torch
 
-    def spanned(self) -> Found:
-        """What the elements span, in a pass for the ends and one for what lies between them."""
-        extent, moments = Extent(), Moments()
-        for reach in self._blocks(self._extent, passes=2):
-            extent.add(reach)
-        if extent.low >= extent.high:
-            return extent, moments, None
-        axis = axis_of(self._dtype, extent, self._measurer.bins)
-        all_finite = extent.finite == self._count
+        self._bias = _BIAS.get(dtype, 0)
+        seen_as, prepare = _preparations().get(dtype, (None, None))
+        self._prepare = prepare
+        self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
+        self._wide = torch.empty(CHUNK, dtype=torch.float64)
+        self._places = torch.empty(CHUNK, dtype=torch.float64)
+        self._bins = torch.empty(CHUNK, dtype=torch.int32)
+        self._last: tuple[Elements, int, torch.Tensor] | None = None
 
-        def measured(start: int, stop: int) -> Moments:
-            return self._moments(start, stop, axis, all_finite=all_finite)
+    def extent(self, run: Elements, start: int, stop: int) -> _Extent:
+        """How far the elements from `start` up to `stop` (a chunk at most) reach."""
+        numbers = self._read(run, start, stop)
+        nan = infinite = 0
+        low, high = _ends(numbers)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            every, nan = numbers.numel(), int(numbers.isnan().sum())
+            numbers = numbers.masked_select(numbers.isfinite())
+            infinite = every - nan - numbers.numel()
+            if not numbers.numel():
+                return _Extent(nan=nan, infinite=infinite)
+            low, high = _ends(numbers)
+        low, high = low + self._bias, high + self._bias
+        zeros = self._zeros(numbers) if low <= 0 <= high else 0
+        return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
-        for part in self._blocks(measured, passes=2):
-            moments.add(part)
-        return extent, moments, axis
+    def _zeros(self, numbers: torch.Tensor) -> int:
+        """How many finite numbers are zero."""
+        import torch
 
-    def _counts(self, start: int, stop: int) -> torch.Tensor:
-        return self._measurer.kernel(Tally, self._dtype).counts(self._run, start, stop)
+        if numbers.is_floating_point():
+            if float(numbers.abs().min()) > 0:  # twice as fast as counting, and usually so
+                return 0
+        elif self._bias:
+            numbers = numbers.ne(-self._bias)
+        return numbers.numel() - int(torch.count_nonzero(numbers))
 
-    def _extent(self, start: int, stop: int) -> Extent:
-        kernel, extent = self._measurer.kernel(Numbers, self._dtype), Extent()
-        for first in range(start, stop, CHUNK):
-            extent.add(kernel.extent(self._run, first, min(first + CHUNK, stop)))
-        return extent
+    def moments(self, run: Elements, start: int, stop: int, axis: _Axis) -> Moments:
+        """The moments, on that axis, of the finite elements from `start` up to `stop`."""
+        import torch
 
-    def _moments(self, start: int, stop: int, axis: Axis, *, all_finite: bool) -> Moments:
-        kernel, moments = self._measurer.kernel(Numbers, self._dtype), Moments()
-        for first in range(start, stop, CHUNK):
-            last = min(first + CHUNK, stop)
-            moments.add(kernel.moments(self._run, first, last, axis, all_finite=all_finite))
-        return moments
+        numbers = self._read(run, start, stop)
+        if not axis.all_finite:
+            numbers = numbers.masked_select(numbers.isfinite())
+        if axis.base != self._bias:
+            numbers = numbers - (axis.base - self._bias)
+        count = numbers.numel()
+        if not count:
+            return Moments(bins=[0] * axis.bins)
+        wide = self._wide[:count].copy_(numbers)
+        if axis.scale != 1.0:
+            wide.mul_(axis.scale)
+        # Divided, not multiplied: what lies on the edge of a bin is in that bin.
+        places = torch.sub(wide, axis.low, out=self._places[:count]).div_(axis.width)
+        bins = self._bins[:count].copy_(places)
+        *counts, end = torch.bincount(bins, minlength=axis.bins + 1).tolist()
+        counts[-1] += end  # the largest element lies where a next bin would begin
+        mean = float(wide.sum()) / count
+        wide.sub_(mean)
+        return Moments(count, mean, float(wide.square_().sum()), counts)
 
-    def _blocks(self, work: Callable[[int, int], _T], *, passes: int) -> Iterator[_T]:
-        """What `work` gives of each block, in order, in one of so many passes."""
-        shared = THREADS > 1 and self._count > BLOCK and may_be_shared(self._run.data)
-        starts = range(0, self._count, BLOCK)
-
-        def done(start: int) -> _T:
-            return work(start, min(start + BLOCK, self._count))
-
-        for result in self._shared(done, starts) if shared else map(done, starts):
-            self.tell(BLOCK * BY_NAME[self._dtype].itemsize // passes)
-            yield result
-
-    def _shared(self, done: Callable[[int], _T], starts: range) -> Iterator[_T]:
-        """The results by several threads, in order, few of them waiting to be taken."""
-        pending: deque[Future[_T]] = deque()
-        try:
-            for start in starts:
-                pending.append(self._measurer.threads().submit(done, start))
-                if len(pending) > 2 * THREADS:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for left in pending:  # nobody wants them, and the file is about to be closed
-                left.cancel()
-            for left in pending:
-                left.cancelled() or left.exception()
+    def _read(self, run: Elements, start: int, stop: int) -> torch.Tensor:
+        """A chunk as numbers; of a tensor that is a single one they are read once for both."""
+        last = self._last
+        if last is not None and last[0] is run and last[1] == start:
+            return last[2]
+        self._last = None
+        numbers = self._buffer.read(run, start, stop - start)
+        if self._prepare is not None:
+            numbers = self._prepare(numbers)
+        self._last = run, start, numbers
+        return numbers
 
 
-def _measures(
-    dtype: str, extent: Extent, moments: Moments, axis: Axis | None, bins: int
-) -> Measures:
-    """The figures, in the numbers of the elements themselves."""
-    elements = extent.finite + extent.nan + extent.infinite
-    odd = {"zeros": extent.zeros, "nan": extent.nan, "infinite": extent.infinite}
-    if not extent.finite:
-        return Measures(elements, None, None, None, None, **odd, norm=0.0, histogram=None)
-    low, high, count = extent.low, extent.high, extent.finite
-    if not BY_NAME[dtype].floating and not dtype.startswith("complex"):
-        low, high = int(low), int(high)
-    if axis is None:
-        mean, std, norm = float(low), 0.0, abs(float(low)) * math.sqrt(count)
-        counts = [count if place == bins // 2 else 0 for place in range(bins)]
-    else:
-        centre = axis.base + moments.mean / axis.scale
-        mean, std = float(centre), math.sqrt(moments.squares / count) / axis.scale
-        middle = moments.mean + float(axis.base) * axis.scale
-        norm = math.sqrt(moments.squares + count * middle * middle) / axis.scale
-        counts = moments.bins
-    histogram = Histogram(low, high, tuple(counts))
-    return Measures(elements, low, high, mean, std, **odd, norm=norm, histogram=histogram)
+def _ends(numbers: torch.Tensor) -> tuple[Number, Number]:
+    """The least and the largest number, NaN where there is one."""
+    import torch
+
+    low, high = torch.aminmax(numbers)
+    return low.item(), high.item()
+
+
+def _magnitudes(parts: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers, given as their parts; NaN where a part is."""
+    import torch
+
+    pairs = parts.double().view(-1, 2)
+    made = torch.view_as_complex(pairs).abs()
+    return made.masked_fill_(pairs.isnan().any(1), math.nan)  # torch: abs(inf + nan j) is inf
+
+
+def _preparations() -> dict[str, tuple[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]]]:
+    """What elements are read as, and how they become numbers, where they are none as they are."""
+    import torch
+
+    small = [name for name, kind in BY_NAME.items() if kind.floating and kind.itemsize == 1]
+    return {
+        **dict.fromkeys([*small, "float16"], (None, torch.Tensor.float)),
+        "bool": (torch.uint8, lambda bits: bits.clamp(max=1)),
+        "uint16": (torch.int16, lambda bits: bits.int() & 0xFFFF),
+        "uint32": (torch.int32, lambda bits: bits.long() & 0xFFFFFFFF),
+        "uint64": (torch.int64, lambda bits: bits ^ -(1 << 63)),
+        "complex32": (torch.float16, _magnitudes),
+        "complex64": (torch.float32, _magnitudes),
+        "complex128": (torch.float64, _magnitudes),
+    }

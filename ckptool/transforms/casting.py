@@ -16,9 +16,7 @@ from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
 from ckptool.model import SPARSE_KINDS, Path, Storage, StorageRef, TensorRef
 from ckptool.quantisers import Quantised, quantised
-from ckptool.tensors.cast_kernel import Losses
-from ckptool.tensors.casting import Caster, dequantized
-from ckptool.tensors.floats import FLOATS
+from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
 from ckptool.transforms.cast_scope import optimizer_tensors, unsaved_buffers, with_own
 from ckptool.transforms.elements import Originals, over_elements
 from ckptool.tree import everything as every_node

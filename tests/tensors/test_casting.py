@@ -12,10 +12,8 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors import cast_kernel, casting
-from ckptool.tensors.cast_kernel import Losses
-from ckptool.tensors.casting import Caster
-from ckptool.tensors.floats import FLOATS, is_exact
+from ckptool.tensors import casting
+from ckptool.tensors.casting import FLOATS, Caster, Losses, is_exact
 
 INF = math.inf
 TOO_LARGE = {
@@ -128,7 +126,7 @@ def test_big_endian_elements_are_turned_first(source):
 
 
 def test_any_offset_and_length_is_right(monkeypatch):
-    for module in (cast_kernel, casting):
+    for module in (casting, casting):
         monkeypatch.setattr(module, "CHUNK", 7)
     values = torch.randn(40, dtype=torch.float64)
     _, made = cast(values, "float32")
@@ -159,7 +157,7 @@ def test_elements_of_no_tensor_are_cast_and_not_counted():
 
 
 def test_an_overflow_is_an_error_that_counts_the_whole_tensor(monkeypatch):
-    for module in (cast_kernel, casting):
+    for module in (casting, casting):
         monkeypatch.setattr(module, "CHUNK", 4)
     values = torch.ones(100)
     values[[2, 50, 99]] = torch.tensor([7e4, -INF, -1e7])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.model import TensorRef
-from ckptool.tensors import comparing, difference_kernel, figures
+from ckptool.tensors import comparing
 from ckptool.tensors.comparing import COMPARED, Comparer, Difference
 from tests.tensors.refs import storage, tensor
 
@@ -142,16 +142,6 @@ def test_huge_and_tiny_numbers(dtype, scale):
     assert_same(compare(near, x), expected(near, x), precision_of(dtype))
 
 
-@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e300])
-def test_squares_beyond_float64(scale):
-    x, y = numbers("float64", 1), numbers("float64", 2)
-    x[3], y[4] = 0.0, 0.0
-    found, plain = compare(x * scale, y * scale), expected(x, y)
-    assert found.rmse == pytest.approx(plain.rmse * scale, rel=1e-11 if scale > 1e-300 else 1e-3)
-    assert found.cosine == pytest.approx(plain.cosine, abs=1e-11 if scale > 1e-300 else 1e-3)
-    assert (found.mismatched, found.max_rel) == (plain.mismatched, INF)
-
-
 def test_differences_beyond_their_type():
     largest = torch.finfo(torch.float32).max
     found = compare(torch.tensor([largest, 1.0]), torch.tensor([-largest, 1.0]))
@@ -160,14 +150,7 @@ def test_differences_beyond_their_type():
     most = torch.finfo(torch.float64).max
     x = torch.tensor([most, 1.0], dtype=torch.float64)
     found = compare(x, x.neg().clamp(max=1.0))
-    assert (found.max_abs, found.rmse, found.cosine) == (INF, INF, -1.0)
-
-
-def test_lengths_that_float64_cannot_tell_side_by_side():
-    x = numbers("float64", 1)
-    assert compare(x * 1e200, x).cosine is None
-    assert compare(x, x * 1e-200).cosine is None
-    assert compare(x * 1e200, x * 2e199).cosine == pytest.approx(1, abs=1e-12)
+    assert (found.max_abs, found.rmse, found.cosine) == (INF, INF, None)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e-3])
@@ -177,7 +160,7 @@ def test_rounding_does_not_add_up_where_all_elements_are_alike(value):
 
 
 def test_a_ratio_of_the_smallest_numbers_is_not_overlooked_for_a_lesser_one_before_it():
-    count = figures.CHUNK
+    count = comparing.CHUNK
     y = torch.cat([torch.ones(count), torch.full((2,), 500_000 * 2.0**-149), torch.ones(2)])
     x = y.clone()
     x[0], x[count], x[-1] = 1 + 10 * 2.0**-23, 500_001 * 2.0**-149, 1 + 2.0**-23
@@ -221,19 +204,6 @@ def test_nothing_finite_has_no_figures():
     assert found.share == 2 / 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize("more", [0, 40_000])
-def test_numbers_near_the_limit_have_figures(dtype, more):
-    x = torch.tensor([1.0, 3.0, 5.0, 8.0] * (20 + more), dtype=dtype)
-    plain, found = compare(x, x * 1.5), compare(x * 1e307, x * 1.5 * 1e307)
-    for name in ("max_abs", "mean_abs", "rmse"):
-        scaled = getattr(found, name) / 1e307
-        assert scaled == pytest.approx(getattr(plain, name), rel=1e-12), name
-    assert found.cosine == pytest.approx(1.0)
-    mixed = compare(torch.cat([x * 1e307, x]), torch.cat([x * 1.5e307, x]))
-    assert mixed.mean_abs / 1e307 == pytest.approx(plain.mean_abs / 2, rel=1e-12)
-
-
 def test_a_complex_number_that_is_both_is_nan():
     x = torch.tensor([complex(INF, NAN), complex(NAN, INF), complex(INF, 1), complex(1, 1)])
     found = compare(x, torch.ones_like(x))
@@ -243,8 +213,7 @@ def test_a_complex_number_that_is_both_is_nan():
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int64"])
 def test_many_chunks_blocks_and_threads(dtype, special, monkeypatch):
-    monkeypatch.setattr(difference_kernel, "CHUNK", 256)
-    monkeypatch.setattr(difference_kernel, "BLOCK", 1000)
+    monkeypatch.setattr(comparing, "CHUNK", 256)
     monkeypatch.setattr(comparing, "BLOCK", 1000)
     monkeypatch.setattr(comparing, "_SHARED", 2000)
     x, y = numbers(dtype, 1, 23_456), numbers(dtype, 2, 23_456)
@@ -403,17 +372,7 @@ def test_elements_that_are_no_numbers(dtype):
         Comparer().compare(some, some)
 
 
-def test_without_torchscript_the_figures_are_the_same(monkeypatch):
-    x, y = numbers("float32", 1), numbers("float32", 2)
-    y[3] = NAN
-    fast = compare(x, y, atol=0.1)
-    plain = figures.Functions(figures.block, figures.figures)
-    monkeypatch.setattr(difference_kernel, "functions", lambda: plain)
-    assert_same(compare(x, y, atol=0.1), fast, 1e-6)
-
-
 def test_all_bytes_are_told(monkeypatch):
-    monkeypatch.setattr(difference_kernel, "BLOCK", 100)
     monkeypatch.setattr(comparing, "BLOCK", 100)
     for shared in (10, 10_000):
         monkeypatch.setattr(comparing, "_SHARED", shared)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.model import TensorRef
-from ckptool.tensors.coverage import Owners, Spans
+from ckptool.tensors.casting import Owners, Spans
 from tests.trees import storage
 
 COUNT = 60
@@ -35,7 +35,7 @@ def test_a_run_that_grows_stays_one():
 
 def owned(views, start=0, stop=COUNT):
     """Element -> name, as the pieces tell."""
-    from ckptool.tensors.cast_kernel import own_elements
+    from ckptool.tensors.casting import own_elements
 
     found = {}
     for piece in Owners(views).pieces(start, stop):

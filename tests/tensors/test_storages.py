@@ -11,7 +11,7 @@ import ckptool
 from ckptool.errors import TruncatedFile, UnsupportedFormat, UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors import Materialiser, materialise, placement, storages
+from ckptool.tensors import Materialiser, materialise
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import floats, storage, tensor
 from tests.tensors.samples import SAMPLES
@@ -132,13 +132,13 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path, mmap):
 
 
 def test_large_reads_are_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(storages, "_SHARED_READ", 100)
+    monkeypatch.setattr(materialise, "_SHARED_READ", 100)
     tree = {"odd": torch.arange(100_001, dtype=torch.uint8), "even": torch.arange(4000.0)}
     assert_same(ckptool.load(saved(tmp_path / "f.pt", tree)), tree)
 
 
 def test_an_error_in_the_second_thread_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(storages, "_SHARED_READ", 100)
+    monkeypatch.setattr(materialise, "_SHARED_READ", 100)
     file = saved(tmp_path / "f.pt", {"w": torch.zeros(100_000)})
     with open_checkpoint(file) as checkpoint:
         ref = checkpoint["w"]
@@ -207,7 +207,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     maker = Materialiser(ref := floats(1, 2))
-    monkeypatch.setattr(placement, "_moved", lambda made, target: made)
+    monkeypatch.setattr(materialise, "_moved", lambda made, target: made)
     monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(MemoryError, match="8 bytes"):
         maker.tensor(ref)

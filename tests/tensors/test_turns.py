@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.tensors.turns import in_turns
+from ckptool.tensors.sameness import in_turns
 
 
 @given(length=st.integers(0, 50), step=st.integers(1, 60), threads=st.integers(1, 4))

@@ -70,7 +70,7 @@ def test_other_words_are_refused_with_a_list(word):
 
 
 def test_the_types_are_those_of_the_kernel():
-    from ckptool.tensors.floats import FLOATS
+    from ckptool.tensors.casting import FLOATS
 
     assert tuple(FLOATS) == FLOATING
 

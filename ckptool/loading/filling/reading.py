@@ -15,8 +15,8 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.computed import may_be_shared
 from ckptool.loading.live.memory import cuts, extent, repeats
 from ckptool.model import Storage, TensorRef
+from ckptool.tensors.materialise import memory_view
 from ckptool.tensors.runtime import called, torch_dtype
-from ckptool.tensors.storages import memory_view
 
 if TYPE_CHECKING:
     import torch

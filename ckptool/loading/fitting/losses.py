@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from ckptool.tensors.floats import FLOATS
+from ckptool.tensors.casting import FLOATS
 
 if TYPE_CHECKING:
     import torch

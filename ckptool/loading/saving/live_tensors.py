@@ -9,7 +9,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.model import Global, Opaque, Storage, TensorRef
-from ckptool.tensors.storages import memory_view
+from ckptool.tensors.materialise import memory_view
 
 if TYPE_CHECKING:
     import torch
