@@ -21,7 +21,7 @@ from ckptool.modules import is_module
 from ckptool.paths import name_of
 from ckptool.statedict import MODEL_KINDS, Section, sections
 from ckptool.transforms.name_rules import Rule
-from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.transforms.names import unwrapped_modules
 from ckptool.words import listed, printable
 
 __all__ = ["Alignment", "Entry", "Pair", "align"]

@@ -15,7 +15,7 @@ from ckptool.model import OrderedMap, TensorRef
 from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.placement import MapLocation
-from ckptool.transforms.selection import plain_state_dict
+from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed
 from ckptool.wrappers import N_AVERAGED
 

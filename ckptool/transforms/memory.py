@@ -15,8 +15,7 @@ from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.paths import everything, rebuild
 from ckptool.transforms.devices import Rules
 from ckptool.transforms.name_rules import Rule
-from ckptool.transforms.names import add_module, strip_module
-from ckptool.transforms.renaming import rename
+from ckptool.transforms.names import add_module, rename, strip_module
 
 __all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
 

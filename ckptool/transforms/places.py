@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from ckptool.dtypes import BY_NAME
 from ckptool.model import TensorRef
 
-__all__ = ["Place", "place_of", "tie_key"]
+__all__ = ["CARRIER", "Place", "is_array", "place_of", "tie_key"]
+
+CARRIER = "cpu_tensor"
+"""What the tensor of a TPU may be carried by."""
 
 _MOST_WAYS = 64
 
@@ -123,6 +126,12 @@ def place_of(tensor: TensorRef) -> Place:
     """The place of a tensor that is plainly strided."""
     shape = tuple(size or 0 for size in tensor.shape)
     return Place(tensor.dtype, tensor.offset, shape, tensor.stride)
+
+
+def is_array(tensor: TensorRef) -> bool:
+    """Return whether the tensor is pickled as an array of numpy."""
+    parts = tensor.parts or {}
+    return "array" in parts or parts.get("carrier", CARRIER) != CARRIER
 
 
 def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:

@@ -16,7 +16,7 @@ from ckptool.cli import main
 from ckptool.paths import walk
 from ckptool.statedict import sections
 from ckptool.symbolic.encoder import blockers
-from ckptool.transforms.refusals import refusals
+from ckptool.transforms.plain import refusals
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read
 

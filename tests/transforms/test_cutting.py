@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.transforms.cutting import cut
+from ckptool.transforms.compacting import cut
 from ckptool.transforms.places import Place
 
 

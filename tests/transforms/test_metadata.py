@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.model import OrderedMap
-from ckptool.transforms.metadata import moved_metadata, remaining_metadata
+from ckptool.transforms.names import moved_metadata, remaining_metadata
 from ckptool.wrappers import add_name, prefixed, strip_names
 
 

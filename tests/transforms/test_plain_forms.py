@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.symbolic import unpickle
-from ckptool.transforms.plain_forms import plain_form
+from ckptool.transforms.plain import plain_form
 
 protocols = st.integers(0, 5)
 

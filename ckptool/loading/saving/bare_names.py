@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptool.transforms.metadata import moved_metadata
+from ckptool.transforms.names import moved_metadata
 from ckptool.wrappers import N_AVERAGED, WRAPPERS, Rename, check_collisions
 
 if TYPE_CHECKING:
