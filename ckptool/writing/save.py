@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import (
@@ -37,7 +37,7 @@ from ckptool.writing.sharding import ShardPlan, parse_size, plan_shards
 from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
 
-__all__ = ["LEFT_OUT", "Edited", "Job", "NewFile", "NewSet", "Plan", "Receipt", "Untouched", "save"]
+__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,71 +154,33 @@ class Job:
             raise
 
 
-class Plan(Protocol):
-    """What will be on the disk, known before anything is written."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be on the disk, known before anything is written, and what carries it out."""
 
-    @property
-    def format(self) -> str:
-        """The name of the format."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file afterwards, of all files together."""
-        ...
-
-    @property
-    def written(self) -> int:
-        """Bytes that will go to the disk."""
-        ...
-
-    @property
-    def tensors(self) -> int:
-        """Names of tensors."""
-        ...
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What the source has and the result has not, a phrase each."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What else is worth knowing, a sentence each."""
-        ...
-
-    @property
-    def blockers(self) -> tuple[str, ...]:
-        """Classes that keep `torch.load(weights_only=True)` from taking it."""
-        ...
-
-    @property
-    def files(self) -> tuple[tuple[str, int], ...]:
-        """Every file with its bytes, where there are several."""
-        ...
-
-    def carry_out(self, job: Job) -> None:
-        """Write it, whole or not at all; errors as `writing.save`."""
-        ...
-
-
-class NewFile:
-    """One file, written beside the target and renamed."""
-
+    carry_out: Callable[[Job], None]
+    """Write it, whole or not at all; errors as `save`."""
+    format: str
+    size: int
+    """Bytes of the file afterwards, of all files together."""
+    written: int
+    """Bytes that will go to the disk."""
+    tensors: int
+    """Names of tensors."""
+    left_out: tuple[str, ...] = ()
+    """What the source has and the result has not, a phrase each."""
+    notes: tuple[str, ...] = ()
+    """Other sentences that the user should read."""
+    blockers: tuple[str, ...] = ()
+    """Classes that keep `torch.load(weights_only=True)` from taking it."""
     files: tuple[tuple[str, int], ...] = ()
+    """Every file with its bytes, where there are several."""
 
-    def __init__(self, plan: WritePlan, left_behind: tuple[str, ...]) -> None:
-        """Carry out `plan`; `left_behind` is what was not taken along before it was made."""
-        self._plan = plan
-        self.format, self.size, self.written = plan.format, plan.size, plan.size
-        self.tensors, self.notes, self.blockers = plan.tensors, plan.notes, plan.blockers
-        self.left_out = (*left_behind, *plan.left_out)
 
-    def carry_out(self, job: Job) -> None:
-        """Write it, whole or not at all."""
-        sources = job.checkpoint.sources
-        announce(sources)
+def _new_file(plan: WritePlan, left_behind: tuple[str, ...]) -> Plan:
+    """Plan one file, written beside the target and renamed."""
 
+    def carry_out(job: Job) -> None:
         def check() -> None:
             check_sources()
             if job.verify:
@@ -226,134 +188,124 @@ class NewFile:
             job.check_sources()
 
         with (
-            job.reading(),
-            source_check(job.checkpoint, self.format) as check_sources,
+            _copying(job, plan.format) as (check_sources, mode),
             atomic_output(
                 job.path,
-                self.size,
+                plan.size,
                 overwrite=job.overwrite or job.in_place,
-                mode=permissions(sources),
+                mode=mode,
                 check=check,
                 progress=job.progress,
             ) as output,
         ):
-            self._plan.write(output)
+            plan.write(output)
+
+    return Plan(
+        carry_out,
+        plan.format,
+        plan.size,
+        plan.size,
+        plan.tensors,
+        (*left_behind, *plan.left_out),
+        plan.notes,
+        plan.blockers,
+    )
 
 
-class Edited:
-    """The source itself, changed where it lies: the tensors' bytes are not touched."""
+def _new_set(
+    plan: ShardPlan, index: str, left_behind: tuple[str, ...], superseded: tuple[str, ...]
+) -> Plan:
+    """Plan shards and their `index`, which appear together; `superseded` shards stay beside it."""
+    files = (*((shard.path, shard.plan.size) for shard in plan.shards), (index, len(plan.index)))
 
-    files: tuple[tuple[str, int], ...] = ()
-
-    def __init__(self, plan: EditPlan, format: str, left_out: tuple[str, ...]) -> None:
-        """Carry out `plan`; `left_out` is what the changes did not take along."""
-        self._plan = plan
-        self.format, self.size, self.written = format, plan.size, len(plan.patch.data)
-        self.tensors, self.notes, self.blockers = plan.tensors, plan.notes, plan.blockers
-        self.left_out = left_out
-
-    def carry_out(self, job: Job) -> None:
-        """Edit the file; whatever goes wrong leaves it as it was."""
-
-        def check() -> None:
-            if job.verify:
-                verify(job.checkpoint, job.path, {}, job.progress)
-
-        header = job.checkpoint.with_root(None)
-        with job.reading(), source_check(header, self.format) as check_header:
-            check_header()
-        apply_patch(job.checkpoint.sources[0], self._plan.patch, path=job.path, check=check)
-
-
-class Untouched:
-    """The source itself, which holds already what it is to hold."""
-
-    written = 0
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    files: tuple[tuple[str, int], ...] = ()
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Leave the file of `checkpoint` as it is."""
-        self.format, self.size = checkpoint.format, checkpoint.details.size
-        self.tensors = sum(1 for _ in checkpoint.tensors())
-        self.blockers = blockers(checkpoint.root)
-
-    def carry_out(self, job: Job) -> None:
-        """Make sure that it is still the file that was read, and as it should be."""
-        with job.reading():
-            if job.verify:
-                verify(job.checkpoint, job.path, {}, job.progress)
-        job.check_sources()
-
-
-class NewSet:
-    """Shards and their index, which appear together."""
-
-    def __init__(
-        self,
-        plan: ShardPlan,
-        index: str,
-        left_behind: tuple[str, ...],
-        superseded: tuple[str, ...],
-    ) -> None:
-        """Carry out `plan`, which has an index, at `index`; `superseded` shards stay beside it."""
-        self._plan = plan
-        self._index = index
-        self.format, self.size, self.written = plan.format, plan.size, plan.size
-        self.tensors, self.blockers = plan.tensors, plan.blockers
-        stays = f"shards that the new index does not name stay: {listed(superseded)}"
-        self.notes = (*plan.notes, *((stays,) if superseded else ()))
-        self.left_out = (*left_behind, *plan.left_out)
-        self.files = (
-            *((shard.path, shard.plan.size) for shard in plan.shards),
-            (index, len(plan.index)),
-        )
-
-    def carry_out(self, job: Job) -> None:
-        """Write all of them, or none."""
-        sources = job.checkpoint.sources
-        announce(sources)
+    def carry_out(job: Job) -> None:
         written: list[FileOutput] = []
 
         def check() -> None:
             check_sources()
             if job.verify:
-                for shard, output in zip(self._plan.shards, written, strict=True):
+                for shard, output in zip(plan.shards, written, strict=True):
                     verify(shard.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
         with (
-            job.reading(),
-            source_check(job.checkpoint, self.format) as check_sources,
+            _copying(job, plan.format) as (check_sources, mode),
             atomic_set(
-                self._index,
-                dict(self.files),
+                index,
+                dict(files),
                 overwrite=job.overwrite or job.in_place,
-                mode=permissions(sources),
+                mode=mode,
                 check=check,
                 progress=job.progress,
             ) as new,
         ):
-            for shard in self._plan.shards:
+            for shard in plan.shards:
                 with new.file(shard.path) as output:
                     shard.plan.write(output)
                 written.append(output)
-            with new.file(self._index) as output:
-                output.write(self._plan.index)
+            with new.file(index) as output:
+                output.write(plan.index)
+
+    stays = f"shards that the new index does not name stay: {listed(superseded)}"
+    return Plan(
+        carry_out,
+        plan.format,
+        plan.size,
+        plan.size,
+        plan.tensors,
+        (*left_behind, *plan.left_out),
+        (*plan.notes, *((stays,) if superseded else ())),
+        plan.blockers,
+        files,
+    )
 
 
-def announce(sources: Sequence[FileSource]) -> None:
-    """Say that the sources will be read from front to back."""
+def _edited(plan: EditPlan, format: str, left_out: tuple[str, ...]) -> Plan:
+    """Plan the source itself, changed where it lies: the tensors' bytes are not touched."""
+
+    def carry_out(job: Job) -> None:
+        def check() -> None:
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
+
+        header = job.checkpoint.with_root(None)
+        with job.reading(), source_check(header, format) as check_header:
+            check_header()
+        apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
+
+    written = len(plan.patch.data)
+    return Plan(
+        carry_out, format, plan.size, written, plan.tensors, left_out, plan.notes, plan.blockers
+    )
+
+
+def _untouched(checkpoint: Checkpoint) -> Plan:
+    """Plan the source itself, which holds already what it is to hold."""
+
+    def carry_out(job: Job) -> None:
+        with job.reading():
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
+        job.check_sources()
+
+    tensors = sum(1 for _ in checkpoint.tensors())
+    size, refused = checkpoint.details.size, blockers(checkpoint.root)
+    return Plan(carry_out, checkpoint.format, size, 0, tensors, blockers=refused)
+
+
+@contextmanager
+def _copying(job: Job, format: str) -> Iterator[tuple[Callable[[], None], int | None]]:
+    """Read the sources from front to back for new files.
+
+    Yields:
+        What waits for the checksums of the sources, and the permission bits for the new files.
+    """
+    sources = job.checkpoint.sources
     for source in sources:
         announce_read(source.fileno())
-
-
-def permissions(sources: Sequence[FileSource]) -> int | None:
-    """The permission bits of the first source, which a new file takes over."""
-    if not sources:
-        return None
-    return stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777
+    mode = stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777 if sources else None
+    with job.reading(), source_check(job.checkpoint, format) as check_sources:
+        yield check_sources, mode
 
 
 LEFT_OUT = "left-out"
@@ -447,7 +399,7 @@ def _planned(
     left_behind = tuple(_left_behind(checkpoint, format))
     if format in SHARD_FORMATS:
         return _sharded(checkpoint, path, format, max_shard_size, left_behind, indexed=indexed)
-    return NewFile(writer(format).plan(checkpoint), left_behind)
+    return _new_file(writer(format).plan(checkpoint), left_behind)
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
@@ -456,14 +408,14 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     A file with several names gets a new one: the journal of an edit lies beside one name only.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        return Untouched(checkpoint)
+        return _untouched(checkpoint)
     known = writer(format) if format == checkpoint.format and format in WRITABLE else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
         return None
     plan = known.plan_edit(checkpoint)
-    return None if plan is None else Edited(plan, format, tuple(_not_carried(checkpoint)))
+    return None if plan is None else _edited(plan, format, tuple(_not_carried(checkpoint)))
 
 
 def _sharded(
@@ -490,10 +442,10 @@ def _sharded(
         same_files=same_files,
     )
     if plan.index_path is None:
-        return NewFile(plan.shards[0].plan, left_behind)
+        return _new_file(plan.shards[0].plan, left_behind)
     new = {os.path.basename(shard.path) for shard in plan.shards}
     gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
-    return NewSet(plan, plan.index_path, left_behind, gone)
+    return _new_set(plan, plan.index_path, left_behind, gone)
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
