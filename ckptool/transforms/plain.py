@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -164,7 +163,6 @@ def _held_by_object(node: Opaque) -> Iterator[tuple[Any, Any]]:
     yield _HERE, node.args if isinstance(node.args, tuple) else None
 
 
-_LONGEST_RANGE = 100_000
 _VALUES = (bool, int, float, complex, str, bytes)
 _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
 
@@ -321,17 +319,10 @@ def _path(node: Opaque) -> str | None:
     return str((PureWindowsPath if windows else PurePosixPath)(*node.args))
 
 
-def _contents(node: Opaque) -> list[Any]:
-    return [value for _, value in held_items(node)]
-
-
 def _deque(node: Opaque) -> list[Any] | None:
-    """`deque((), maxlen)` or `deque([...])` and what was appended."""
     match node.args:
         case () | ((), _):
-            return _contents(node)
-        case ([*items], *_):
-            return [*items, *_contents(node)]
+            return [value for _, value in held_items(node)]
     return None
 
 
@@ -340,85 +331,6 @@ def _frozenset(node: Opaque) -> Opaque | None:
         case ([*items],):
             return Opaque(Global("builtins", "set"), (list(items),))
     return Opaque(Global("builtins", "set"), ([],)) if node.args == () else None
-
-
-def _range(node: Opaque) -> list[int] | None:
-    match node.args:
-        case (int() as start, int() as stop, int() as step) if step:
-            numbers = range(start, stop, step)
-            return list(numbers) if numbers[:_LONGEST_RANGE] == numbers else None
-    return None
-
-
-def _text_of_one(node: Opaque) -> str | None:
-    """`Decimal('1.50')`, `Fraction('1/3')`: they are made of the text that they print."""
-    match node.args:
-        case (str() as text,):
-            return text
-        case (int() as numerator, int() as denominator):
-            return f"{numerator}/{denominator}"
-    return None
-
-
-def _uuid(node: Opaque) -> str | None:
-    number = node.attributes.get("int")
-    if type(number) is not int or not 0 <= number < 1 << 128:
-        return None
-    digits = f"{number:032x}"
-    return "-".join(digits[at:end] for at, end in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
-
-
-def _moment(node: Opaque) -> str | None:
-    """The ISO 8601 text of a `datetime`, `date` or `time`, which pickle as packed bytes."""
-    args = node.args if isinstance(node.args, tuple) else ()
-    packed = raw_bytes(args[0]) if args else None
-    zone = _zone(args[1]) if len(args) > 1 else None
-    length = {"datetime": 10, "date": 4, "time": 6}[node.class_name.rpartition(".")[2]]
-    if packed is None or len(packed) != length or (len(args) > 1 and zone is None):
-        return None
-    try:
-        return _iso_text(packed, zone)
-    except ValueError:  # a month 13; or a fold, which the text cannot have
-        return None
-
-
-def _iso_text(packed: bytes, zone: datetime.timezone | None) -> str:
-    """Of four bytes of a date, six of a time, or both."""
-    if len(packed) == 6:
-        return _clock(packed, zone).isoformat()
-    day = datetime.date(int.from_bytes(packed[:2], "big"), packed[2], packed[3])
-    if len(packed) == 4:
-        return day.isoformat()
-    return datetime.datetime.combine(day, _clock(packed[4:], zone)).isoformat()
-
-
-def _clock(packed: bytes, zone: datetime.timezone | None) -> datetime.time:
-    micros = int.from_bytes(packed[3:], "big")
-    return datetime.time(packed[0], packed[1], packed[2], micros, zone)
-
-
-def _zone(node: Any) -> datetime.timezone | None:
-    """A fixed distance from UTC without a name of its own."""
-    if isinstance(node, Opaque) and node.class_name == "datetime.timezone":
-        match node.args:
-            case (Opaque() as offset,):
-                seconds = _seconds(offset)
-                if seconds is not None and abs(seconds) < 86400:
-                    return datetime.timezone(datetime.timedelta(seconds=seconds))
-    return None
-
-
-def _seconds(node: Opaque) -> float | None:
-    """A `timedelta` in seconds, where a float holds them exactly."""
-    match node.args:
-        case (int() as days, int() as seconds, int() as micros):
-            try:
-                span = datetime.timedelta(days, seconds, micros)
-                total = span.total_seconds()
-                return total if datetime.timedelta(seconds=total) == span else None
-            except OverflowError:
-                return None
-    return None
 
 
 def _dtype(node: Opaque) -> str | None:
@@ -452,23 +364,14 @@ _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
 _KNOWN: dict[str, Callable[[Opaque], Any]] = {
     "pathlib.*": _path,
     "builtins.frozenset": _frozenset,
-    "builtins.range": _range,
     "collections.defaultdict": lambda node: _as_dict(node, ()),
     "collections.deque": _deque,
     "omegaconf.*": lambda node: None,  # its attributes are types and ways back to its holder
-    "datetime.datetime": _moment,
-    "datetime.date": _moment,
-    "datetime.time": _moment,
-    "datetime.timedelta": _seconds,
-    "decimal.Decimal": _text_of_one,
-    "fractions.Fraction": _text_of_one,
-    "uuid.UUID": _uuid,
     "numpy.dtype": _dtype,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
 }
-"""By class. What else a `defaultdict` or a `deque` was made with (its factory, its maximal length)
-goes with the class."""
+"""By class. What else a `defaultdict` or a `deque` was made with goes with the class."""
 
 
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -576,7 +479,7 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths, moments, `Decimal` and the like text; members of an Enum their values; a pickled module
+    paths text; an object made of one plain value that value (a member of an Enum); a pickled module
     its `state_dict()`, unless it holds more data than that has (`module_rest`): tensors, dicts and
     objects among its attributes, hooks, buffers that do not persist. A namedtuple remains: the
     names of its fields are in its class. What was shared stays shared. With `drop`, what remains
@@ -805,15 +708,13 @@ def _can_be_hashed(form: Any) -> bool:
 
 
 def _without(node: Any) -> str:
-    """What a plain form does not say of an object whose class is one of the standard library."""
+    """Say what the plain form of a `defaultdict` or a `deque` lacks."""
     args = node.args if isinstance(node, Opaque) and isinstance(node.args, tuple) else ()
     match node.class_name if args else "", args:
         case "collections.deque", (_, int() as length):
             return f" without its largest length {length}"
-        case "collections.defaultdict", (Global() as factory,):
-            return f" without its factory {printable(factory.qualified)}"
-        case "collections.defaultdict", (Opaque() as factory,):
-            return f" without its factory {printable(factory.class_name)}"
+        case "collections.defaultdict", (Global() | Opaque() as factory,):
+            return f" without its factory {printable(class_of(factory))}"
     return ""
 
 
