@@ -72,7 +72,7 @@ def compact(checkpoint: Checkpoint) -> Checkpoint:
     trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:
         return checkpoint
-    root = rebuild(checkpoint.root, _Mover(trimmed).moved) if trimmed else checkpoint.root
+    root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
     changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
     settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
     return settled.with_root(root, *changes)
@@ -90,7 +90,7 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     trimmed = _plans(after.root, less) if less else {}
     if not trimmed:
         return after
-    root = rebuild(after.root, _Mover(trimmed).moved)
+    root = _moved(after.root, trimmed)
     what = f"{_sizes(trimmed)}, without what only the tensors left out saw"
     text = f"{counted(len(trimmed), 'storage')} cut down from {what}"
     return after.with_root(root, Change("compact", text, len(trimmed)))
@@ -229,22 +229,20 @@ def _piece(start: int, end: int, group: list[Place], unit: int) -> _Piece:
     return _Piece(start, end, tuple(group), is_packed)
 
 
-class _Mover:
-    """Puts tensors over the new storages."""
+def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
+    """Return the tree with its tensors over the new storages."""
 
-    def __init__(self, trimmed: dict[Storage, _Trimmed]) -> None:
-        self._trimmed = trimmed
-
-    def moved(self, leaf: Any) -> Any:
-        """A tensor over the storage that replaces its own; anything else itself."""
-        if not isinstance(leaf, TensorRef) or leaf.storage not in self._trimmed:
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
-        new = self._trimmed[leaf.storage]
+        new = trimmed[leaf.storage]
         offset, stride = new.moved[place_of(leaf)]
         parts = leaf.parts
         if parts and parts.get("carrier") == CARRIER:
-            parts = {**parts, "data": self.moved(parts["data"])}
+            parts = {**parts, "data": moved(parts["data"])}
         return replace(leaf, storage=new.storage, offset=offset, stride=stride, parts=parts)
+
+    return rebuild(root, moved)
 
 
 def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
