@@ -24,7 +24,7 @@ from ckptool.statedict import (
     sections,
     wrapped_names,
 )
-from ckptool.transforms.naming import NamePlan, distinct, place
+from ckptool.transforms.names import NamePlan, distinct, place
 from ckptool.words import counted, listed, printable
 
 __all__ = ["compared", "fitted"]

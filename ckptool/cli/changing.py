@@ -12,7 +12,7 @@ from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import SHARD_FORMATS, open_checkpoint
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
-from ckptool.writing.naming import default_target
+from ckptool.writing.target import default_target
 
 __all__ = ["write_changed"]
 

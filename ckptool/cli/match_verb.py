@@ -20,7 +20,7 @@ from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.render.remedies import as_options, option_words
 from ckptool.render.text import runnable
 from ckptool.transforms import regex_rule
-from ckptool.writing.naming import default_target
+from ckptool.writing.target import default_target
 
 __all__ = ["command"]
 

@@ -26,7 +26,7 @@ from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
 from ckptool.statedict import Section, values_inside, wrapped_names
 from ckptool.symbolic.encoder import blocking
-from ckptool.transforms.refusals import class_of, refusals
+from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable
 

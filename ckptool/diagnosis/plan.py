@@ -23,8 +23,7 @@ from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import encode
 from ckptool.tree import name_of
 from ckptool.words import counted, listed
-from ckptool.writing.naming import default_target
-from ckptool.writing.target import target_format
+from ckptool.writing.target import default_target, target_format
 
 __all__ = ["MENDED", "Plan", "Planner"]
 

@@ -20,7 +20,7 @@ from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module
 from ckptool.statedict import MODEL_KINDS, Section, sections
 from ckptool.transforms.name_rules import Rule
-from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.transforms.names import unwrapped_modules
 from ckptool.tree import name_of
 from ckptool.words import listed, printable
 

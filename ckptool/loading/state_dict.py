@@ -16,7 +16,7 @@ from ckptool.names import N_AVERAGED
 from ckptool.statedict import model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.materialise import MapLocation
-from ckptool.transforms.selection import plain_state_dict
+from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed
 
 if TYPE_CHECKING:

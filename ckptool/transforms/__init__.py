@@ -12,9 +12,9 @@ from ckptool._lazy import importer
 if TYPE_CHECKING:
     from ckptool.transforms.averaging import average
     from ckptool.transforms.casting import cast, floating_type, kept
-    from ckptool.transforms.compacting import compact, without_unseen
+    from ckptool.transforms.compacting import compact, untie, without_unseen
     from ckptool.transforms.devices import remap, visible_devices
-    from ckptool.transforms.extraction import extract
+    from ckptool.transforms.extraction import extract, single_state_dict
     from ckptool.transforms.memory import (
         add_module_dict,
         remap_dict,
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
         regex_rule,
         table_rule,
     )
-    from ckptool.transforms.names import add_module, strip_module
+    from ckptool.transforms.names import add_module, rename, strip_module
     from ckptool.transforms.plain import drop_objects, to_plain
-    from ckptool.transforms.renaming import rename
-    from ckptool.transforms.selection import single_state_dict
-    from ckptool.transforms.ties import untie
 
 __all__ = [
     "Rule",
@@ -65,16 +62,13 @@ __all__ = [
 _HOMES = {
     "averaging": ("average",),
     "casting": ("cast", "floating_type", "kept"),
-    "compacting": ("compact", "without_unseen"),
+    "compacting": ("compact", "untie", "without_unseen"),
     "devices": ("remap", "visible_devices"),
-    "extraction": ("extract",),
+    "extraction": ("extract", "single_state_dict"),
     "memory": ("add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
-    "names": ("add_module", "strip_module"),
+    "names": ("add_module", "rename", "strip_module"),
     "plain": ("drop_objects", "to_plain"),
-    "renaming": ("rename",),
-    "selection": ("single_state_dict",),
-    "ties": ("untie",),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

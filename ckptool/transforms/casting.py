@@ -1,4 +1,4 @@
-"""Floating tensors in another element type, computed while they are written."""
+"""Tensors of another element type."""
 
 from __future__ import annotations
 
@@ -14,16 +14,171 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
-from ckptool.model import SPARSE_KINDS, Path, Storage, StorageRef, TensorRef
+from ckptool.model import SPARSE_KINDS, Opaque, OrderedMap, Path, Storage, StorageRef, TensorRef
+from ckptool.modules import child_modules, own_tensors
 from ckptool.quantisers import Quantised, quantised
+from ckptool.statedict import sections
 from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
-from ckptool.transforms.cast_scope import optimizer_tensors, unsaved_buffers, with_own
-from ckptool.transforms.elements import Originals, over_elements
+from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
-from ckptool.tree import name_of, rebuild, selected
 from ckptool.words import counted, listed, printable
 
-__all__ = ["FLOATING", "cast", "floating_type", "kept", "refuse_apart"]
+__all__ = [
+    "FLOATING",
+    "Originals",
+    "cast",
+    "floating_type",
+    "kept",
+    "optimizer_tensors",
+    "over_elements",
+    "refuse_apart",
+    "tensors_placed",
+    "unsaved_buffers",
+    "with_own",
+]
+
+
+def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
+    """The tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
+
+    One of a back end without storages (a TPU's) is carried as a tensor of the CPU from then on.
+    """
+    made = replace(tensor, **place)
+    if "carrier" not in (tensor.parts or {}):
+        return made
+    data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
+    return replace(made, parts={"carrier": "cpu_tensor", "data": data})
+
+
+class Originals:
+    """Some tensors of a tree, to be known again while it is rebuilt.
+
+    `rebuild` hands on a copy of a tensor where its attributes or hooks are new.
+    """
+
+    def __init__(self, root: Any, chosen: Iterable[TensorRef]) -> None:
+        """Know the tensors `chosen` among all that `root` holds."""
+        self._chosen = {id(tensor): tensor for tensor in chosen}
+        self._by_view = {_view(tensor): tensor for tensor in self._chosen.values()}
+        self._known = {id(node) for node in everything(root)}
+
+    def of(self, node: Any) -> TensorRef | None:
+        """The chosen tensor that a node is, or is a copy of."""
+        if not isinstance(node, TensorRef) or id(node) in self._known:
+            return self._chosen.get(id(node))
+        return self._by_view.get(_view(node))
+
+
+def _view(tensor: TensorRef) -> tuple[Any, ...]:
+    place = tensor.offset, tensor.shape, tensor.stride
+    return id(tensor.storage), tensor.dtype, tensor.kind, *place
+
+
+def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
+    """The tree with other tensors at some paths; the same tensor elsewhere stays.
+
+    A path that is none of containers and attributes (a name within a pickled module) is left out.
+    """
+    holders: dict[int, dict[Any, dict[Path, TensorRef]]] = {}
+    for path, tensor in placed.items():
+        found = _holder(root, path)
+        if found is not None:
+            holder, depth = found
+            key, rest = path[depth], path[depth + 1 :]
+            holders.setdefault(id(holder), {}).setdefault(key, {})[rest] = tensor
+
+    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+        if id(old) not in holders:
+            return old
+        new = type(old)(old)
+        if isinstance(new, OrderedMap) and isinstance(old, OrderedMap):
+            new.attributes = old.attributes
+        for key, inside in holders[id(old)].items():
+            for rest, tensor in inside.items():
+                new[key] = _with(new[key], rest, tensor)
+        return new
+
+    return rebuild(root, None, mapping) if holders else root
+
+
+def _holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
+    """The innermost dict on the way to a tensor, and how deep it lies."""
+    node, found = root, None
+    for depth, key in enumerate(path):
+        node = node.attributes if isinstance(node, Opaque) else node
+        if isinstance(node, dict) and key in node:
+            found = node, depth
+        elif not (isinstance(node, (list, tuple)) and isinstance(key, int) and key < len(node)):
+            return None
+        node = node[key]
+    return found if isinstance(node, TensorRef) else None
+
+
+def _with(node: Any, path: Path, tensor: TensorRef) -> Any:
+    """A list or tuple with a tensor in place of another; that tensor where the path ends."""
+    if not path:
+        return tensor
+    items = list(node)
+    items[path[0]] = _with(items[path[0]], path[1:], tensor)
+    return items if isinstance(node, list) else type(node)(items)
+
+
+_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
+"""Keys under which an optimizer's state stands, whatever its form."""
+
+
+def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
+    """The paths of tensors that an optimizer or scheduler holds, in whatever form."""
+    found = {
+        path
+        for part in sections(checkpoint.root)
+        if part.kind in ("optimizer", "scheduler")
+        for path, _ in part.tensors()
+    }
+    pickled: list[Path] = []
+
+    def enter(path: Path, node: Any) -> bool:
+        if isinstance(node, Opaque) and node.class_name.startswith("torch.optim."):
+            pickled.append(path)
+        return True
+
+    for path, leaf in walk(checkpoint.root, enter=enter):
+        if isinstance(leaf, TensorRef) and (
+            any(isinstance(key, str) and _OPTIMIZERS.fullmatch(key) for key in path[:-1])
+            or any(path[: len(holder)] == holder for holder in pickled)
+        ):
+            found.add(path)
+    return found
+
+
+def unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
+    """The buffers of pickled modules that no state dict has, which `Module.to` casts too."""
+    for part in sections(checkpoint.root):
+        todo, seen = [("", part.holder)] if part.kind == "module" else [], set()
+        while todo:
+            prefix, module = todo.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            saved = own_tensors(module)
+            for name, buffer in module.attributes.get("_buffers", {}).items():
+                if isinstance(buffer, TensorRef) and name not in saved:
+                    yield (*part.path, f"{prefix}{name}"), buffer
+            inside = child_modules(module).items()
+            todo.extend((f"{prefix}{name}.", child) for name, child in inside)
+
+
+def with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
+    """The checkpoint with tensors of their own at the paths `spared`, over the same memory."""
+    others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
+    own: dict[int, TensorRef] = {}
+    placed = {
+        path: own.setdefault(id(tensor), replace(tensor))
+        for path, tensor in checkpoint.tensors()
+        if path in spared and id(tensor) in others
+    }
+    return replace(checkpoint, root=tensors_placed(checkpoint.root, placed))
+
 
 FLOATING = tuple(FLOATS)
 """The element types that are cast, from and to."""

@@ -1,4 +1,4 @@
-"""Storages cut down to what tensors see of them."""
+"""Storages cut down to what tensors see, and ties undone."""
 
 from __future__ import annotations
 
@@ -11,35 +11,67 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.computed import gathered, joined
-from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.transforms.cutting import Cut, cut
-from ckptool.transforms.places import Place, place_of
-from ckptool.transforms.refusals import CARRIER
+from ckptool.model import OrderedMap, Storage, StorageRef, TensorRef
+from ckptool.transforms.places import CARRIER, Place, is_array, place_of
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
-__all__ = ["compact", "without_unseen"]
+__all__ = ["compact", "untie", "without_unseen"]
+
+
+def untie(checkpoint: Checkpoint) -> Checkpoint:
+    """Every tied name with bytes of its own; the first name of each tie keeps what it has.
+
+    Tied are tensors of one storage with the same offset, shape and stride. Views that only share
+    memory stay views.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    count = 0
+
+    def own(value: Any) -> Any:
+        nonlocal count
+        if not isinstance(value, TensorRef) or value.storage is None:
+            return value
+        place = (id(value.storage), value.offset, value.shape, value.stride)
+        if place not in seen:
+            seen.add(place)
+            return value
+        count += 1
+        return replace(value, storage=replace(value.storage))
+
+    def with_own(mapping: dict[Any, Any]) -> dict[Any, Any]:
+        values = [own(value) for value in mapping.values()]
+        if all(new is old for new, old in zip(values, mapping.values(), strict=True)):
+            return mapping
+        copy = type(mapping)(zip(mapping, values, strict=True))
+        if isinstance(copy, OrderedMap) and isinstance(mapping, OrderedMap):
+            copy.attributes = mapping.attributes
+        return copy
+
+    root = rebuild(checkpoint.root, mapping=with_own)
+    if not count:
+        return checkpoint
+    text = f"ties resolved: {count} more of the names have bytes of their own"
+    return checkpoint.with_root(root, Change("untie", text, count))
+
 
 _MOST_TOLD = 20
 """Storages that have a line of their own."""
-_MOST_COMPARED = 500
-"""Tensors with extents that overlap, of which each pair is looked at."""
 
 
 def compact(checkpoint: Checkpoint) -> Checkpoint:
     """Storages without the bytes that no tensor sees; what shared bytes still shares them.
 
-    The runs of a storage that tensors reach are put one behind the other. A tensor that shares no
-    byte with another and has holes (a column of a matrix) gets strides without them; so do some
-    that share bytes, where all stay regular (`cutting.cut`): a row and a column that cross cannot
-    lie closer. Expanded tensors stay expanded. Storages that are values themselves, that lie inside
-    the pickle (arrays), or whose elements share bytes, are left whole. What nothing in the file
-    refers to goes with the old file; the changes count it.
+    The spans of a storage that tensors reach are put one behind the other: tensors whose spans
+    overlap keep their span whole. A tensor that is alone in its span and has holes (a column of a
+    matrix) gets strides without them. Expanded tensors stay expanded. Storages that are values
+    themselves, that lie inside the pickle (arrays), or whose elements share bytes, are left whole.
+    What nothing in the file refers to goes with the old file; the changes count it.
     """
     trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:
         return checkpoint
-    root = rebuild(checkpoint.root, _Mover(trimmed).moved) if trimmed else checkpoint.root
+    root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
     changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
     settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
     return settled.with_root(root, *changes)
@@ -57,52 +89,38 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     trimmed = _plans(after.root, less) if less else {}
     if not trimmed:
         return after
-    root = rebuild(after.root, _Mover(trimmed).moved)
+    root = _moved(after.root, trimmed)
     what = f"{_sizes(trimmed)}, without what only the tensors left out saw"
     text = f"{counted(len(trimmed), 'storage')} cut down from {what}"
     return after.with_root(root, Change("compact", text, len(trimmed)))
 
 
-def _seen(root: Any) -> dict[Storage, set[Any]]:
-    """What is seen of each storage: places of tensors, and all of those that are values."""
-    seen: dict[Storage, set[Any]] = defaultdict(set)
+def _seen(root: Any) -> dict[Storage, set[Place | None]]:
+    """Return what is seen of each storage: the places of tensors; None where all of it is."""
+    seen: dict[Storage, set[Place | None]] = defaultdict(set)
     for node in everything(root):
         if isinstance(node, StorageRef):
-            seen[node.storage].add(StorageRef)
+            seen[node.storage].add(None)
         for tensor in _over_storages(node):
             if tensor.storage is not None:
                 seen[tensor.storage].add(place_of(tensor))
+                if tensor.dtype in PACKED or is_array(tensor):  # it cannot get another stride
+                    seen[tensor.storage].add(None)
     return seen
 
 
 def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
-    """What becomes of the storages that can be trimmed, of the `chosen` ones or of all."""
-    return {
-        storage: plan
-        for storage, places in _places(root).items()
-        if (chosen is None or storage in chosen) and (plan := _trimmed(storage, places)) is not None
-    }
-
-
-def _places(root: Any) -> dict[Storage, set[Place]]:
-    """Which places tensors have in each storage, where that says all about its use."""
-    places: dict[Storage, set[Place]] = defaultdict(set)
-    whole: set[Storage] = set()
-    for node in everything(root):
-        if isinstance(node, StorageRef):
-            whole.add(node.storage)
-        for tensor in _over_storages(node):
-            if tensor.storage is None:
-                continue
-            if _is_movable(tensor):
-                places[tensor.storage].add(place_of(tensor))
-            else:
-                whole.add(tensor.storage)
-    return {
-        storage: found
-        for storage, found in places.items()
-        if storage not in whole and storage.data is not None
-    }
+    """Return what becomes of the storages that can be trimmed, of the `chosen` ones or of all."""
+    plans: dict[Storage, _Trimmed] = {}
+    for storage, seen in _seen(root).items():
+        places = {place for place in seen if place is not None}
+        if len(places) < len(seen) or storage.data is None:
+            continue
+        if chosen is None or storage in chosen:
+            plan = _trimmed(storage, places)
+            if plan is not None:
+                plans[storage] = plan
+    return plans
 
 
 def _over_storages(node: Any) -> Iterator[TensorRef]:
@@ -113,48 +131,33 @@ def _over_storages(node: Any) -> Iterator[TensorRef]:
             yield (node.parts or {})["data"]
 
 
-def _is_movable(tensor: TensorRef) -> bool:
-    """Whether it may get another offset and stride: not what is pickled as an array."""
-    parts = tensor.parts or {}
-    is_array = "array" in parts or parts.get("carrier", CARRIER) != CARRIER
-    return tensor.dtype not in PACKED and not is_array
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of the new storage: a run of the old one, or what places see of it without holes."""
+    """A part of the new storage: a span of the old one, or what one view sees of it."""
 
     start: int
     end: int
     """In the old storage, bytes."""
-    packed: Place | None = None
-    cut: Cut | None = None
-    itemsize: int = 1
+    places: tuple[Place, ...]
+    packed: bool
+    """Whether the one place in it loses its holes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the new storage."""
-        if self.cut is not None:
-            return self.cut.size * self.itemsize
-        return self.end - self.start if self.packed is None else self.packed.packed_bytes
+        """Return the bytes that it takes in the new storage."""
+        return self.places[0].packed_bytes if self.packed else self.end - self.start
 
     def placed(self, place: Place) -> tuple[int, tuple[int, ...]]:
-        """Where a place is in it: bytes from its start, and the stride."""
-        if self.cut is not None:
-            offset, stride = self.cut.placed[place]
-            return offset * self.itemsize, stride
-        if self.packed is not None:
+        """Return where a place is in it: bytes from its start, and the stride."""
+        if self.packed:
             return 0, place.packed_stride()
         return place.offset * place.itemsize - self.start, place.stride
 
     def data(self, old: ByteRange) -> ByteRange:
-        """Its content."""
-        if self.cut is not None:
-            size = self.itemsize
-            return joined([old.slice(at * size, (end - at) * size) for at, end in self.cut.runs])
-        if self.packed is None:
+        """Return its content."""
+        if not self.packed:
             return old.slice(self.start, self.nbytes)
-        place = self.packed
+        place = self.places[0]
         axes = [(place.shape[dim], place.stride[dim]) for dim in place.packed_order()]
         shape, stride = zip(*(axis for axis in axes if axis[1]), strict=True)
         return gathered(
@@ -173,98 +176,72 @@ class _Trimmed:
 
 
 def _trimmed(storage: Storage, places: set[Place]) -> _Trimmed | None:
-    """The storage without what none of the places reaches; None where that saves nothing."""
-    unit = max(place.itemsize for place in places)
-    pieces: list[tuple[_Piece, list[Place]]] = []
-    for group in _overlapping(places, unit):
-        pieces.extend(_pieces(group, unit, storage.nbytes))
-    nbytes = sum(piece.nbytes for piece, _ in pieces)
+    """Return the storage without what no place reaches; None where that saves nothing."""
+    pieces = list(_pieces(places, storage.nbytes))
+    nbytes = sum(piece.nbytes for piece in pieces)
     if storage.data is None or nbytes >= storage.nbytes:
         return None
     moved = {place: (0, place.stride) for place in places}
     position = 0
-    for piece, inside in pieces:
-        for place in inside:
+    for piece in pieces:
+        for place in piece.places:
             within, stride = piece.placed(place)
             moved[place] = (position + within) // place.itemsize, stride
         position += piece.nbytes
-    runs = [piece.data(storage.data) for piece, _ in pieces]
+    runs = [piece.data(storage.data) for piece in pieces]
     data = joined(runs) if runs else storage.data.slice(0, 0)
     whole = storage.whole or storage.data
     new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
-    return _Trimmed(new, moved, sum(piece.packed is not None for piece, _ in pieces))
+    return _Trimmed(new, moved, sum(piece.packed for piece in pieces))
 
 
-def _overlapping(places: Iterable[Place], unit: int) -> Iterator[list[Place]]:
-    """Groups of places whose extents, in whole units, overlap; those without elements in none."""
-    group: list[Place] = []
-    reached = 0
-    for place in sorted(places, key=lambda place: (place.extent, place)):
-        start, end = place.extent
-        if start == end:
-            continue
-        if group and start // unit * unit >= reached:
-            yield group
-            group = []
-        group.append(place)
-        reached = max(reached if len(group) > 1 else 0, -(-end // unit) * unit)
-    if group:
-        yield group
+def _pieces(places: Iterable[Place], nbytes: int) -> Iterator[_Piece]:
+    """Yield the spans that places reach, in their order; places without elements reach nothing.
 
-
-def _pieces(group: list[Place], unit: int, nbytes: int) -> list[tuple[_Piece, list[Place]]]:
-    """What to keep for a group: the run that it reaches, or less where that has holes.
-
-    A run begins and ends at whole units, as the largest element type of the storage counts them.
+    A span begins and ends at whole elements of the largest type that the storage is seen as.
     """
-    whole = _run(group, unit, nbytes)
-    least = sum(min(place.packed_bytes, whole.nbytes) for place in group)
-    if least >= whole.nbytes or len(group) > _MOST_COMPARED or nbytes % unit:
-        return [(whole, group)]
-    parts: list[tuple[_Piece, list[Place]]] = []
-    for together in _sharing(group):
-        alone = together[0] if len(together) == 1 else None
-        run = _run(together, unit, nbytes)
-        if alone and alone.distinct and alone.itemsize == unit and alone.packed_bytes < run.nbytes:
-            run = replace(run, packed=alone)
-        elif not alone and together[0].itemsize == unit and (less := cut(together)):
-            run = replace(run, cut=less, itemsize=unit)
-        parts.append((run, together))
-    parts.sort(key=lambda part: part[0].start)
-    return parts if sum(run.nbytes for run, _ in parts) < whole.nbytes else [(whole, group)]
+    unit = max(place.itemsize for place in places)
+    start = end = 0
+    group: list[Place] = []
+    for place in sorted(places, key=lambda place: (place.extent, place)):
+        first, last = place.extent
+        if first == last:
+            continue
+        first, last = first // unit * unit, min(-(-last // unit) * unit, nbytes)
+        if group and first >= end:
+            yield _piece(start, end, group, unit)
+            group = []
+        start, end = (min(start, first), max(end, last)) if group else (first, last)
+        group.append(place)
+    if group:
+        yield _piece(start, end, group, unit)
 
 
-def _run(places: list[Place], unit: int, nbytes: int) -> _Piece:
-    starts, ends = zip(*(place.extent for place in places), strict=True)
-    return _Piece(min(starts) // unit * unit, min(-(-max(ends) // unit) * unit, nbytes))
+def _piece(start: int, end: int, group: list[Place], unit: int) -> _Piece:
+    alone = group[0]
+    is_packed = (
+        len(group) == 1
+        and alone.itemsize == unit
+        and alone.distinct
+        and alone.packed_bytes < end - start
+    )
+    return _Piece(start, end, tuple(group), is_packed)
 
 
-def _sharing(group: list[Place]) -> list[list[Place]]:
-    """The group in parts between which no byte is shared, as far as that can be told."""
-    parts: list[list[Place]] = []
-    for place in group:
-        apart = [part for part in parts if all(map(place.apart_from, part))]
-        joined_part = [place, *(other for part in parts if part not in apart for other in part)]
-        parts = [*apart, joined_part]
-    return parts
+def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
+    """Return the tree with its tensors over the new storages."""
 
-
-class _Mover:
-    """Puts tensors over the new storages."""
-
-    def __init__(self, trimmed: dict[Storage, _Trimmed]) -> None:
-        self._trimmed = trimmed
-
-    def moved(self, leaf: Any) -> Any:
-        """A tensor over the storage that replaces its own; anything else itself."""
-        if not isinstance(leaf, TensorRef) or leaf.storage not in self._trimmed:
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
-        new = self._trimmed[leaf.storage]
+        new = trimmed[leaf.storage]
         offset, stride = new.moved[place_of(leaf)]
         parts = leaf.parts
         if parts and parts.get("carrier") == CARRIER:
-            parts = {**parts, "data": self.moved(parts["data"])}
+            parts = {**parts, "data": moved(parts["data"])}
         return replace(leaf, storage=new.storage, offset=offset, stride=stride, parts=parts)
+
+    return rebuild(root, moved)
 
 
 def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.transforms.devices import Rules
 from ckptool.transforms.name_rules import Rule
-from ckptool.transforms.names import add_module, strip_module
-from ckptool.transforms.renaming import rename
+from ckptool.transforms.names import add_module, rename, strip_module
 from ckptool.tree import everything, rebuild
 
 __all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
@@ -23,31 +22,49 @@ __all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def strip_module_dict(state_dict: Mapping[Any, Any], **options: Any) -> OrderedDict[Any, Any]:
+def strip_module_dict(
+    state_dict: Mapping[Any, Any],
+    *,
+    only: str | Sequence[str] | None = None,
+    levels: int | None = None,
+    at: str | None = None,
+) -> OrderedDict[Any, Any]:
     """A new dict without wrapper names; options and errors as `names.strip_module`.
 
     Takes a state dict, or a checkpoint that holds some beside optimizers and values. `_metadata`
     is kept and follows. The tensors are the same objects; the argument is not touched.
     """
     boxes = _Boxes()
-    return boxes.unbox_root(strip_module(boxes.checkpoint(state_dict), **options).root)
+    source = boxes.checkpoint(state_dict)
+    return boxes.unbox_root(strip_module(source, only=only, levels=levels, at=at).root)
 
 
-def add_module_dict(state_dict: Mapping[Any, Any], **options: Any) -> OrderedDict[Any, Any]:
+def add_module_dict(
+    state_dict: Mapping[Any, Any],
+    *,
+    wrapper: str = "module",
+    at: str | None = None,
+    key: Any = None,
+) -> OrderedDict[Any, Any]:
     """A new dict with wrapper names put on; options and errors as `names.add_module`."""
     boxes = _Boxes()
-    return boxes.unbox_root(add_module(boxes.checkpoint(state_dict), **options).root)
+    source = boxes.checkpoint(state_dict)
+    return boxes.unbox_root(add_module(source, wrapper=wrapper, at=at, key=key).root)
 
 
 def rename_dict(
-    state_dict: Mapping[Any, Any], rules: Iterable[Rule | str] = (), **options: Any
+    state_dict: Mapping[Any, Any],
+    rules: Iterable[Rule | str] = (),
+    *,
+    prefixes: Iterable[str] = (),
+    key: Any = None,
 ) -> OrderedDict[Any, Any]:
     """A new dict under new names; rules, options and errors as `renaming.rename`.
 
     A rule that matched nothing is a `CheckpointWarning`.
     """
     boxes = _Boxes()
-    renamed = rename(boxes.checkpoint(state_dict), rules, **options)
+    renamed = rename(boxes.checkpoint(state_dict), rules, prefixes=prefixes, key=key)
     for change in renamed.changes:
         if change.kind == "warning":
             warn(change.text)

@@ -1,26 +1,571 @@
-"""Wrapper names taken off, or put on, throughout a checkpoint."""
+"""New names for a state dict: wrappers off and on, rules; `_metadata` and optimizers follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NotFound
+from ckptool.errors import NotFound, UsageError
+from ckptool.model import Opaque, OrderedMap
+from ckptool.modules import child_modules, module_state, own_tensors
 from ckptool.names import (
     COLLISION_HINT,
+    WRAPPERS,
+    Rename,
     add_name,
+    check_collisions,
     counts,
     prefixed,
     strip_names,
     wrapped_in_part,
 )
-from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
-from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
-from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.statedict import (
+    MODEL_KINDS,
+    Section,
+    is_optimizer,
+    model_state_dict,
+    optimizer_names,
+    sections,
+    wrapped_names,
+)
+from ckptool.transforms.name_rules import Rule, rules_of, similar
+from ckptool.tree import rebuild
 from ckptool.words import counted, listed, printable
 
-__all__ = ["add_module", "strip_module"]
+__all__ = [
+    "NamePlan",
+    "Unwrapped",
+    "add_module",
+    "changed",
+    "distinct",
+    "moved_metadata",
+    "place",
+    "remaining_metadata",
+    "rename",
+    "stays",
+    "strip_module",
+    "unwrapped_modules",
+]
+
+Targets = dict[Any, int]
+"""The new paths of one module, each with its rank: where two modules come to one path, the entry
+of the lower rank stands there."""
+
+_OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
+
+
+def moved_metadata(
+    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Rename
+) -> dict[Any, Any]:
+    """`_metadata` under the new paths.
+
+    A module goes where the names below it go, `names` being old to new, those that stay as well;
+    its entry is kept for each path where they go apart. One without names goes where
+    `rename_module` says. An entry that moves replaces that of a container it moves to. The root,
+    and any other module that comes to stand inside a new one, gives that an entry of version 1.
+    """
+    found = _followed(metadata, names)
+    targets = {
+        path: found[path] if path in found else _loose(path, rename_module) for path in metadata
+    }
+    claims: dict[Any, tuple[int, Any]] = {}
+    for path, ranks in targets.items():
+        for new, rank in ranks.items():
+            if new not in claims or rank < claims[new][0]:
+                claims[new] = rank, path
+    moved = type(metadata)()
+    for path, entry in metadata.items():
+        if path not in claims and any(_is_below(new, path) for new in targets[path]):
+            moved[path] = {"version": 1}
+        moved.update((new, entry) for new in targets[path] if claims[new][1] == path)
+    return moved
+
+
+def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Targets]:
+    """Where modules go as the names below them do, as far up as only what is above changes."""
+    found: dict[str, Targets] = {}
+    modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
+    for path, new in modules:
+        own = True
+        while path in metadata:
+            ranks = found.setdefault(path, {})
+            rank = _MOVES if path != new else _OWN_STAYS if own else _STAYS
+            known = ranks.get(new)
+            ranks[new] = rank if known is None else min(rank, known)
+            apart = path.rpartition(".")[2] != new.rpartition(".")[2]
+            if apart or not path or not new or (known is not None and not own):
+                break
+            path, new, own = _parent(path), _parent(new), False
+    return found
+
+
+def _loose(path: Any, rename_module: Rename) -> Targets:
+    new = rename_module(path) if isinstance(path, str) else path
+    return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_below(path: Any, above: Any) -> bool:
+    return isinstance(path, str) and (not above or path.startswith(f"{above}."))
+
+
+def remaining_metadata(
+    metadata: dict[Any, Any], names: Iterable[str], kept: Iterable[str]
+) -> dict[Any, Any]:
+    """`_metadata` without the modules that have lost all the names below them, and those inside.
+
+    The root stays.
+    """
+    gone = _modules(metadata, names) - _modules(metadata, kept) - {""}
+    return type(metadata)(
+        (path, entry)
+        for path, entry in metadata.items()
+        if not (isinstance(path, str) and _inside_any(path, gone, metadata))
+    )
+
+
+def _modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
+    """The modules above the names, as far up as there are entries without a gap."""
+    found: set[str] = set()
+    for name in names:
+        path = _parent(name)
+        while path in metadata and path not in found:
+            found.add(path)
+            path = _parent(path)
+    return found
+
+
+def _inside_any(path: str, gone: set[str], metadata: Mapping[Any, Any]) -> bool:
+    while path and path in metadata:
+        if path in gone:
+            return True
+        path = _parent(path)
+    return False
+
+
+@dataclass(frozen=True)
+class _Naming:
+    """The names of one state dict, and those of them that change."""
+
+    names: frozenset[str]
+    renamed: dict[str, str]
+
+
+@dataclass
+class NamePlan:
+    """What a pass over the tree is to change, by the identity of the objects concerned."""
+
+    file: str
+    """For messages; empty for dicts in memory."""
+    collision_hint: str
+    tells: Callable[[str], bool] = lambda name: True
+    """Whether a name says where its module goes."""
+    instead: dict[int, Any] = field(default_factory=dict)
+    """What stands in place of a dict or object."""
+    changes: list[Change] = field(default_factory=list)
+    _namings: list[_Naming] = field(default_factory=list)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with all of it done; itself where nothing changes."""
+        if not self.changes:
+            return checkpoint
+        if not self.instead:
+            return checkpoint.with_root(checkpoint.root, *self.changes)
+
+        def chosen(node: Any) -> Any:
+            return self.instead.get(id(node), node)
+
+        root = rebuild(checkpoint.root, leaf=chosen, mapping=chosen)
+        return checkpoint.with_root(root, *self.changes)
+
+    def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
+        """Remember how the names of a state dict change, for the optimizers to follow."""
+        self._namings.append(_Naming(frozenset(names), renamed))
+
+    def rename(
+        self, part: Section, names: list[str], renamed: dict[str, str], rename_module: Rename
+    ) -> None:
+        """Plan a state dict under its new names, `_metadata` too.
+
+        `names` are all of the model's own, `renamed` those that change; `rename_module` does the
+        same to the path of a module without names.
+
+        Raises:
+            NameCollision: two entries would get one name.
+        """
+        self.note(names, renamed)
+        self._check(part, part.node, renamed)
+        if not renamed:
+            return
+        if isinstance(part.holder, Opaque):
+            self.instead[id(part.holder)] = _renamed_object(part.holder, renamed)
+            return
+        made = type(part.holder)()
+        made.update((renamed.get(name, name), value) for name, value in part.holder.items())
+        if isinstance(made, OrderedMap):
+            made.attributes = dict(part.holder.attributes)
+            if isinstance(made.metadata, dict):
+                telling = {name: renamed.get(name, name) for name in names if self.tells(name)}
+                moved = moved_metadata(made.metadata, telling, rename_module)
+                made.attributes["_metadata"] = moved
+        self.instead[id(part.holder)] = made
+
+    def follow(
+        self, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
+    ) -> None:
+        """Plan the optimizers among `parts`, once all state dicts are planned.
+
+        Each goes with the state dicts that have its names; `alone` says how the names change of one
+        that has none of theirs.
+
+        Raises:
+            NameCollision: two of its names would become one.
+        """
+        for part in parts:
+            if part.kind == "optimizer":
+                own = optimizer_names(part.node)
+                renamed = self._followed(own)
+                self._rename_optimizer(part, own, alone(own) if renamed is None else renamed)
+
+    def _followed(self, own: list[str]) -> dict[str, str] | None:
+        """How an optimizer's names change with the state dict that has most of them.
+
+        None where no state dict has any of them.
+        """
+        wanted = frozenset(own)
+        best = sorted(self._namings, key=lambda naming: len(wanted & naming.names), reverse=True)
+        if not best or not wanted & best[0].names:
+            return None
+        renamed: dict[str, str] = {}
+        for naming in best:
+            for name in wanted & naming.names - renamed.keys():
+                renamed[name] = naming.renamed.get(name, name)
+        return {name: new for name, new in renamed.items() if new != name}
+
+    def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
+        """Plan an optimizer's state dict under its new names."""
+        optimizer = part.node
+        self._check(part, own, renamed)
+        if not renamed or not is_optimizer(optimizer):
+            return
+        state = optimizer["state"]
+        self.instead[id(state)] = _with_items(
+            state, [(renamed.get(key, key) if isinstance(key, str) else key, value)
+                    for key, value in state.items()]
+        )  # fmt: skip
+        for group in optimizer["param_groups"]:
+            items = [
+                (key, _renamed_items(value, renamed) if key in ("params", "param_names") else value)
+                for key, value in group.items()
+            ]
+            self.instead[id(group)] = _with_items(group, items)
+        verb = "follows" if len(renamed) == 1 else "follow"
+        text = f"{counted(len(renamed), 'name')} in the optimizer {place(part)} {verb}"
+        self.changes.append(Change("follow", text, len(renamed)))
+
+    def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:
+        check_collisions(
+            names, renamed, file=self.file or None, place=place(part), hint=self.collision_hint
+        )
+
+
+def distinct(parts: Iterable[Section]) -> list[Section]:
+    """Each once, also where the file mentions one under several paths."""
+    return list({id(part.holder): part for part in reversed(list(parts))}.values())[::-1]
+
+
+def changed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+    """Old name to new, of the names that `rename` changes."""
+    return {name: new for name in names if (new := rename(name)) != name}
+
+
+def place(part: Section) -> str:
+    """A section's address for a sentence."""
+    return printable(part.name) or "the root"
+
+
+def stays(part: Section) -> Change:
+    """The warning that the names of a pickled module cannot change."""
+    text = f"the pickled module {place(part)} stays as it is: its class names its parts"
+    return Change("warning", text, len(part.node))
+
+
+def _renamed_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
+    """A state dict of a class derived from `dict`, under its new names."""
+
+    def step(kind: str, value: Any) -> tuple[str, Any]:
+        if kind != "set":
+            return kind, value
+        return kind, [(renamed.get(name, name), item) for name, item in value]
+
+    return replace(holder, steps=[step(kind, value) for kind, value in holder.steps])
+
+
+def _with_items(mapping: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = type(mapping)(items)
+    if isinstance(made, OrderedMap) and isinstance(mapping, OrderedMap):
+        made.attributes = mapping.attributes
+    return made
+
+
+def _renamed_items(held: Any, renamed: dict[str, str]) -> Any:
+    if not isinstance(held, (list, tuple)):
+        return held
+    return type(held)(renamed.get(item, item) if isinstance(item, str) else item for item in held)
+
+
+@dataclass
+class Unwrapped:
+    """Which objects stand in place of which, and what that does to the names."""
+
+    instead: dict[int, Opaque] = field(default_factory=dict)
+    """By the identity of a wrapper, the module directly inside it."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()
+    levels: int = 0
+    keeps: bool = False
+    """Whether names look wrapped and stay: the class only looks like a wrapper."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A module on the way down, with its prefix before and after."""
+
+    module: Opaque
+    old: str
+    new: str
+    above: frozenset[int]
+    taken: tuple[str, ...] = ()
+    outermost: bool = True
+
+
+def unwrapped_modules(
+    root: Opaque,
+    *,
+    only: str | Sequence[str] | None = None,
+    levels: int | None = None,
+    at: str | None = None,
+) -> Unwrapped:
+    """What takes the wrappers out of a pickled module, options as `wrappers.strip_names`.
+
+    A wrapper has one child, named as wrappers name it, and no tensors of its own; where the name
+    is `module` it must be outermost as well, and of a class that is a kind of `DataParallel`.
+    """
+    names = wrapped_names(module_state(root) or OrderedMap())
+    wanted = strip_names(names, only=only, levels=levels, at=at)
+    found = Unwrapped()
+    start = _module_at(root, at)
+    if start is None or not wanted.renamed:
+        return found
+    kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
+    prefix = f"{at}." if at else ""
+    todo = [_Visit(start, prefix, prefix, frozenset())]
+    while todo:
+        visit = todo.pop()
+        _note_names(visit, found)
+        todo.extend(_below(visit, kinds, levels, found))
+    found.keeps = found.renamed != wanted.renamed
+    return found
+
+
+def _module_at(module: Opaque, at: str | None) -> Opaque | None:
+    for name in at.split(".") if at else ():
+        child = child_modules(module).get(name)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+def _note_names(visit: _Visit, found: Unwrapped) -> None:
+    own = own_tensors(visit.module)
+    if visit.old != visit.new:
+        found.renamed.update((f"{visit.old}{name}", f"{visit.new}{name}") for name in own)
+    if own and len(visit.taken) > found.levels:
+        found.levels = len(visit.taken)
+    if own:
+        found.wrappers = tuple(dict.fromkeys((*found.wrappers, *visit.taken)))
+
+
+def _below(
+    visit: _Visit, kinds: tuple[str, ...], levels: int | None, found: Unwrapped
+) -> list[_Visit]:
+    """The children to go on with; a wrapper's one child takes its place."""
+    above = visit.above | {id(visit.module)}
+    children = child_modules(visit.module)
+    word = next(iter(children), None)
+    wraps = len(children) == 1 and word in WRAPPERS and not own_tensors(visit.module)
+    goes = wraps and word in kinds and (levels is None or len(visit.taken) < levels)
+    if goes and word == "module":
+        goes = visit.outermost and "DataParallel" in visit.module.class_name.rpartition(".")[2]
+    if goes and word is not None:
+        found.instead[id(visit.module)] = children[word]
+        taken = (*visit.taken, word)
+        old = f"{visit.old}{word}."
+        return [_Visit(children[word], old, visit.new, above, taken, visit.outermost)]
+    return [
+        _Visit(
+            child, f"{visit.old}{name}.", f"{visit.new}{name}.", above, visit.taken,
+            visit.outermost and wraps,
+        )
+        for name, child in children.items()
+        if id(child) not in above
+    ]  # fmt: skip
+
+
+_HINT = "make the rules narrower, or rename one of the two to something else first"
+_BELOW = "z"
+"""Stands for a name below a module that has none."""
+_MOST_IDLE = 3
+"""Names of a table that are nowhere, each told with what is like it."""
+
+
+def rename(
+    checkpoint: Checkpoint,
+    rules: Iterable[Rule | str] = (),
+    *,
+    prefixes: Iterable[str] = (),
+    key: Any = None,
+) -> Checkpoint:
+    r"""Rewrite the names of every state dict, or of the one under `key`.
+
+    Rules are applied in order, each to what the one before made of a name: `REGEX=>REPL` as a
+    text, or what `regex_rule`, `prefix_rule` and `table_rule` give; then the `prefixes`,
+    `OLD=NEW`. `_metadata` follows, and so do optimizers that hold names. A pickled module stays
+    as it is, with a warning; one tells of each rule that matched nothing. Nothing to change: the
+    same checkpoint comes back.
+
+    Raises:
+        NameCollision: two entries would get one name.
+        NotFound: nothing of that `key`.
+        UsageError: a text that is no rule; nothing would be left of a name, or a `/` come in.
+    """
+    made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
+    plan = NamePlan(checkpoint.path, _HINT)
+    every = distinct(sections(checkpoint.root))
+    for part in every if key is None else [model_state_dict(checkpoint, key)]:
+        names = wrapped_names(part.node)
+        if part.kind == "state_dict":
+            plan.rename(part, names, made.of(names), made.module)
+        elif part.kind == "module":
+            made.look_at(names)
+            plan.changes.append(stays(part))
+    plan.follow(every, lambda own: made.of(own) if key is None else {})
+    plan.changes[:0] = made.changes()
+    plan.changes.extend(made.warnings())
+    return plan.applied(checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One rule that matched a name."""
+
+    rule: int
+    old: str
+    new: str
+
+
+class _Renaming:
+    """The rules over names, each name once, and what each rule has done."""
+
+    def __init__(self, rules: list[Rule], file: str) -> None:
+        self._rules = rules
+        self._file = file
+        self._steps: dict[str, list[_Step]] = {}
+        self._changed = [0 for _ in rules]
+        self._examples: list[_Step | None] = [None for _ in rules]
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """Old name to new, of the names that change; what each rule does to them is counted."""
+        renamed: dict[str, str] = {}
+        for name in names:
+            new = self._new(name)
+            if not new and name:
+                raise UsageError(
+                    f"nothing would be left of the name {printable(name)!r}",
+                    file=self._file or None,
+                    hint="every tensor needs a name: let the rules keep a part of it",
+                )
+            if "/" in new and "/" not in name:
+                raise UsageError(
+                    f"{printable(new)!r} has a / in it, and so has no address",
+                    file=self._file or None,
+                    hint="dots stand between the parts of a name",
+                )
+            for step in self._steps[name]:
+                if step.old != step.new:
+                    self._changed[step.rule] += 1
+                    self._examples[step.rule] = self._examples[step.rule] or step
+            if new != name:
+                renamed[name] = new
+        return renamed
+
+    def look_at(self, names: Iterable[str]) -> None:
+        """Note which rules match names that stay all the same."""
+        for name in names:
+            self._new(name)
+
+    def module(self, path: str) -> str:
+        """The path of a module without names, as if there were one below it."""
+        before = f"{path}." if path else ""
+        new = self._run(f"{before}{_BELOW}")
+        name = new[-1].new if new else f"{before}{_BELOW}"
+        above, _, last = name.rpartition(".")
+        return above if last == _BELOW else path
+
+    def _new(self, name: str) -> str:
+        if name not in self._steps:
+            self._steps[name] = self._run(name)
+        steps = self._steps[name]
+        return steps[-1].new if steps else name
+
+    def _run(self, name: str) -> list[_Step]:
+        steps: list[_Step] = []
+        for at, rule in enumerate(self._rules):
+            new = rule.apply(name)
+            if new is not None:
+                steps.append(_Step(at, name, new))
+                name = new
+        return steps
+
+    def changes(self) -> Iterator[Change]:
+        """What each rule did."""
+        for rule, count, example in zip(self._rules, self._changed, self._examples, strict=True):
+            if example is not None:
+                such = f"{printable(example.old)} -> {printable(example.new)}"
+                text = f"{printable(rule.text)} changed {counted(count, 'name')}: {such}"
+                yield Change("rename", text, count)
+
+    def warnings(self) -> Iterator[Change]:
+        """Which rules did nothing, or which names of a table were nowhere."""
+        matched: list[set[str]] = [set() for _ in self._rules]
+        for step in chain.from_iterable(self._steps.values()):
+            matched[step.rule].add(step.old)
+        for at, rule in enumerate(self._rules):
+            idle = [name for name in rule.wanted if name not in matched[at]]
+            if not matched[at]:
+                yield self._idle(f"{printable(rule.text)} matched no name", at, idle)
+            elif rule.exact and idle:
+                text = f"{len(idle):,} of the {len(rule.wanted):,} names in {printable(rule.text)}"
+                yield self._idle(f"{text} are nowhere: {listed(idle)}", at, idle)
+
+    def _idle(self, text: str, rule: int, idle: list[str]) -> Change:
+        names = list(self._arriving(rule))
+        near = dict.fromkeys(
+            name for wanted in idle[:_MOST_IDLE] for name in similar(wanted, names)
+        )
+        return Change("warning", f"{text}; there is {listed(near)}" if near else text)
+
+    def _arriving(self, rule: int) -> Iterator[str]:
+        """The names as the rules before this one leave them."""
+        for name, steps in self._steps.items():
+            yield next((step.new for step in reversed(steps) if step.rule < rule), name)
 
 
 def strip_module(

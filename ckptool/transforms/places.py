@@ -1,18 +1,17 @@
-"""Where in its storage a tensor lies: what it reaches, whether it has holes, what it shares."""
+"""Where in its storage a tensor lies: what it reaches, and whether it has holes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_NAME
 from ckptool.model import TensorRef
 
-__all__ = ["Place", "place_of", "tie_key"]
+__all__ = ["CARRIER", "Place", "is_array", "place_of", "tie_key"]
 
-_MOST_WAYS = 64
+CARRIER = "cpu_tensor"
+"""What the tensor of a TPU may be carried by."""
 
 
 class Place(NamedTuple):
@@ -73,56 +72,17 @@ class Place(NamedTuple):
             step *= 1 if repeated else self.shape[dim]
         return tuple(stride)
 
-    def apart_from(self, other: Place) -> bool:
-        """Whether they share no byte, as far as that is easily told (else False).
-
-        They share one if the distance between their first elements is a sum of steps, each taken
-        no more often than the sizes allow; too many ways to sum it up count as sharing.
-        """
-        (start, end), (first, last) = self.extent, other.extent
-        if end <= first or last <= start or start == end or first == last:  # or one is empty
-            return True
-        if self.dtype != other.dtype:
-            return False
-        mine, others = _by_step(self), _by_step(other)
-        steps = sorted({*mine, *others}, reverse=True)
-        backs = _reaches([others[step] * step for step in steps])
-        ahead = _reaches([mine[step] * step for step in steps])
-        distances = {(first - start) // self.itemsize}
-        for step, back, forth in zip(steps, backs[1:], ahead[1:], strict=True):
-            ways = [
-                (
-                    distance,
-                    range(
-                        max(-((forth - distance) // step), -others[step]),
-                        min((distance + back) // step, mine[step]) + 1,
-                    ),
-                )
-                for distance in distances
-            ]
-            if sum(len(times) for _, times in ways) > _MOST_WAYS:
-                return False
-            distances = {distance - often * step for distance, times in ways for often in times}
-        return 0 not in distances
-
-
-def _by_step(place: Place) -> Counter[int]:
-    """How often each step can be taken."""
-    times: Counter[int] = Counter()
-    for size, step in place.axes:
-        times[step] += size - 1
-    return times
-
-
-def _reaches(lengths: list[int]) -> list[int]:
-    """How far each step and the smaller ones reach together; 0 at the end."""
-    return list(accumulate(reversed(lengths), initial=0))[::-1]
-
 
 def place_of(tensor: TensorRef) -> Place:
     """The place of a tensor that is plainly strided."""
     shape = tuple(size or 0 for size in tensor.shape)
     return Place(tensor.dtype, tensor.offset, shape, tensor.stride)
+
+
+def is_array(tensor: TensorRef) -> bool:
+    """Return whether the tensor is pickled as an array of numpy."""
+    parts = tensor.parts or {}
+    return "array" in parts or parts.get("carrier", CARRIER) != CARRIER
 
 
 def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:

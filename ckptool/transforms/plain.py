@@ -1,31 +1,474 @@
-"""Objects turned into plain data, or left out, until `torch.load(weights_only=True)` takes all."""
+"""Objects turned into plain data, or left out."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NameCollision, NotRepresentable
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
+    DeviceValue,
     Global,
     Opaque,
     OrderedMap,
     Path,
     TensorRef,
+    Wrapping,
     find_tensors,
 )
-from ckptool.modules import is_module, module_state
-from ckptool.statedict import MODEL_KINDS, Section
-from ckptool.transforms.module_rest import module_rest
-from ckptool.transforms.plain_forms import plain_form, plain_tensor, tuple_items
-from ckptool.transforms.refusals import class_of, is_refused, located, refusals
-from ckptool.transforms.selection import plain_state_dict
-from ckptool.tree import everything, name_of, rebuild, walk
+from ckptool.modules import held_apart, is_module, module_state, modules_below, own_tensors
+from ckptool.statedict import MODEL_KINDS, Section, only_its_class
+from ckptool.symbolic.encoder import blocking
+from ckptool.symbolic.text import raw_bytes
+from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.places import CARRIER, is_array
+from ckptool.tree import everything, held_items, name_of, rebuild, walk
 from ckptool.words import counted, listed, printable
 
-__all__ = ["drop_objects", "to_plain"]
+__all__ = [
+    "ModuleRest",
+    "class_of",
+    "drop_objects",
+    "is_refused",
+    "located",
+    "module_rest",
+    "plain_form",
+    "plain_tensor",
+    "refusals",
+    "to_plain",
+    "tuple_items",
+]
+
+_COUNTER = "collections.Counter"
+
+
+def is_refused(node: Any) -> bool:
+    """Whether a node itself, whatever it holds, keeps `weights_only=True` from taking the file.
+
+    Source: torch/_weights_only_unpickler.py, which allows names and, of objects, only some to be
+    filled. A tensor that is refused for nothing but the class of a layer around it is not.
+    """
+    if isinstance(node, Global):
+        return "." in node.name or bool(blocking((node.qualified,)))
+    if isinstance(node, Opaque):
+        return not _is_accepted(node)
+    if isinstance(node, TensorRef):
+        parts = node.parts or {}
+        is_jagged = node.kind == "nested" and "state" in parts
+        foreign = "type" in parts and (parts["type"] is None or is_refused(parts["type"]))
+        return is_array(node) or is_jagged or foreign
+    return False
+
+
+def _is_accepted(node: Opaque) -> bool:
+    if not isinstance(node.func, Global) or is_refused(node.func):
+        return False
+    if node.maker == "persid" or node.kwargs is not None:
+        return False
+    filled = {"build", "set"} if node.class_name == _COUNTER else {"build"}
+    return {kind for kind, _ in node.steps} <= filled
+
+
+def class_of(node: Any) -> str:
+    """The class of a node in words."""
+    if isinstance(node, Opaque) and node.plain is not None:
+        return f"numpy.{node.plain[0]}"
+    if isinstance(node, (Opaque, Global)):
+        return node.qualified if isinstance(node, Global) else node.class_name
+    parts = (node.parts or {}) if isinstance(node, TensorRef) else {}
+    if isinstance(parts.get("type"), Global):
+        return str(parts["type"].qualified)
+    return "numpy.ndarray" if "array" in parts or "carrier" in parts else "jagged nested tensor"
+
+
+def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
+    """Every mention of a node that is refused, with its path; nothing of what such a node holds."""
+    for path, node in located(root, enter=lambda node: not is_refused(node)):
+        if is_refused(node):
+            yield path(), node
+
+
+Link = tuple[Any, Any] | None
+"""The way to a node: that to its holder, and the key there."""
+
+
+def located(
+    root: Any, enter: Callable[[Any], bool] = lambda node: True
+) -> Iterator[tuple[Callable[[], Path], Any]]:
+    """Every mention of an object, class or tensor below `root`, and what tells its path.
+
+    Unlike `paths.walk` it yields dict keys too, and what tensors are made of. What a node holds is
+    yielded at its first mention; not at all where `enter` refuses it.
+    """
+    seen: set[int] = set()
+    todo: list[tuple[Link, Any]] = [(None, root)]
+    while todo:
+        link, node = todo.pop()
+        if not isinstance(node, _HOLDERS):
+            continue
+        if isinstance(node, _YIELDED):
+            yield partial(_path_of, link), node
+        if id(node) in seen or (isinstance(node, _YIELDED) and not enter(node)):
+            continue
+        seen.add(id(node))
+        entries = [((link, key) if key is not _HERE else link, held) for key, held in _held(node)]
+        todo.extend(reversed(entries))
+
+
+_HOLDERS = (dict, list, tuple, Opaque, TensorRef, Global)
+_YIELDED = (Opaque, TensorRef, Global)
+_HOOKS = "_backward_hooks"
+_HERE = object()
+"""In place of a key: what stands at its holder's own path."""
+
+
+def _path_of(link: Link) -> Path:
+    keys = []
+    while link is not None:
+        link, key = link
+        keys.append(key)
+    return tuple(reversed(keys))
+
+
+def _held(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What a node holds, keys included, under the keys that paths have for it."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from ((key, key), (key, value))
+        if isinstance(node, OrderedMap):
+            yield from node.attributes.items()
+    elif isinstance(node, (list, tuple)):
+        yield from enumerate(node)
+    elif isinstance(node, Opaque):
+        yield from _held_by_object(node)
+    elif isinstance(node, TensorRef):
+        yield _HOOKS, node.hooks
+        if "carrier" not in (node.parts or {}):
+            yield from (node.parts or {}).items()
+        for layer in node.wrapping:
+            yield from ((_HOOKS, layer.hooks), ("__class__", layer.type), (_HERE, layer.state))
+
+
+def _held_by_object(node: Opaque) -> Iterator[tuple[Any, Any]]:
+    for key, value in held_items(node):
+        yield from ((key, key), (key, value))
+    attributes = node.attributes
+    yield from attributes.items() if attributes else ((_HERE, node.state),)
+    yield _HERE, node.args if isinstance(node.args, tuple) else None
+
+
+_VALUES = (bool, int, float, complex, str, bytes)
+_NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
+
+
+def plain_form(node: Opaque) -> Any:
+    """The plain data that says all that `node` does; `node` itself where there is none.
+
+    Numbers, text, dicts, lists, sets. A dict or list is that of the file where it can be, with
+    what it holds not treated yet.
+    """
+    if node.plain is not None:
+        return node.plain[1]
+    if not is_refused(node):
+        return node
+    known = _KNOWN.get(node.class_name) or _KNOWN.get(_home(node.class_name))
+    form = (known or _by_structure)(node)
+    return node if form is None else form
+
+
+def _home(qualified: str) -> str:
+    """`pathlib.*` for a class of a module of which every class is treated alike."""
+    return f"{qualified.partition('.')[0]}.*"
+
+
+def _by_structure(node: Opaque) -> Any:
+    """The form of an object of a class that nobody here knows, by how it is pickled."""
+    kinds = {kind for kind, _ in node.steps}
+    base, inside = _base_of(node)
+    if base is None:
+        return _sole_value(node) if not node.steps else None
+    if kinds <= {"build"} and base == "object":
+        return _attributes_of(node)
+    if kinds <= {"build", "set"} and base in ("object", "dict"):
+        return _as_dict(node, inside)
+    if kinds == {"append"} and base in ("object", "list"):
+        return [*inside, *(value for _, value in held_items(node))]
+    return list(inside) if base == "list" and not kinds else None
+
+
+def _base_of(node: Opaque) -> tuple[str | None, Any]:
+    """Of what it was made, and with what in it: nothing, or the content of a builtin class.
+
+    `cls.__new__(cls)`, `cls()` where something follows, or `copyreg._reconstructor(cls, base,
+    content)` as protocols 0 and 1 spell it. None: arguments whose meaning only the class knows.
+    """
+    if not isinstance(node.func, Global) or node.kwargs is not None or node.maker == "persid":
+        return None, ()
+    match node.func.qualified, node.args:
+        case "copyreg._reconstructor", (Global(), Global() as base, content):
+            name = base.qualified.removeprefix("builtins.")
+            is_content = isinstance(content, {"dict": dict, "list": list}.get(name, type(None)))
+            return (name, content or ()) if is_content else (None, ())
+        case _, ():
+            return ("object", ()) if node.maker == "newobj" or node.steps else (None, ())
+    return None, ()
+
+
+def _sole_value(node: Opaque) -> Any:
+    """The value of an object that is a call of its class on one plain value: an Enum's member.
+
+    By the spelling of names in Python, what begins in lower case is a function.
+    """
+    is_class = isinstance(node.func, Global) and node.maker == "reduce" and node.kwargs is None
+    if not is_class or not node.func.name.rpartition(".")[2].lstrip("_")[:1].isupper():
+        return None
+    match node.args:
+        case (value,) if isinstance(value, _VALUES):
+            return value
+    return None
+
+
+def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
+    """A plain object's attributes; None where its state is of another form, or came in parts."""
+    if not node.steps:
+        return {}
+    state = node.state
+    if len(node.steps) > 1 or not (node.attributes or state in _NO_STATE):
+        return None
+    return node.attributes
+
+
+def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
+    """The items of an object of a class derived from dict; attributes besides stay attributes."""
+    items = {**dict(content), **dict(held_items(node))}
+    state, attributes = node.state, node.attributes
+    if not (state is node or attributes or state in _NO_STATE):
+        return None
+    if all(name in items and items[name] is value for name, value in attributes.items()):
+        return items  # as of a class whose attributes are its items
+    made = OrderedMap(items)
+    made.attributes = attributes
+    return made
+
+
+def tuple_items(node: Opaque) -> tuple[Any, ...] | None:
+    """The items of a namedtuple, or of another class derived from tuple; None for anything else.
+
+    `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` where the class has no fields; as
+    protocols 0 and 1 spell it, `copyreg._reconstructor(cls, tuple, items)`. A class with attributes
+    beside its items is none.
+    """
+    if not isinstance(node.func, Global) or node.kwargs is not None or node.steps:
+        return None
+    match node.func.qualified, node.args:
+        case "copyreg._reconstructor", (Global(), Global(name="tuple"), tuple() as items):
+            return items
+        case _, (tuple() as items,) if node.maker == "newobj":
+            return items
+        case _, (_, _, *_) if node.maker == "newobj":
+            return tuple(node.args)
+    return None
+
+
+def plain_tensor(tensor: TensorRef) -> TensorRef:
+    """An array of numpy as a tensor, and a tensor of a class of its own as one of torch.
+
+    Attributes stay attributes. What a TPU's tensor is carried by becomes a tensor too. Itself
+    where nothing is to be done, or nothing can be: a DTensor's content is in other files too.
+    """
+    parts = tensor.parts or {}
+    if "array" in parts:
+        return replace(tensor, kind="strided", parts=None)
+    if parts.get("carrier", CARRIER) != CARRIER:
+        data = replace(
+            tensor, device="cpu", requires_grad=False, hooks=None, parts=None, wrapping=()
+        )
+        return replace(tensor, parts={"carrier": CARRIER, "data": data})
+    if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
+        return tensor
+    layers = [_plain_layer(layer) for layer in tensor.wrapping]
+    kind = "strided" if tensor.kind == "subclass" else tensor.kind
+    return replace(tensor, kind=kind, wrapping=tuple(filter(None, layers)))
+
+
+def _plain_layer(layer: Wrapping) -> Wrapping | None:
+    """A layer without a class of its own; None where nothing of it remains.
+
+    The state may be one that is still to be filled.
+    """
+    if layer.kind != "type" or not is_refused(layer.type):
+        return layer
+    if layer.state is None:
+        return None
+    return replace(layer, type=Global("torch", "Tensor"))
+
+
+# Classes of the standard library and of numpy
+
+
+def _path(node: Opaque) -> str | None:
+    if not isinstance(node.args, tuple) or not all(isinstance(part, str) for part in node.args):
+        return None
+    windows = "Windows" in node.class_name.rpartition(".")[2]
+    return str((PureWindowsPath if windows else PurePosixPath)(*node.args))
+
+
+def _deque(node: Opaque) -> list[Any] | None:
+    match node.args:
+        case () | ((), _):
+            return [value for _, value in held_items(node)]
+    return None
+
+
+def _frozenset(node: Opaque) -> Opaque | None:
+    match node.args:
+        case ([*items],):
+            return Opaque(Global("builtins", "set"), (list(items),))
+    return Opaque(Global("builtins", "set"), ([],)) if node.args == () else None
+
+
+def _dtype(node: Opaque) -> str | None:
+    """The text that `numpy.dtype` takes: `<f4`; not of records and sub-arrays."""
+    match node.args, node.state:
+        case (str() as code, *_), (_, str() as order, None, None, None, *_):
+            if re.fullmatch(r"[a-zA-Z]\d*", code) and code[0] not in "Mm":  # those have a unit
+                return code if order == "|" else f"{order}{code}"
+    return None
+
+
+def _scalar(node: Opaque) -> str | bytes | None:
+    """A `numpy.str_` or `numpy.bytes_`; the numbers are known already (`Opaque.plain`)."""
+    match node.args:
+        case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
+            code, raw = _dtype(dtype) or "", raw_bytes(payload)
+            if raw is None:
+                return None
+            if code.startswith("S"):
+                return raw.rstrip(b"\0")
+            try:
+                return str(raw, _UTF32[code[:2]]).rstrip("\0")
+            except (KeyError, UnicodeDecodeError):
+                return None
+    return None
+
+
+_UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
+
+
+_KNOWN: dict[str, Callable[[Opaque], Any]] = {
+    "pathlib.*": _path,
+    "builtins.frozenset": _frozenset,
+    "collections.defaultdict": lambda node: _as_dict(node, ()),
+    "collections.deque": _deque,
+    "omegaconf.*": lambda node: None,  # its attributes are types and ways back to its holder
+    "numpy.dtype": _dtype,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+}
+"""By class. What else a `defaultdict` or a `deque` was made with goes with the class."""
+
+
+_HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), DeviceValue)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRest:
+    """What is beside the state dict of a module and of those in it."""
+
+    lost: tuple[str, ...]
+    """Data: tensors, hooks, objects and dicts, each in words."""
+    settings: tuple[str, ...]
+    """Names of attributes such as `in_features`, each once: numbers, text, lists of them."""
+
+
+def module_rest(module: Opaque) -> ModuleRest:
+    """What `state_dict()` would leave of a module.
+
+    Tensors that the state dict has under another name (as `_flat_weights` of an LSTM) are in it;
+    so is nothing of what is empty. Numbers, text, types and functions of torch, and lists of such,
+    are how a class was set up; so is what a class of torch keeps under names with an underscore.
+    """
+    state = set(map(_bytes_of, find_tensors(dict(module_state(module) or {}))))
+    lost, settings = [], dict[str, None]()
+    for path, one in held_apart(module).items():
+        lost.append(only_its_class(path, one))
+    for prefix, part in modules_below(module, DEFAULT_LIMITS):
+        for name, value in _beside(part):
+            tensors = list(find_tensors(value))
+            is_in_state = state.issuperset(map(_bytes_of, tensors))
+            if is_in_state and _is_setting(part, name, value):
+                settings.update({} if tensors else {printable(str(name)): None})
+            else:
+                lost.append(f"{printable(f'{prefix}{name}')} ({_described_value(value)})")
+    return ModuleRest(tuple(lost), tuple(settings))
+
+
+def _bytes_of(tensor: TensorRef) -> Any:
+    """What two names of the same elements have in common."""
+    if tensor.storage is None:
+        return tensor
+    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
+
+
+def _beside(module: Opaque) -> Iterator[tuple[Any, Any]]:
+    """The attributes of one module that say something, and its buffers that do not persist."""
+    own = own_tensors(module)
+    for name, value in module.attributes.get("_buffers", {}).items():
+        if value is not None and name not in own:
+            yield name, value
+    for name, value in module.attributes.items():
+        if name not in _HELD and name not in _OF_EVERY_MODULE and not _is_empty(value):
+            yield name, value
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it says nothing: None, or a container with nothing in it."""
+    if isinstance(value, Opaque):
+        return value.class_name == "builtins.set" and value.args in ((), ([],)) and not value.steps
+    return value is None or (isinstance(value, (dict, list, tuple)) and not value)
+
+
+def _is_setting(module: Opaque, name: Any, value: Any) -> bool:
+    if "_hooks" in str(name):
+        return False
+    if str(name).startswith("_") and module.class_name.startswith("torch."):
+        return True
+    todo, seen = [value], set[int]()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (list, tuple)):
+            todo.extend(() if id(node) in seen else node)
+            seen.add(id(node))
+        elif not _is_plain(node):
+            return False
+    return True
+
+
+def _is_plain(node: Any) -> bool:
+    if isinstance(node, Opaque):
+        return node.plain is not None
+    if isinstance(node, Global):
+        return node.module.partition(".")[0] == "torch"
+    return isinstance(node, (*_SCALARS, TensorRef))
+
+
+def _described_value(value: Any) -> str:
+    if isinstance(value, TensorRef):
+        return "a tensor"
+    if isinstance(value, Opaque):
+        return printable(value.class_name)
+    if isinstance(value, Global):
+        return printable(value.qualified)
+    return "a dict" if isinstance(value, dict) else f"a {type(value).__name__}"
+
 
 _SETS = ("builtins.set", "builtins.frozenset")
 _MOST_NAMED = 20
@@ -36,7 +479,7 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths, moments, `Decimal` and the like text; members of an Enum their values; a pickled module
+    paths text; an object made of one plain value that value (a member of an Enum); a pickled module
     its `state_dict()`, unless it holds more data than that has (`module_rest`): tensors, dicts and
     objects among its attributes, hooks, buffers that do not persist. A namedtuple remains: the
     names of its fields are in its class. What was shared stays shared. With `drop`, what remains
@@ -265,15 +708,13 @@ def _can_be_hashed(form: Any) -> bool:
 
 
 def _without(node: Any) -> str:
-    """What a plain form does not say of an object whose class is one of the standard library."""
+    """Say what the plain form of a `defaultdict` or a `deque` lacks."""
     args = node.args if isinstance(node, Opaque) and isinstance(node.args, tuple) else ()
     match node.class_name if args else "", args:
         case "collections.deque", (_, int() as length):
             return f" without its largest length {length}"
-        case "collections.defaultdict", (Global() as factory,):
-            return f" without its factory {printable(factory.qualified)}"
-        case "collections.defaultdict", (Opaque() as factory,):
-            return f" without its factory {printable(factory.class_name)}"
+        case "collections.defaultdict", (Global() | Opaque() as factory,):
+            return f" without its factory {printable(class_of(factory))}"
     return ""
 
 

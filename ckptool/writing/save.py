@@ -1,33 +1,311 @@
-"""`save`: plan, refuse what must be refused, write, tell."""
+"""Write a checkpoint: plan, refuse, write, and say what was written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import (
+    AmbiguousName,
+    CheckpointError,
+    NotFound,
+    NotRepresentable,
+    TruncatedFile,
+    warn,
+)
 from ckptool.files import FileSource
-from ckptool.files.atomic import Progress
+from ckptool.files.atomic import FileOutput, Progress, atomic_output
 from ckptool.files.computed import ComputedSource
+from ckptool.files.editing import apply_patch
+from ckptool.files.file_set import atomic_set
+from ckptool.files.journal import leads_to
+from ckptool.files.system import announce_read
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
-from ckptool.formats.base import EditableFormat
+from ckptool.formats.base import EditableFormat, EditPlan, WritePlan
+from ckptool.formats.sharded import shards_named_by
 from ckptool.statedict import what_there_is
+from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
-from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
-from ckptool.writing.receipt import Receipt
-from ckptool.writing.sharding import parse_size, plan_shards
-from ckptool.writing.target import (
-    FLAT,
-    check_still_there,
-    check_target,
-    is_a_source,
-    target_format,
-)
+from ckptool.writing.sharding import ShardPlan, parse_size, plan_shards
+from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
+from ckptool.writing.verification import source_check, verify
 
-__all__ = ["LEFT_OUT", "save"]
+__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "save"]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one write did."""
+
+    path: str
+    """The file; of a checkpoint in shards, the index."""
+    format: str
+    """As `Checkpoint.format`."""
+    size: int
+    """Bytes of the file, of all files together where there are several."""
+    tensors: int
+    """Names of tensors in it, tied ones each."""
+    source: str = ""
+    """The file that it was made from, the first where there are several."""
+    changes: tuple[Change, ...] = ()
+    """What was done to the content, but for what was left out."""
+    outcomes: tuple[Change, ...] = ()
+    """What only the computation told: how many elements overflowed, lost precision, ..."""
+    left_out: tuple[str, ...] = ()
+    """What the source has and the file has not, a phrase each."""
+    notes: tuple[str, ...] = ()
+    """Sentences worth telling the user."""
+    blockers: tuple[str, ...] = ()
+    """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
+    written: int = 0
+    """Bytes that went to the disk; less than `size` where the file was edited in place."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Every file with its bytes, where there are several: the shards, then their index."""
+    verified: bool = False
+    """Read back and compared."""
+    dry_run: bool = False
+    """Planned only: nothing was written."""
+
+    @property
+    def edited(self) -> bool:
+        """Whether the file was changed where it lies, not written anew."""
+        return 0 < self.written < self.size
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.receipt/1`."""
+        return {
+            "schema": "ckptool.receipt/1",
+            "source": self.source,
+            "file": self.path,
+            "format": self.format,
+            "size": self.size,
+            "tensors": self.tensors,
+            "written": self.written,
+            "files": [{"file": path, "size": length} for path, length in self.files],
+            "verified": self.verified,
+            "dry_run": self.dry_run,
+            "changes": _documents(self.changes),
+            "outcomes": _documents(self.outcomes),
+            "left_out": list(self.left_out),
+            "notes": list(self.notes),
+            "weights_only_blockers": list(self.blockers),
+        }
+
+
+def _documents(changes: Iterable[Change]) -> list[dict[str, Any]]:
+    return [{"kind": change.kind, "text": change.text, "count": change.count} for change in changes]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be written, where, and under which conditions."""
+
+    checkpoint: Checkpoint
+    path: str
+    overwrite: bool
+    in_place: bool
+    """Whether the target is the source, or has its name."""
+    verify: bool
+    progress: Progress | None
+
+    def check_sources(self) -> None:
+        """Refuse to keep what was read of a file that changed; in place, it must still be there.
+
+        A source of which another file has taken the place stays what it was, and is told.
+
+        Raises:
+            UnreadableFile: a source has been written to.
+            WriteError: in place, another file has taken the place of the source, or none.
+        """
+        sources = self.checkpoint.sources
+        for source in sources:
+            source.check_unchanged()
+        if self.in_place:
+            check_still_there(self.path, sources)
+            return
+        for source in sources:
+            if not leads_to(source.path, source.fileno()):
+                warn(
+                    f"{source.path}: has been replaced or removed meanwhile; "
+                    "the result is of the file that was there before"
+                )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Where a source has been written to, what is found wrong with it comes from that.
+
+        Raises:
+            UnreadableFile: it has, and something went wrong that is no refusal of the system.
+            TruncatedFile: it has become shorter.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            if not isinstance(error, (OSError, TruncatedFile)):
+                for source in self.checkpoint.sources:
+                    source.check_unchanged()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be on the disk, known before anything is written, and what carries it out."""
+
+    carry_out: Callable[[Job], None]
+    """Write it, whole or not at all; errors as `save`."""
+    format: str
+    size: int
+    """Bytes of the file afterwards, of all files together."""
+    written: int
+    """Bytes that will go to the disk."""
+    tensors: int
+    """Names of tensors."""
+    left_out: tuple[str, ...] = ()
+    """What the source has and the result has not, a phrase each."""
+    notes: tuple[str, ...] = ()
+    """Other sentences that the user should read."""
+    blockers: tuple[str, ...] = ()
+    """Classes that keep `torch.load(weights_only=True)` from taking it."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Every file with its bytes, where there are several."""
+
+
+def _new_file(plan: WritePlan, left_behind: tuple[str, ...]) -> Plan:
+    """Plan one file, written beside the target and renamed."""
+
+    def carry_out(job: Job) -> None:
+        def check() -> None:
+            check_sources()
+            if job.verify:
+                verify(job.checkpoint, output.name, output.streamed, job.progress)
+            job.check_sources()
+
+        with (
+            _copying(job, plan.format) as (check_sources, mode),
+            atomic_output(
+                job.path,
+                plan.size,
+                overwrite=job.overwrite or job.in_place,
+                mode=mode,
+                check=check,
+                progress=job.progress,
+            ) as output,
+        ):
+            plan.write(output)
+
+    return Plan(
+        carry_out,
+        plan.format,
+        plan.size,
+        plan.size,
+        plan.tensors,
+        (*left_behind, *plan.left_out),
+        plan.notes,
+        plan.blockers,
+    )
+
+
+def _new_set(
+    plan: ShardPlan, index: str, left_behind: tuple[str, ...], superseded: tuple[str, ...]
+) -> Plan:
+    """Plan shards and their `index`, which appear together; `superseded` shards stay beside it."""
+    files = (*((shard.path, shard.plan.size) for shard in plan.shards), (index, len(plan.index)))
+
+    def carry_out(job: Job) -> None:
+        written: list[FileOutput] = []
+
+        def check() -> None:
+            check_sources()
+            if job.verify:
+                for shard, output in zip(plan.shards, written, strict=True):
+                    verify(shard.checkpoint, output.name, output.streamed, job.progress)
+            job.check_sources()
+
+        with (
+            _copying(job, plan.format) as (check_sources, mode),
+            atomic_set(
+                index,
+                dict(files),
+                overwrite=job.overwrite or job.in_place,
+                mode=mode,
+                check=check,
+                progress=job.progress,
+            ) as new,
+        ):
+            for shard in plan.shards:
+                with new.file(shard.path) as output:
+                    shard.plan.write(output)
+                written.append(output)
+            with new.file(index) as output:
+                output.write(plan.index)
+
+    stays = f"shards that the new index does not name stay: {listed(superseded)}"
+    return Plan(
+        carry_out,
+        plan.format,
+        plan.size,
+        plan.size,
+        plan.tensors,
+        (*left_behind, *plan.left_out),
+        (*plan.notes, *((stays,) if superseded else ())),
+        plan.blockers,
+        files,
+    )
+
+
+def _edited(plan: EditPlan, format: str, left_out: tuple[str, ...]) -> Plan:
+    """Plan the source itself, changed where it lies: the tensors' bytes are not touched."""
+
+    def carry_out(job: Job) -> None:
+        def check() -> None:
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
+
+        header = job.checkpoint.with_root(None)
+        with job.reading(), source_check(header, format) as check_header:
+            check_header()
+        apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
+
+    written = len(plan.patch.data)
+    return Plan(
+        carry_out, format, plan.size, written, plan.tensors, left_out, plan.notes, plan.blockers
+    )
+
+
+def _untouched(checkpoint: Checkpoint) -> Plan:
+    """Plan the source itself, which holds already what it is to hold."""
+
+    def carry_out(job: Job) -> None:
+        with job.reading():
+            if job.verify:
+                verify(job.checkpoint, job.path, {}, job.progress)
+        job.check_sources()
+
+    tensors = sum(1 for _ in checkpoint.tensors())
+    size, refused = checkpoint.details.size, blockers(checkpoint.root)
+    return Plan(carry_out, checkpoint.format, size, 0, tensors, blockers=refused)
+
+
+@contextmanager
+def _copying(job: Job, format: str) -> Iterator[tuple[Callable[[], None], int | None]]:
+    """Read the sources from front to back for new files.
+
+    Yields:
+        What waits for the checksums of the sources, and the permission bits for the new files.
+    """
+    sources = job.checkpoint.sources
+    for source in sources:
+        announce_read(source.fileno())
+    mode = stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777 if sources else None
+    with job.reading(), source_check(job.checkpoint, format) as check_sources:
+        yield check_sources, mode
+
 
 LEFT_OUT = "left-out"
 """The kind of the changes that name what a transform did not carry over."""
@@ -120,7 +398,7 @@ def _planned(
     left_behind = tuple(_left_behind(checkpoint, format))
     if format in SHARD_FORMATS:
         return _sharded(checkpoint, path, format, max_shard_size, left_behind, indexed=indexed)
-    return NewFile(writer(format).plan(checkpoint), left_behind)
+    return _new_file(writer(format).plan(checkpoint), left_behind)
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
@@ -129,14 +407,14 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     A file with several names gets a new one: the journal of an edit lies beside one name only.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        return Untouched(checkpoint)
+        return _untouched(checkpoint)
     known = writer(format) if format == checkpoint.format and format in WRITABLE else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
         return None
     plan = known.plan_edit(checkpoint)
-    return None if plan is None else Edited(plan, format, tuple(_not_carried(checkpoint)))
+    return None if plan is None else _edited(plan, format, tuple(_not_carried(checkpoint)))
 
 
 def _sharded(
@@ -163,12 +441,10 @@ def _sharded(
         same_files=same_files,
     )
     if plan.index_path is None:
-        return NewFile(plan.shards[0].plan, left_behind)
+        return _new_file(plan.shards[0].plan, left_behind)
     new = {os.path.basename(shard.path) for shard in plan.shards}
-    from ckptool.formats.sharded import shards_named_by  # a single file has none
-
     gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
-    return NewSet(plan, plan.index_path, left_behind, gone)
+    return _new_set(plan, plan.index_path, left_behind, gone)
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:

@@ -15,7 +15,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.statedict import sections
 from ckptool.symbolic.encoder import blockers
-from ckptool.transforms.refusals import refusals
+from ckptool.transforms.plain import refusals
 from ckptool.tree import walk
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read

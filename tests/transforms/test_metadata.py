@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckptool.model import OrderedMap
 from ckptool.names import add_name, prefixed, strip_names
-from ckptool.transforms.metadata import moved_metadata, remaining_metadata
+from ckptool.transforms.names import moved_metadata, remaining_metadata
 
 
 def entries(*paths):

@@ -1,6 +1,6 @@
 """Names like one that is not there."""
 
-from ckptool.transforms.nearest import similar
+from ckptool.transforms.name_rules import similar
 
 NAMES = ["encoder.layers.0.weight", "encoder.layers.0.bias", "decoder.norm.weight", "head/fc.bias"]
 

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.transforms.places import Place
@@ -39,19 +39,3 @@ def test_packed_it_has_no_holes_and_repeats_what_was_repeated(place):
     assert set(elements(packed)) == set(range(len(set(found))))
     pairs = set(zip(elements(place), elements(packed), strict=True))
     assert len(pairs) == len(set(found))  # one new position for each old one
-
-
-@example(Place("int16", 40, (0,), (0,)), Place("int16", 40, (4, 4), (-8, -8)))
-@given(places(), places())
-def test_they_are_apart_where_no_element_is_in_both(one, other):
-    assert one.apart_from(other) == (not set(elements(one)) & set(elements(other)))
-
-
-def test_what_cannot_be_told_cheaply_counts_as_shared():
-    everything = Place("int8", 0, (1000, 1000), (3, 2))
-    assert not everything.apart_from(Place("int8", 1, (1000, 1000), (3, 2)))
-
-
-def test_other_types_are_apart_only_where_their_extents_are():
-    assert not Place("int8", 0, (4,), (2,)).apart_from(Place("int16", 0, (4,), (4,)))
-    assert Place("int8", 0, (4,), (2,)).apart_from(Place("int16", 4, (4,), (4,)))

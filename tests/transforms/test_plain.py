@@ -83,12 +83,8 @@ def test_objects_become_what_python_has_for_them(tmp_path):
     assert found["frozenset"] == {"a"}
     assert found["defaultdict"] == {"a": 1}
     assert found["counter"] == collections.Counter("aab")
-    assert found["deque"] == [1, 2]
-    assert found["datetime"] == "2024-05-17T12:30:00"
-    assert found["timedelta"] == 90.0
-    assert (found["decimal"], found["fraction"]) == ("1.50", "1/3")
-    assert found["range"] == [0, 1, 2]
-    assert found["uuid"] == "00000000-0000-0000-0000-000000000007"
+    assert (found["deque"], found["decimal"]) == ([1, 2], "1.50")
+    assert found["uuid"] == {"int": 7}
     assert found["path"] == "runs/best.pth"
     assert (found["enum"], found["int_enum"], found["flag"]) == (1, 1, 1)
     assert found["dataclass"]["weights"].tolist() == [4.0]
@@ -96,7 +92,8 @@ def test_objects_become_what_python_has_for_them(tmp_path):
     assert found["meter"] is found["same_meter"]
     assert (found["bytes"], found["no_bytes"], found["set"]) == (b"\0\xff", b"", {1, 2})
     assert type(found["namedtuple"]) is tuple
-    assert not {"slice", "partial", "function"} & found.keys()
+    gone = {"slice", "partial", "function", "datetime", "timedelta", "range", "fraction"}
+    assert not gone & found.keys()
 
 
 @pytest.mark.parametrize("name", ["arrays.pth", "arrays_protocol1.pth", "arrays_protocol5.pth"])

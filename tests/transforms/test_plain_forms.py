@@ -5,12 +5,10 @@ import collections
 import datetime
 import decimal
 import enum
-import fractions
 import functools
 import pathlib
 import pickle
 import types
-import uuid
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.symbolic import unpickle
-from ckptool.transforms.plain_forms import plain_form
+from ckptool.transforms.plain import plain_form
 
 protocols = st.integers(0, 5)
 
@@ -109,58 +107,10 @@ class Called:
 Point = collections.namedtuple("Point", "x y")
 
 
-@given(
-    st.datetimes(
-        timezones=st.none()
-        | st.integers(-1439, 1439).map(lambda m: datetime.timezone(datetime.timedelta(minutes=m)))
-    )
-    | st.dates()
-    | st.times(),
-    protocols,
-)
-def test_moments_become_the_text_that_gives_them_back(moment, protocol):
-    if getattr(moment, "fold", 0) and protocol > 3:  # older ones do not have it
-        assert remains(moment, protocol)
-    else:
-        assert form(moment, protocol) == moment.isoformat()
-
-
-@given(st.timedeltas(), protocols)
-def test_spans_become_seconds_where_a_float_holds_them(span, protocol):
-    seconds = span.total_seconds()
-    if datetime.timedelta(seconds=seconds) == span:
-        assert form(span, protocol) == seconds
-    else:
-        assert remains(span, protocol)
-
-
-@given(st.decimals(), protocols)
-def test_decimals_keep_every_digit(number, protocol):
-    assert form(number, protocol) == str(number)
-
-
-@given(st.fractions(), protocols)
-def test_fractions_give_themselves_back(number, protocol):
-    assert fractions.Fraction(form(number, protocol)) == number
-
-
-@given(st.uuids(), protocols)
-def test_uuids_are_spelled_as_usual(number, protocol):
-    assert form(number, protocol) == str(number)
-
-
 @given(st.lists(st.text("ab./\\", min_size=1)), protocols, st.booleans())
 def test_paths_become_their_text(parts, protocol, windows):
     path = (pathlib.PureWindowsPath if windows else pathlib.PurePosixPath)(*parts)
     assert form(path, protocol) == str(pickle.loads(pickle.dumps(path)))
-
-
-@given(st.binary(min_size=10, max_size=10) | st.binary(max_size=12))
-def test_damaged_moments_remain(packed):
-    node = Opaque(Global("datetime", "datetime"), (packed,))
-    found = plain_form(node)
-    if found is not node:
-        assert datetime.datetime.fromisoformat(found) == datetime.datetime(packed)
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -174,11 +124,11 @@ def test_damaged_moments_remain(packed):
         (Color.RED, "red"),
         (Level.LOW, 3),
         (Items([1, 2]), [1, 2]),
+        (decimal.Decimal("1.50"), "1.50"),
         (collections.deque([1, 2], maxlen=3), [1, 2]),
         (collections.deque(), []),
         (collections.defaultdict(list, a=1), {"a": 1}),
         (collections.defaultdict(int), {}),
-        (range(2, 11, 4), [2, 6, 10]),
         (Noted(a=1), {"a": 1}),
     ],
 )
@@ -223,8 +173,7 @@ def test_a_frozen_set_becomes_a_set(items, protocol):
     "value",
     [
         Point(1, 2), Pair([1, 2]), Odd(), Called(), functools.partial(int, base=8), slice(1, 2),
-        range(10**9), datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(
-            datetime.timedelta(hours=1), "CET")),
+        range(3), datetime.datetime(2024, 1, 1), datetime.timedelta(1),
         np.array(["ab"]), np.array([1, None], dtype=object), np.dtype([("a", "i4")]),
         np.dtype("M8[ns]"), np.datetime64("2024-01-01"), np.longdouble(1),
     ],
@@ -272,10 +221,3 @@ def test_text_of_numpy(text, protocol):
 def test_types_of_numpy_become_the_text_that_makes_them(code):
     for protocol in range(6):
         assert np.dtype(form(np.dtype(code), protocol)) == np.dtype(code)
-
-
-def test_uuids_that_are_none_remain():
-    node = Opaque(Global("uuid", "UUID"), (), maker="newobj", steps=[("build", {"int": 1 << 128})])
-    assert plain_form(node) is node
-    assert form(uuid.UUID(int=(1 << 128) - 1)) == "ffffffff-ffff-ffff-ffff-ffffffffffff"
-    assert form(decimal.Decimal("1.50")) == "1.50"

@@ -3,7 +3,7 @@
 import pytest
 
 from ckptool.errors import UsageError
-from ckptool.writing.naming import default_target
+from ckptool.writing.target import default_target
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ckptool.remedies import Remedy
 from ckptool.statedict import Section, is_flat, model_state_dict, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.materialise import MapLocation
-from ckptool.transforms.selection import plain_state_dict
+from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

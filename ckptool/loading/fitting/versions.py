@@ -9,7 +9,7 @@ from ckptool.loading.fitting.models import Target
 from ckptool.loading.fitting.states import State
 from ckptool.loading.live.spreading import without_hidden
 from ckptool.matching import Match
-from ckptool.transforms.metadata import moved_metadata
+from ckptool.transforms.names import moved_metadata
 
 __all__ = ["metadata_for"]
 

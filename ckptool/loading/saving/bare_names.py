@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions
-from ckptool.transforms.metadata import moved_metadata
+from ckptool.transforms.names import moved_metadata
 
 if TYPE_CHECKING:
     import torch
