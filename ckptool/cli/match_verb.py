@@ -37,6 +37,7 @@ __all__ = ["command"]
 @file_argument
 @click.option(
     "--like",
+    type=PATH,
     metavar="REFERENCE",
     required=True,
     help="A checkpoint of the model, or MODULE:FACTORY: code of yours that builds it.",
@@ -79,11 +80,11 @@ def command(
 ) -> None:
     """Say whether a checkpoint fits a model, and under which names.
 
-    Wrappers such as module. are no difference, nor are prefixes, the renames of torch's own
-    history, and a rule that the two sets of names leave no doubt about. Of a file REFERENCE the
-    header is read, without torch; MODULE:FACTORY is imported from here on and called without
-    arguments, on the meta device if that works. What fits, ckptool.load_into loads, and
-    convert --like writes under the model's names.
+    Wrappers such as module., one common prefix and the renames of torch's own history make no
+    difference. Every other rename is only proposed: give its rule with --map. A file REFERENCE is
+    read by its header, without torch; MODULE:FACTORY is imported from the current folder and called
+    without arguments, on the meta device if that works. ckptool.load_into loads what fits, and
+    convert --like writes it under the model's names.
     """
     named = referred(like)
     wanted = target_like(named, key=like_key)
