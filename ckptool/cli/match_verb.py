@@ -11,7 +11,7 @@ import click
 from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
-from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats.identify import as_argument, unused
 from ckptool.loading.fitting.likes import target_like
 from ckptool.loading.fitting.plans import planned
