@@ -2,6 +2,7 @@
 
 import struct
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from ckptool.tensors import Materialiser, materialise
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import floats, storage, tensor
 from tests.tensors.samples import SAMPLES
+
+MODULE = import_module("ckptool.tensors.materialise")  # the room has a function of that name
 
 MAPS = Path("/proc/self/maps")
 
@@ -132,13 +135,13 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path, mmap):
 
 
 def test_large_reads_are_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(materialise, "_SHARED_READ", 100)
+    monkeypatch.setattr(MODULE, "_SHARED_READ", 100)
     tree = {"odd": torch.arange(100_001, dtype=torch.uint8), "even": torch.arange(4000.0)}
     assert_same(ckptool.load(saved(tmp_path / "f.pt", tree)), tree)
 
 
 def test_an_error_in_the_second_thread_is_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr(materialise, "_SHARED_READ", 100)
+    monkeypatch.setattr(MODULE, "_SHARED_READ", 100)
     file = saved(tmp_path / "f.pt", {"w": torch.zeros(100_000)})
     with open_checkpoint(file) as checkpoint:
         ref = checkpoint["w"]
@@ -207,7 +210,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     maker = Materialiser(ref := floats(1, 2))
-    monkeypatch.setattr(materialise, "_moved", lambda made, target: made)
+    monkeypatch.setattr(MODULE, "_moved", lambda made, target: made)
     monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(MemoryError, match="8 bytes"):
         maker.tensor(ref)
