@@ -479,7 +479,7 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths text; an object made of one plain value that value (a member of an Enum); a pickled module
+    paths text; members of an Enum, and what else is made of one value, that value; a pickled module
     its `state_dict()`, unless it holds more data than that has (`module_rest`): tensors, dicts and
     objects among its attributes, hooks, buffers that do not persist. A namedtuple remains: the
     names of its fields are in its class. What was shared stays shared. With `drop`, what remains
