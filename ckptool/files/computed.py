@@ -18,7 +18,7 @@ from ckptool.files.strided import row_major
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "gathered", "joined", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "JoinedSource", "gathered", "joined", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -240,19 +240,56 @@ class _Rows:
             self._pending, within = block[within:], max(within - len(block), 0)
 
 
+class JoinedSource:
+    """A source (`source.Source`) whose bytes are those of `parts` in order; nothing is copied.
+
+    It is no `ComputedSource`: its bytes lie in files, and a write of them is not read back.
+    """
+
+    def __init__(self, parts: Sequence[ByteRange]) -> None:
+        """Stand for the parts, of which there is at least one."""
+        self._parts = tuple(parts)
+        self._starts = list(accumulate((part.length for part in self._parts), initial=0))
+
+    @property
+    def name(self) -> str:
+        """The file that the first part is in."""
+        return self._parts[0].source.name
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self._starts[-1]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        self._check(offset, length)
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        self._check(offset, len(buffer))
+        index, done = bisect_right(self._starts, offset) - 1, 0
+        while done < len(buffer):
+            part, begin = self._parts[index], offset + done - self._starts[index]
+            count = min(part.length - begin, len(buffer) - done)
+            part.read_into(buffer[done : done + count], begin)
+            index, done = index + 1, done + count
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,} joined ones",
+                file=self.name,
+            )
+
+
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
     """The parts as one range: of their own source where they follow each other in it."""
     runs = neighbours(parts)
     if len(runs) == 1:
         return runs[0]
-    starts = list(accumulate((run.length for run in runs), initial=0))
-
-    def fill(offset: int, buffer: memoryview) -> None:
-        index, done = bisect_right(starts, offset) - 1, 0
-        while done < len(buffer):
-            run, begin = runs[index], offset + done - starts[index]
-            count = min(run.length - begin, len(buffer) - done)
-            run.read_into(buffer[done : done + count], begin)
-            index, done = index + 1, done + count
-
-    return ByteRange(ComputedSource(runs[0].source.name, starts[-1], fill), 0, starts[-1])
+    source = JoinedSource(runs)
+    return ByteRange(source, 0, source.size)
