@@ -11,7 +11,7 @@ import click
 from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
-from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats.identify import as_argument, unused
 from ckptool.loading.fitting.likes import target_like
 from ckptool.loading.fitting.plans import planned
@@ -37,6 +37,7 @@ __all__ = ["command"]
 @file_argument
 @click.option(
     "--like",
+    type=PATH,
     metavar="REFERENCE",
     required=True,
     help="A checkpoint of the model, or MODULE:FACTORY: code of yours that builds it.",
@@ -79,10 +80,10 @@ def command(
 ) -> None:
     """Say whether a checkpoint fits a model, and under which names.
 
-    Wrappers such as module. are no difference, nor are prefixes, the renames of torch's own
-    history, and a rule that the two sets of names leave no doubt about. Of a file REFERENCE the
-    header is read, without torch; MODULE:FACTORY is imported from here on and called without
-    arguments, on the meta device if that works. What fits, ckptool.load_into loads, and
+    Wrappers such as module., one prefix before the names, and the renames of torch's own history
+    are no difference. Rules that would match more are proposed, not applied: give them with --map.
+    Where REFERENCE is a file, its header is read, without torch; MODULE:FACTORY is imported from
+    here on and called without arguments, on the meta device if that works. What fits, ckptool.load_into loads, and
     convert --like writes under the model's names.
     """
     named = referred(like)
