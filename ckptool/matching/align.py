@@ -212,7 +212,9 @@ def _forms(slots: Mapping[str, Slot]) -> Iterator[Names]:
     """
     last = {name: name for name in slots}
     yield last
-    short = {WORDS.sub("", name): name for name in slots}
+    text = "\n".join(slots)
+    is_wrapped = any(word in text for word in WRAPPERS if word != "module")
+    short = {WORDS.sub("", name): name for name in slots} if is_wrapped else last
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
     front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
@@ -267,21 +269,26 @@ def _ends(name: str) -> Iterator[int]:
 
 def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names by what they are with `*` for numbers: there are few of those."""
+    names = list(names)
+    texts = _NUMBER.sub("*", "\n".join(names)).split("\n")  # one call for all is faster
+    if len(texts) != len(names):  # a name has a line break
+        texts = [_template(name) for name in names]
     groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    for text, name in zip(texts, names, strict=True):
+        groups.setdefault(text, []).append(name)
     return groups
 
 
-def _shortened(longer: Names, shorter: Names) -> Iterator[tuple[str, str]]:
+def _shortened(
+    longer: Mapping[str, list[str]], shorter: Mapping[str, list[str]], names: Names
+) -> Iterator[tuple[str, str]]:
     """Yield the names of one side with the part of each that is a name of the other side."""
-    others = _grouped(shorter)
-    for text, names in _grouped(longer).items():
+    for text, some in longer.items():
         for depth, at in enumerate(_ends(text), 1):
-            if text[at:] in others:
-                for name in names:
+            if text[at:] in shorter:
+                for name in some:
                     rest = name.split(".", depth)[depth]
-                    if rest in shorter:
+                    if rest in names:
                         yield name, rest
 
 
@@ -291,10 +298,11 @@ def _votes(way: _Way) -> Counter[tuple[str, bool]]:
     A name votes for each prefix without which the other side has it, with its shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    for name, rest in _shortened(way.own, way.wanted):
+    own, wanted = _grouped(way.own), _grouped(way.wanted)
+    for name, rest in _shortened(own, wanted, way.wanted):
         if fits(way.have[way.own[name]], way.want[way.wanted[rest]]):
             votes[name[: len(name) - len(rest)], True] += 1
-    for name, rest in _shortened(way.wanted, way.own):
+    for name, rest in _shortened(wanted, own, way.own):
         if fits(way.have[way.own[rest]], way.want[way.wanted[name]]):
             votes[name[: len(name) - len(rest)], False] += 1
     return votes
@@ -370,7 +378,7 @@ def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
     longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
     below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
     paths: Counter[str] = Counter()
-    for name, rest in _shortened(shorter, below):
+    for name, rest in _shortened(_grouped(shorter), _grouped(below), below):
         own, wanted = (below[rest], shorter[name]) if is_off else (shorter[name], below[rest])
         paths[name[: len(name) - len(rest)]] += fits(way.have[own], way.want[wanted])
     return 2 * max(paths.values(), default=0) > len(prefix.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -358,7 +359,16 @@ def _ending(old: str, new: str) -> tuple[str, str]:
 
 def _head(old: str, new: str) -> tuple[str, str]:
     """Return which components are removed or added, and the rule that does it at one place."""
-    mine, others = old.split("."), new.split(".")
+    if old.endswith(f".{new}"):
+        return _front(old[: len(old) - len(new) - 1], "")
+    if new.endswith(f".{old}"):
+        return _front("", new[: len(new) - len(old) - 1])
+    return _front(old, new)
+
+
+@lru_cache(maxsize=256)
+def _front(old: str, new: str) -> tuple[str, str]:
+    mine, others = (text.split(".") if text else [] for text in (old, new))
     while mine and others and mine[-1] == others[-1]:
         del mine[-1], others[-1]
     longer, shorter = (mine, others) if len(mine) > len(others) else (others, mine)

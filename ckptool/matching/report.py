@@ -29,8 +29,8 @@ __all__ = [
 class Renaming:
     """A rule by which names of the file become names of the model.
 
-    `kind` is `wrapper`, `prefix`, `known` (a rename of torch's own history), `inferred`, or `rule`
-    (the user's). A name that several rules change is listed by each of them.
+    `kind` is `wrapper`, `prefix`, `known` (a rename of torch's own history), `rule` (the user's),
+    or `proposed` (not applied). A name that several rules change is listed by each of them.
     """
 
     kind: str

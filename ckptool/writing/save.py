@@ -27,7 +27,6 @@ from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat, EditPlan, WritePlan
-from ckptool.formats.sharded import shards_named_by
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
@@ -443,6 +442,8 @@ def _sharded(
     if plan.index_path is None:
         return _new_file(plan.shards[0].plan, left_behind)
     new = {os.path.basename(shard.path) for shard in plan.shards}
+    from ckptool.formats.sharded import shards_named_by  # most writes have no index
+
     gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
     return _new_set(plan, plan.index_path, left_behind, gone)
 
