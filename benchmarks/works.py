@@ -309,8 +309,12 @@ def fill_rows(source: Path, size: int) -> Iterator[Row]:
     yield Row("`load_into(model)` on `meta`, large file", source, (ours, theirs), most_seconds=1.0)
 
 
+RULE = r"^module\.layers\.=>blocks."
+"""What makes the names of `inputs.many` those of `inputs.renamed`."""
+
+
 def match_rows(many: dict[int, Path], renamed: Path) -> Iterator[Row]:
-    """Names alone: a wrapper and a prefix to take off each, or a rule to be found."""
+    """Names alone: a wrapper and a prefix to take off each, or a rule that is given."""
     count = max(many)
     ours = Command.program("match", idioms.CKPTOOL_MATCH, count, tells=True)
     theirs = Command.program(
@@ -323,7 +327,7 @@ def match_rows(many: dict[int, Path], renamed: Path) -> Iterator[Row]:
     yield Row(
         f"`match --like` another file, {count:,} names",
         many[count],
-        (Command.ckptool("match", many[count], "--like", renamed), idiom),
+        (Command.ckptool("match", many[count], "--like", renamed, "--map", RULE), idiom),
         second=renamed,
         beside=idiom.label,
         most_times=1.0,

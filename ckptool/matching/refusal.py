@@ -94,7 +94,8 @@ def judged(allowance: Allowance, report: MatchReport, untried: str) -> Judgement
     )
     if problems and untried:
         note = f"{printable(untried)} loads in its own way, which could not be tried beforehand"
-        return Judgement(problems, Remedy(note=f"{note}: use its own load_state_dict"))
+        does = "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
+        return Judgement(problems, Remedy(note=f"{note}: {does}"))
     if question:
         beside = _of(problems, "untied", "overlapping", "lossy-cast", "optimizer")
         ways = tuple(together((way, beside)) for way in question.instead)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.matching import MatchReport, Slot, matched
+from ckptool.names import WRAPPERS, strip_names
 from ckptool.transforms.name_rules import prefix_rule, regex_rule
-from ckptool.wrappers import WRAPPERS, strip_names
 
 NET = {
     "stem.weight": (8, 3), "stem.bias": (8,), "layers.0.attn.weight": (8, 8),
