@@ -155,6 +155,52 @@ def test_no_plan_makes_a_state_dict_without_its_packed_weights(name):
     assert "would lack what only its class saves" in whole.remedy
 
 
+def quantised(folder, finish):
+    """A TorchScript of a quantised model."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+    net = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, dtype=torch.qint8)
+    torch.jit.save(finish(torch.jit.script(net)), folder / "quantised.pt")
+    return folder / "quantised.pt"
+
+
+def optimized(folder):
+    """A TorchScript without the weights of its convolution, which torch itself cannot load."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch packs nothing for mkldnn")
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 4))
+    path = folder / "optimized.pt"
+    torch.jit.save(torch.jit.optimize_for_inference(torch.jit.script(net.eval())), path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: quantised(folder, lambda net: net), "its weights are packed"),
+        (lambda folder: quantised(folder, torch.jit.freeze), "its weights are packed"),
+        (optimized, "weights are missing"),
+    ],
+    ids=["scripted", "frozen", "optimized"],
+)
+def test_a_program_that_alone_reads_its_weights_gets_no_command(tmp_path, make, says):
+    path = make(tmp_path)
+    found = examined(path)
+    assert found.complaints[0].what.startswith(says)
+    assert (found.commands, found.resume) == ((), None)
+    assert not any(one.commands or one.alternatives for one in found.complaints)
+    said = summary(path)
+    assert (said.commands, said.part) == ({}, found.complaints[0].what)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_constants_without_a_value_are_counted(tmp_path):
+    path = optimized(tmp_path)
+    with pytest.raises(RuntimeError):
+        torch.jit.load(path)
+    assert any(note.startswith("2 weights: its code refers to") for note in summary(path).notes)
+
+
 def test_only_the_weights_that_go_with_objects_are_counted():
     (found,) = examined(WRONG.parent / "quantised" / "torchao_state.pth").complaints
     assert found.remedy.endswith("2 tensors of the weights would go with the objects: "
