@@ -24,9 +24,9 @@ __all__ = ["Diagnosis", "diagnose"]
 Progress = Callable[[int, int], None]
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
-_FIRST = {"malicious": -3, "damaged": -2, "part": -1}
+_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "packed": -1}
 _UNMENDED = "no command mends it"
-_HOPELESS = frozenset({"damaged", "part"})
+_HOPELESS = frozenset({"damaged", "part", "packed"})
 """Kinds of complaint after which no command is worth running."""
 
 
@@ -160,7 +160,7 @@ def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Com
     """A complaint with the commands that mend it, or with the reason why none does."""
     complaint = found.complaint
     if hopeless:
-        remedy = "get the whole file first" if found.fix is not None else ""
+        remedy = "first get weights that load" if found.fix is not None else ""
         return replace(complaint, remedy=complaint.remedy or remedy)
     tried = [planner.choice(one, plan) for one in found.choices]
     others = tuple(dict.fromkeys(command for command in tried if command is not None))

@@ -20,7 +20,7 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.errors import NameCollision
-from ckptool.inspection.obstacles import missing_weights
+from ckptool.inspection.obstacles import dangerous, missing_weights
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
@@ -52,6 +52,8 @@ _LONGEST = 1000
 """Characters of a name of which every part is looked at."""
 _EVERYWHERE = ("torch", "builtins", "collections", "numpy")
 """Packages whose classes are found wherever a file is loaded."""
+_RANDOM = frozenset({"uint8", "uint32"})
+"""Types of the states of torch's and numpy's random generators."""
 _SHARDED = ("DTensor", "ShardedTensor")
 _REFUSED = "torch.load says: Weights only load failed. ... Unsupported global: GLOBAL"
 _BLOCKED = ("sys", "os", "posix", "nt")
@@ -148,21 +150,27 @@ def _none(patient: Patient) -> Found:
     parts = [part for part in patient.checkpoint.sections if part.kind != "values"]
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
     states = {part.kind for part in parts} & {"optimizer", "scheduler"}
-    tensors = sum(1 for _ in find_tensors(root))
-    harmless = bool(states) or (isinstance(root, dict) and not tensors)
+    found = list(find_tensors(root))
+    # settings, and the states of random generators, are not meant as a model
+    harmless = bool(states) or (
+        isinstance(root, (dict, Opaque))
+        and all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
+    )
     if isinstance(root, dict):
         says = "Missing key(s) in state_dict"
     else:
         says = "Expected state_dict to be dict-like"
     if states:
         remedy = f"{min(states)}.load_state_dict(torch.load(FILE)) takes what it is for"
+    elif harmless and patient.blocked and not dangerous(patient.checkpoint.details.globals):
+        remedy = "torch.load(FILE, weights_only=False) takes it, where whoever made it is trusted"
     else:
         remedy = "take the file that has the weights"
     complaint = Complaint(
         "no-model",
         "note" if harmless else "fails",
         "there is no state dict of a model in it, but "
-        + (listed(kinds, most=4) if kinds else _held(root, tensors)),
+        + (listed(kinds, most=4) if kinds else _held(root, len(found))),
         names_of(
             f"the {part.kind} {part.name or 'at the root'}" for part in patient.checkpoint.sections
         ),
@@ -419,7 +427,8 @@ def versions(patient: Patient) -> Iterator[Found]:
         for node in everything(patient.checkpoint.root)
         if isinstance(node, dict) and not (isinstance(node, OrderedMap) and node.metadata)
         for key, value in node.items()
-        if isinstance(key, str) and _last(key) == "_packed_params" and not isinstance(value, dict)
+        # a name with a dot: without one it is an attribute of a pickled module
+        if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
     if packed:
         why = "a quantised layer takes the state for the oldest one: KeyError: 'weight'"

@@ -21,8 +21,10 @@ from ckptool.formats import writer
 from ckptool.formats.identify import as_argument, unused
 from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import encode
+from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
 from ckptool.words import counted, listed
+from ckptool.writing.save import refuse_hollow
 from ckptool.writing.target import default_target, target_format
 
 __all__ = ["MENDED", "Plan", "Planner"]
@@ -123,11 +125,12 @@ class Planner:
         source = self._patient.checkpoint
         arguments = {name: value for name, value in options.items() if name != "format"}
         state = Conversion(**arguments).applied(source, format)
-        size = writer(format).plan(state).size
+        plan = writer(format).plan(state)
+        refuse_hollow(state, plan)
         if options.get("drop_objects"):
             _refuse_lost_weights(source, state, alone=bool(options.get("model_only")))
         names = encode(state.root).globals if format == "torch-zip" else ()
-        details = Details(size=size, protocol=2, globals=names, header={"format": "pt"})
+        details = Details(size=plan.size, protocol=2, globals=names, header={"format": "pt"})
         target = default_target(source.path, MENDED, format, sharded=True)
         return replace(state, path=target, format=format, details=details)
 
@@ -208,9 +211,10 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) 
     held = sum(len(part.tensors()) for part in parts)
     kept = [part for part in sections(after.root) if part.kind in kinds]
     if sum(len(part.tensors()) for part in kept) < held:
-        names = [name_of(path) for part in parts for path, _ in part.tensors()]
-        lost = held - sum(len(part.tensors()) for part in kept)
+        tensors = [pair for part in parts for pair in part.tensors()]
+        refused = [pair for pair in tensors if is_refused(pair[1])] or tensors
+        names = [name_of(path) for path, _ in refused]
         raise NotRepresentable(
-            f"{counted(lost, 'tensor')} of the weights would go with the objects: "
+            f"{counted(len(names), 'tensor')} of the weights would go with the objects: "
             f"{listed(names, most=3)}"
         )

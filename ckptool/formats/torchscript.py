@@ -16,8 +16,9 @@ from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
 from ckptool.modules import holds_tensors
 from ckptool.symbolic import unpickle
+from ckptool.words import counted
 
-__all__ = ["TORCHSCRIPT", "TorchScript", "read_model_json"]
+__all__ = ["OPAQUE_CONSTANTS", "TORCHSCRIPT", "TorchScript", "read_model_json"]
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
@@ -144,6 +145,8 @@ _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
 _CONSTANTS = "constants/"
+OPAQUE_CONSTANTS = "its code refers to them, and the file has no value for them (mkldnn constants)"
+"""What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 _KNOWN = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )
@@ -188,18 +191,22 @@ TORCHSCRIPT = TorchScript()
 def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details]:
     contents = read_contents(archive, limits)
     unpickled = contents.unpickled
-    names = _Collector(archive, limits).collect(unpickled.root)
+    collector = _Collector(archive, limits)
+    names = collector.collect(unpickled.root)
     listed = {id(tensor) for tensor in find_tensors(names)}
     frozen = "training" not in unpickled.root.attributes
     if frozen:
         names.update(_constants(archive, contents.storages.byteorder, limits))
     others = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
     sentence = f"{others:,} tensors that are neither parameters nor buffers are not listed"
+    behind = (sentence,) if others else ()
+    if collector.opaque:
+        behind = (f"{counted(collector.opaque, 'weight')}: {OPAQUE_CONSTANTS}", *behind)
     since = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
     details = _details(
         archive,
         writer=f"torch.jit of torch {since}",
-        left_behind=(sentence,) if others else (),
+        left_behind=behind,
         frozen=frozen,
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
@@ -242,6 +249,7 @@ class _Collector:
         self.code_left = limits.max_code_bytes
         self.visits_left = limits.max_repeats
         self.files: dict[str, dict[str, _ClassSource]] = {}
+        self.opaque = 0
         self.names = OrderedMap()
         self.metadata = OrderedMap()
 
@@ -297,6 +305,7 @@ class _Collector:
             return {}
         text = read_text(record, self.code_left)
         self.code_left -= len(text)
+        self.opaque += text.count("= ops.prim.ConstantMKLDNNTensor()")
         return dict(_classes(text))
 
 

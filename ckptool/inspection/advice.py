@@ -39,7 +39,7 @@ class Needs:
     plain: bool = False
     """Objects block `weights_only=True`, and there is no model."""
     averaged: bool = False
-    """The counter of an `AveragedModel` stands beside the wrapped names."""
+    """The counter of an `AveragedModel` stands beside the names, wrapped or not."""
     resume: tuple[str, ...] = ()
     """Options that make plain data of all there is, where a training saved it to resume."""
 
@@ -107,7 +107,7 @@ def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
     file = as_argument(needs.file)
     rules = list(rules)
     to_cpu = rules == ["*=cpu"]
-    together = needs.strip and (bool(rules) or needs.averaged)
+    together = needs.averaged or (needs.strip and bool(rules))
     if needs.rewrite or needs.model_only or needs.plain or together:
         options = ["--wrappers", "strip"] if needs.strip else []
         options += ["--exclude", "*n_averaged"] if needs.averaged else []

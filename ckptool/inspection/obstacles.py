@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
+from ckptool.formats.torchscript import OPAQUE_CONSTANTS
 from ckptool.model import StorageRef, TensorRef
 from ckptool.statedict import MODEL_KINDS
-from ckptool.symbolic.encoder import blocking
+from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
 from ckptool.words import counted, printable
 
@@ -38,6 +39,8 @@ REFUSED_FORMATS = {
 }
 """Why not, by format, for `torch.load` as it is called by default."""
 PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
+_PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
+"""How the names of the classes of packed weights begin in a TorchScript."""
 _TORCH_NAMES = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 _GATHER = "gather all parts where it was trained, and save the whole"
 _ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
@@ -96,7 +99,26 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
     Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
     """
-    return _placeholders(checkpoint) or _flat_parameters(checkpoint) or _rank(checkpoint)
+    checks = (_packed, _placeholders, _flat_parameters, _rank)
+    return next((part for check in checks if (part := check(checkpoint)) is not None), None)
+
+
+def _packed(checkpoint: Checkpoint) -> Part | None:
+    """Weights of a TorchScript in a form that only its program reads, or that it did not write."""
+    details = checkpoint.details
+    if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
+        text = "weights are missing: torch.jit.optimize_for_inference wrote none of what it packed"
+        return Part(text, "save the model again before optimize_for_inference")
+    if checkpoint.format != "torchscript":
+        return None
+    if any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):
+        text = "its weights are packed for quantised layers: they make no plain state dict"
+        return Part(
+            text,
+            "torch.jit.load runs it; take the state dict from where it was made",
+            kind="packed",
+        )
+    return None
 
 
 def _placeholders(checkpoint: Checkpoint) -> Part | None:

@@ -260,7 +260,7 @@ def _needs(
         model_only=alone,
         plain=objects_in_the_way and not alone and (not models or plain == ("--plain",)),
         choices=tuple(model.name for model in models) if len(models) > 1 else (),
-        averaged=any(N_AVERAGED in model.node and model.wrappers for model in models),
+        averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
         resume=plain if alone and kinds & {"optimizer", "scheduler"} else (),
     )
 

@@ -18,7 +18,12 @@ _INDENT = 10
 _WIDEST = 100
 """Wider lines are not good to read. Where nobody said how wide they are, none is broken: what is
 searched for is found."""
-_NOTHING = "nothing is in the way of torch.load and load_state_dict"
+_NOTHING = (
+    "torch.load and load_state_dict",
+    "safetensors.torch.load_file and load_state_dict",
+)
+_OPENED = "torch.load opens it", "safetensors.torch.load_file opens it"
+"""By whether it is a safetensors file, which torch.load opens only where torch is new."""
 _OTHER_LOADER = (
     "torch.load is its loader; torch.jit.load says: PytorchStreamReader failed locating file "
     "constants.pkl: file not found"
@@ -29,7 +34,7 @@ def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) 
     """What is wrong and what to run, for each complaint; where and why too with `explain`."""
     name = clean(diagnosis.file)
     if not diagnosis.complaints:
-        yield f"{look.bold(name)}: {_NOTHING}"
+        yield f"{look.bold(name)}: nothing is in the way of {_NOTHING[_is_flat(diagnosis)]}"
         if explain and diagnosis.format == "torch-zip":
             yield from _fact("why", _OTHER_LOADER, look)
         return
@@ -51,7 +56,11 @@ def _summary(diagnosis: Diagnosis) -> str:
         "note": counted(counts["note"], "note"),
     }
     text = ", ".join(text for severity, text in words.items() if counts[severity])
-    return f"{text}; torch.load opens it" if diagnosis.ok else text
+    return f"{text}; {_OPENED[_is_flat(diagnosis)]}" if diagnosis.ok else text
+
+
+def _is_flat(diagnosis: Diagnosis) -> bool:
+    return (diagnosis.format or "").startswith("safetensors")
 
 
 def _shared(diagnosis: Diagnosis) -> str | None:

@@ -35,7 +35,7 @@ from ckptool.writing.sharding import ShardPlan, parse_size, plan_shards
 from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
 
-__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "save"]
+__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "refuse_hollow", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ def save(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS
     )
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
-    _refuse_hollow(checkpoint, plan)
+    refuse_hollow(checkpoint, plan)
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -494,8 +494,12 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _refuse_hollow(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Refuse a result without what was asked for: its numbers, or anything at all."""
+def refuse_hollow(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
+    """Refuse a result without what was asked for: its numbers, or anything at all.
+
+    Raises:
+        NotRepresentable: naming what would be missing.
+    """
     needed = [one.text for one in checkpoint.changes if one.needed and not one.wanted]
     if needed:
         raise NotRepresentable(

@@ -4,11 +4,13 @@
 """
 
 import os
+import random
 import re
 import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -20,7 +22,7 @@ from ckptool.diagnosis import diagnose
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
 from ckptool.inspection.obstacles import dangerous
-from tests.diagnosis.faults import CPU, MENDED, Net, healthy
+from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
 SAYS = re.compile(r"(torch\.load|safetensors) says: (.*?)(?:; |$)")
@@ -131,6 +133,111 @@ def test_an_average_loads_into_the_model_after_either_command(tmp_path):
     for command in (examined(path).all_at_once, summary(path).commands["cpu"]):
         run(command)
         assert torch.load(shlex.split(command)[3]).keys() == state().keys()
+
+
+def test_a_counter_that_is_left_without_wrappers_is_left_out(tmp_path):
+    path = shutil.copy(WRONG / "averaged.pth", tmp_path)
+    bare = tmp_path / "bare.pth"
+    run(f"ckptool strip-module {path} -o {bare}")
+    command = summary(bare).commands["cpu"]
+    assert "--exclude '*n_averaged'" in command
+    run(command)
+    assert torch.load(shlex.split(command)[3]).keys() == state().keys()
+    assert summary(shlex.split(command)[3]).commands == {}
+
+
+@pytest.mark.parametrize("name", ["ao_dynamic_whole.pth", "ao_static_whole.pth"])
+def test_no_plan_makes_a_state_dict_without_its_packed_weights(name):
+    found = examined(WRONG.parent / "quantised" / name)
+    assert (found.commands, found.all_at_once) == ((), None)
+    assert not any(one.kind == "metadata" for one in found.complaints)
+    (whole,) = [one for one in found.complaints if one.kind == "module"]
+    assert "would lack what only its class saves" in whole.remedy
+
+
+def quantised(folder, finish):
+    """A TorchScript of a quantised model."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
+    net = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, dtype=torch.qint8)
+    torch.jit.save(finish(torch.jit.script(net)), folder / "quantised.pt")
+    return folder / "quantised.pt"
+
+
+def optimized(folder):
+    """A TorchScript without the weights of its convolution, which torch itself cannot load."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch packs nothing for mkldnn")
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 4))
+    path = folder / "optimized.pt"
+    torch.jit.save(torch.jit.optimize_for_inference(torch.jit.script(net.eval())), path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: quantised(folder, lambda net: net), "its weights are packed"),
+        (lambda folder: quantised(folder, torch.jit.freeze), "its weights are packed"),
+        (optimized, "weights are missing"),
+    ],
+    ids=["scripted", "frozen", "optimized"],
+)
+def test_a_program_that_alone_reads_its_weights_gets_no_command(tmp_path, make, says):
+    path = make(tmp_path)
+    found = examined(path)
+    assert found.complaints[0].what.startswith(says)
+    assert (found.commands, found.resume) == ((), None)
+    assert not any(one.commands or one.alternatives for one in found.complaints)
+    said = summary(path)
+    assert (said.commands, said.part) == ({}, found.complaints[0].what)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_constants_without_a_value_are_counted(tmp_path):
+    path = optimized(tmp_path)
+    with pytest.raises(RuntimeError):
+        torch.jit.load(path)
+    assert any(note.startswith("2 weights: its code refers to") for note in summary(path).notes)
+
+
+def test_only_the_weights_that_go_with_objects_are_counted():
+    (found,) = examined(WRONG.parent / "quantised" / "torchao_state.pth").complaints
+    assert found.remedy.endswith("2 tensors of the weights would go with the objects: "
+                                 "0.weight, 2.weight")  # fmt: skip
+
+
+def random_states():
+    numpy_state = np.random.RandomState(0).get_state()
+    return {"python": random.getstate(), "numpy": numpy_state, "cpu": torch.random.get_rng_state()}
+
+
+@pytest.mark.parametrize("make", [random_states, Options])
+def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_path, make):
+    torch.save(make(), tmp_path / "beside.pth")
+    found = examined(tmp_path / "beside.pth")
+    (none,) = [one for one in found.complaints if one.kind == "no-model"]
+    assert (none.severity, found.ok) == ("note", False)
+    assert "weights_only=False" in none.remedy
+    assert torch.load(tmp_path / "beside.pth", weights_only=False)
+    run(found.all_at_once)
+    assert torch.load(found.target).keys()
+
+
+def test_a_pickle_that_runs_a_program_is_never_to_be_trusted():
+    said = [one.remedy for one in examined(WRONG / "malicious.pth").complaints]
+    assert not any("weights_only=False" in text for text in said)
+
+
+def test_a_safetensors_file_is_for_its_own_loader(capsys, tmp_path):
+    unnamed, named = WRONG / "unnamed.safetensors", tmp_path / "named.safetensors"
+    save_file(dict(state()), named, metadata={"format": "pt"})
+    for path in (unnamed, named):
+        assert load_file(path)
+        main(["doctor", os.fspath(path)])
+        first = capsys.readouterr().out.splitlines()[0]
+        assert "safetensors.torch.load_file" in first
+        assert not re.search(r"torch\.load\b", first)
 
 
 def test_a_model_with_its_adapters_is_for_peft():
