@@ -316,19 +316,20 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
     def meets(node: Any) -> bool:
         return any(id(_elements(one)) in chosen for one in find_tensors(node))
 
+    for part in sections(checkpoint.root):
+        for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
+            if meets(one):
+                refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
     for state, name, found in _quantised(checkpoint.root):
         if any(meets(state[one]) for one in (name, *found.companions)):
             by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales"
-            held = listed(found.companions) or f"its class, {printable(state[name].class_name)}"
+            cls = getattr(state[name], "class_name", "")
+            held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(
                 f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
                 f"only with {held}",
                 by_scales if _scaled(state, name, found) is not None else "",
             )
-    for part in sections(checkpoint.root):
-        for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
-            if meets(one):
-                refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
 
 
 def _scaled(state: Mapping[Any, Any], name: str, found: Quantised) -> TensorRef | None:
