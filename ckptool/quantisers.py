@@ -2,8 +2,9 @@
 
 One table says by which names and classes each is known. Sources: torch/ao/nn/quantized,
 bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`), torchao/quantization, AutoGPTQ
-and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`) and of compressed-tensors
-(`weight_scale`).
+and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`; `scale` in those that its
+inference/convert.py writes), of compressed-tensors (`weight_scale`) and of ComfyUI
+(`scale_weight`, comfy/ops.py).
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ QUANTISERS = (
     Quantiser("AWQ", "qweight", "qzeros", ("scales",)),
     Quantiser("fp8 with scales", "", "_scale_inv", dtypes="float8_"),
     Quantiser("fp8 with scales", "", "_scale", dtypes="float8_"),
+    Quantiser("fp8 with scales", "weight", "scale", dtypes="float8_"),
+    Quantiser("fp8 with scales", "weight", "scale_weight", ("scale_input",), dtypes="float8_"),
 )  # fmt: skip
 """In the order in which they are tried: the first that knows a weight has it."""
 

@@ -13,6 +13,7 @@ from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info, list_tensors
 from ckptool.quantisers import quantised
+from ckptool.transforms import average
 from tests.trees import tensor
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -121,6 +122,8 @@ def test_a_tensor_of_a_class_of_torchao_is_called_that(tmp_path):
         ("l.weight l.weight_scale_inv", "l.weight", "fp8 with scales", "weight_scale_inv"),
         ("l.up_proj l.up_proj_scale_inv", "l.up_proj", "fp8 with scales", "up_proj_scale_inv"),
         ("l.weight l.weight_scale", "l.weight", "fp8 with scales", "weight_scale"),
+        ("l.weight l.scale", "l.weight", "fp8 with scales", "scale"),
+        ("l.weight l.scale_weight", "l.weight", "fp8 with scales", "scale_weight"),
         ("l.weight l.SCB l.weight_format", "l.weight", BNB8, "SCB weight_format"),
     ],
 )
@@ -158,3 +161,31 @@ def test_a_replicated_dtensor_is_unwrapped_and_a_sharded_one_is_not(tmp_path, ra
     assert load_file(tmp_path / "out.safetensors")["replicated"].shape == (4, 3)
     with pytest.raises(NotRepresentable, match="'sharded' is a distributed tensor"):
         ckptool.convert(source, tmp_path / "again.safetensors")
+
+
+@every_file
+def test_numbers_of_a_quantiser_are_neither_cast_nor_averaged(tmp_path, name):
+    source = QUANTISED / name
+    with pytest.raises(NotRepresentable, match=scheme_of(name)) as caught:
+        ckptool.convert(source, tmp_path / "out.pth", cast="float16")
+    assert "--raw" in caught.value.hint
+    ckptool.convert(source, tmp_path / "raw.pth", cast="float16", raw=True)
+    with (
+        open_checkpoint(source) as one,
+        open_checkpoint(source) as two,
+        pytest.raises(CheckpointError) as caught,
+    ):
+        average([one, two])
+    assert "--raw" not in str(caught.value.hint)
+
+
+def test_placeholders_alone_are_no_result(tmp_path):
+    state = {"model": {"a.weight": torch.empty(0), "b.weight": torch.empty(0)}}
+    torch.save(state, tmp_path / "m.pth")
+    for options in ({}, {"model_only": True}, {"wrappers": "strip"}, {"to": "cpu"}):
+        with pytest.raises(NotRepresentable, match=r"placeholders.* 2 of 2 tensors") as caught:
+            ckptool.convert(tmp_path / "m.pth", tmp_path / "out.pth", **options)
+        assert "zero_to_fp32.py" in caught.value.hint
+    torch.save({}, tmp_path / "none.pth")
+    ckptool.convert(tmp_path / "none.pth", tmp_path / "copy.pth")
+    assert not (tmp_path / "out.pth").exists()

@@ -11,10 +11,10 @@ from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.formats.torchscript import OPAQUE_CONSTANTS
 from ckptool.model import StorageRef, TensorRef
-from ckptool.statedict import MODEL_KINDS
+from ckptool.statedict import MODEL_KINDS, PLACEHOLDERS
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
-from ckptool.words import counted, printable
+from ckptool.words import printable
 
 __all__ = [
     "PLACEHOLDERS",
@@ -38,7 +38,6 @@ REFUSED_FORMATS = {
     "torch-sharded": "it is in shards, each of which torch.load opens by itself",
 }
 """Why not, by format, for `torch.load` as it is called by default."""
-PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
 _PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
 """How the names of the classes of packed weights begin in a TorchScript."""
 _TORCH_NAMES = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
@@ -124,13 +123,8 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
 def _placeholders(checkpoint: Checkpoint) -> Part | None:
     """Tensors without elements in the place of weights, as ZeRO-3 leaves them."""
     for section in checkpoint.sections:
-        tensors = section.tensors() if section.kind in MODEL_KINDS else []
-        empty = [str(path[-1]) for path, one in tensors if one.shape == (0,)]
-        if len(empty) * 2 > len(tensors):
-            text = (
-                f"it holds placeholders and no weights: {len(empty):,} of "
-                f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 leaves them"
-            )
+        empty, text = section.placeholders
+        if section.kind in MODEL_KINDS and len(empty) * 2 > len(section.tensors()):
             return Part(text, PLACEHOLDERS, places=tuple(empty))
     return None
 

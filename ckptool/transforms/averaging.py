@@ -12,7 +12,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.files import ByteRange
 from ckptool.model import OrderedMap, Path, Storage, TensorRef
-from ckptool.names import strip_names
+from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.transforms.casting import (
@@ -325,6 +325,8 @@ class _Plan:
     """Names with the tensors of all files."""
     _means: list[tuple[Section, int]] = field(default_factory=list)
     _integers: int = 0
+    _counters: list[int] = field(default_factory=list)
+    """The files with a counter of `AveragedModel` that others have not."""
     _retyped: list[str] = field(default_factory=list)
 
     def add(self, part: Section, others: list[Section]) -> None:
@@ -335,6 +337,8 @@ class _Plan:
         """
         own = _tensors(part)
         names = [own, *(_named_as(own, _tensors(other)) for other in others)]
+        if not all(N_AVERAGED in one for one in names):
+            self._counters += [at for at, one in enumerate(names) if one.pop(N_AVERAGED, None)]
         for at, other in enumerate(names[1:], start=1):
             self._check_names(part, names[0], other, self.checkpoints[at])
         before = len(self.averaged)
@@ -354,6 +358,9 @@ class _Plan:
             how = "the same in all files" if self.ints == _SAME else f"those of {first}"
             text = f"{counted(self._integers, 'integer tensor')}: {how}"
             yield Change("keep", text, self._integers)
+        for at in self._counters:
+            of = f"{N_AVERAGED} of {self.checkpoints[at].path}, which is no weight"
+            yield Change("left-out" if at else "keep", of, 1)
         if self._retyped:
             text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"
             yield Change("warning", text, len(self._retyped))
@@ -443,7 +450,8 @@ def _named_as(first: Names, other: Names) -> Names:
         return other
     names = {mine.get(name, name): name for name in first}
     bare = {others.get(name, name): tensor for name, tensor in other.items()}
-    return {names[name]: bare[name] for name in bare} if names.keys() == bare.keys() else other
+    fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
+    return {names.get(name, name): bare[name] for name in bare} if fits else other
 
 
 def _digest(tensor: TensorRef) -> bytes:

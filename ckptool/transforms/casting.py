@@ -14,10 +14,19 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
-from ckptool.model import SPARSE_KINDS, Opaque, OrderedMap, Path, Storage, StorageRef, TensorRef
-from ckptool.modules import child_modules, own_tensors
+from ckptool.model import (
+    SPARSE_KINDS,
+    Opaque,
+    OrderedMap,
+    Path,
+    Storage,
+    StorageRef,
+    TensorRef,
+    find_tensors,
+)
+from ckptool.modules import child_modules, held_apart, own_tensors
 from ckptool.quantisers import Quantised, quantised
-from ckptool.statedict import sections
+from ckptool.statedict import only_its_class, sections
 from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
 from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
@@ -249,7 +258,9 @@ def cast(
         plan.dequantize(floating_type(dequantize))
     plan.choose(spared)
     if not raw:
-        refuse_apart(plan.checkpoint, plan.wanted)
+        refuse_apart(
+            plan.checkpoint, {*plan.wanted, *plan.left}, "--raw takes them as plain numbers"
+        )
     changes = list(plan.changes())
     if not plan.wanted and not plan.scaled:
         told = [change for change in changes if change.kind == "warning" or not plan.has_fixed]
@@ -290,23 +301,42 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(rules)
 
 
-def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int]) -> None:
+def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = "") -> None:
     """Refuse to change tensors (by their identities) that mean something only with others.
 
     Raises:
-        NotRepresentable: one is quantised, or the companion of one that is.
+        NotRepresentable: one is quantised, or the companion of one that is; or only the class of a
+            module can tell what it is. `remedy` is what helps against all of these.
     """
+
+    def refuse(fact: str, *remedies: str) -> None:
+        hint = "; ".join(filter(None, (*remedies, remedy)))
+        raise NotRepresentable(fact, file=checkpoint.path, hint=hint or None)
+
+    def meets(node: Any) -> bool:
+        return any(id(_elements(one)) in chosen for one in find_tensors(node))
+
+    for part in sections(checkpoint.root):
+        for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
+            if meets(one):
+                refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
     for state, name, found in _quantised(checkpoint.root):
-        members = (state[one] for one in (name, *found.companions) if found.companions)
-        if any(isinstance(one, TensorRef) and id(_elements(one)) in chosen for one in members):
-            by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales; "
-            raise NotRepresentable(
+        if any(meets(state[one]) for one in (name, *found.companions)):
+            by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales"
+            cls = getattr(state[name], "class_name", "")
+            held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
+            refuse(
                 f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
-                f"only with {listed(found.companions)}",
-                file=checkpoint.path,
-                hint=by_scales * found.scheme.startswith(_SCALED)
-                + "--raw takes them as plain numbers",
+                f"only with {held}",
+                by_scales if _scaled(state, name, found) is not None else "",
             )
+
+
+def _scaled(state: Mapping[Any, Any], name: str, found: Quantised) -> TensorRef | None:
+    """A weight times its scales; None where they are not laid out so, or there are none."""
+    weight, scale = state[name], next((state[one] for one in found.companions), None)
+    known = found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef)
+    return dequantized(weight, scale) if known and scale is not None else None
 
 
 def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
@@ -332,8 +362,7 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
         return "negated lazily, as torch does with no 8-bit type" if lost else None
     if tensor.storage is not None and tensor.kind in ("strided", "subclass"):
         return None  # on the meta device: there are no bytes to cast
-    distributed = tensor.kind == "subclass" and tensor.local is not None
-    return "part of a distributed tensor" if distributed else f"a {tensor.kind} tensor"
+    return "part of a distributed tensor" if tensor.is_spread else f"a {tensor.kind} tensor"
 
 
 @dataclass(frozen=True)
@@ -362,6 +391,8 @@ class _Plan:
     """By the identity of what holds the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
     """The types that dequantised storages are to have, by their identity."""
+    left: set[int] = field(default_factory=set)
+    """The identities of what cannot be cast."""
     _matches: Counter[str] = field(default_factory=Counter)
     _fixed: set[int] = field(default_factory=set)
     _left: list[str] = field(default_factory=list)
@@ -380,9 +411,8 @@ class _Plan:
         copies: dict[int, dict[Any, Any]] = {}
         for state, name, found in _quantised(self.checkpoint.root):
             weight, scale = state[name], next((state[one] for one in found.companions), None)
-            pair, new = (id(weight), id(scale)), None
-            if found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef):
-                new = made[pair] = made.get(pair) or dequantized(weight, scale)
+            pair = id(weight), id(scale)
+            new = made[pair] = made.get(pair) or _scaled(state, name, found)
             if new is None:
                 raise NotRepresentable(
                     f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and "
@@ -424,6 +454,7 @@ class _Plan:
         if wanted == tensor.dtype:
             self._fixed.add(id(elements))
         elif obstacle is not None:
+            self.left.add(id(elements))
             self._left.append(f"{name} ({obstacle})")
         else:
             wish = self.wanted.setdefault(id(elements), _Wish(elements, wanted))

@@ -27,7 +27,7 @@ from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat, EditPlan, WritePlan
-from ckptool.statedict import what_there_is
+from ckptool.statedict import MODEL_KINDS, PLACEHOLDERS, sections, what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
@@ -508,6 +508,11 @@ def refuse_hollow(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
             hint="load it where that class is and save its state_dict(); or --drop-objects leaves "
             "it out",
         )
+    models = [one for one in sections(checkpoint.root) if one.kind in MODEL_KINDS]
+    tensors = [one for part in models for _, one in part.tensors()]
+    if tensors and all(0 in one.shape for one in tensors) and checkpoint.format != "memory":
+        text = models[0].placeholders[1]
+        raise NotRepresentable(text, file=checkpoint.path or None, hint=PLACEHOLDERS)
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
     hollow = not plan.tensors and (empty or plan.format in FLAT)
     if hollow and checkpoint.format != "memory":

@@ -315,3 +315,16 @@ def test_a_damaged_source_is_refused_and_nothing_written(tmp_path, damaged):
 def test_one_file_in_place_of_a_list_is_refused(tmp_path):
     with pytest.raises(UsageError, match="list of files"):
         ckptool.average("a.pth", tmp_path / "mean.pth")
+
+
+def test_an_averaged_model_and_its_plain_one_have_a_mean(tmp_path):
+    plain = torch.nn.Linear(2, 2)
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2)).state_dict()
+    state = plain.state_dict()
+    mean, made, _ = mean_of(tmp_path, state, averaged)
+    assert texts(made, "left-out") == [f"n_averaged of {tmp_path}/1.pth, which is no weight"]
+    assert torch.equal(mean["weight"], judged(state["weight"], averaged["module.weight"]))
+    mean, made, _ = mean_of(tmp_path, averaged, state)
+    assert mean.keys() == averaged.keys()
+    assert any(text.startswith("n_averaged of") for text in texts(made, "keep"))
+    assert torch.equal(mean["module.bias"], judged(state["bias"], averaged["module.bias"]))

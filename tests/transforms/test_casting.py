@@ -671,3 +671,26 @@ def test_dequantize_is_refused_where_there_is_nothing_for_it(tmp_path):
             cast(checkpoint, dequantize="bfloat16")
         with pytest.raises(UsageError):
             cast(checkpoint)
+
+
+@pytest.mark.parametrize(("name", "scales"), [("a.scale", (1, 1)), ("a.scale_weight", ())])
+def test_scales_of_other_names_are_scales_too(tmp_path, name, scales):
+    state = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), name: torch.full(scales, 3.0)}
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        with pytest.raises(NotRepresentable, match=f"only with {name}"):
+            cast(checkpoint, "bfloat16")
+        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+    assert set(made) == {"a.weight"}
+    assert made["a.weight"].eq(3).all()
+
+
+def test_only_what_works_is_proposed(tmp_path):
+    """Experts in three dimensions with blocks of scales are not dequantised."""
+    weight = torch.ones(2, 256, 256).to(torch.float8_e4m3fn)
+    state = {"experts": weight, "experts_scale_inv": torch.ones(2, 2, 2)}
+    with (
+        saved(tmp_path / "m.pth", state) as checkpoint,
+        pytest.raises(NotRepresentable) as caught,
+    ):
+        cast(checkpoint, "bfloat16")
+    assert "--dequantize" not in caught.value.hint
