@@ -83,8 +83,8 @@ def fit(patient: Patient) -> Iterator[Found]:
                 "load_state_dict says: Missing key(s) in state_dict: "
                 f"{quoted_names(missing[:1])}; with strict=False they stay as they were "
                 f"initialised. {_HALF_LOADED}",
-                remedy="names that differ: ckptool match FILE --like REFERENCE shows the rules that it "
-                "proposes",
+                remedy="names that differ: ckptool match FILE --like REFERENCE shows "
+                "the rules that it proposes",
             )
         )
     if unexpected:
