@@ -172,6 +172,7 @@ class _Kernel:
         self._buffers = {name: ElementBuffer(name, CHUNK) for name in sources}
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
+        self._widest = not {"float64", "complex128"}.isdisjoint(sources)
         self._sum = torch.empty(CHUNK, dtype=wide)
         self._next = torch.empty(CHUNK, dtype=wide)
 
@@ -184,19 +185,35 @@ class _Kernel:
         count = stop - start
         mean, target = self._added(runs, start, count), self._target[:count]
         _real(mean).div_(len(runs))  # by a complex number there would be no -0.0
+        if self._widest and not bool(mean.isfinite().all()):
+            mean = self._of_smaller(mean.clone(), runs, start)
         target.copy_(mean)
         if self._others:
             self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
         return memoryview(self._made)[: count * self._target.element_size()]
 
-    def _added(self, runs: Sequence[Elements], start: int, count: int) -> torch.Tensor:
+    def _added(
+        self, runs: Sequence[Elements], start: int, count: int, scale: float = 1.0
+    ) -> torch.Tensor:
         total, following = self._sum[:count], self._next[:count]
         for at, run in enumerate(runs):
             part = following if at else total  # a sum that begins with 0.0 has no -0.0
             part.copy_(self._buffers[run.dtype].read(run, start, count))
+            if scale != 1.0:
+                _real(part).mul_(scale)
             if at:
                 total.add_(following)
         return total
+
+    def _of_smaller(self, mean: torch.Tensor, runs: Sequence[Elements], start: int) -> torch.Tensor:
+        """Return the mean where the sum is beyond float64: numbers are made smaller first."""
+        import torch
+
+        scale = 2.0 ** len(runs).bit_length()
+        again = self._added(runs, start, len(mean), 1 / scale)
+        plain, again = _real(mean), _real(again).div_(len(runs)).mul_(scale)
+        plain.copy_(torch.where(plain.isfinite(), plain, again))
+        return mean
 
     def _refuse_overflow(self, mean: torch.Tensor, made: torch.Tensor) -> None:
         kind = FLOATS.get(self._kind)
