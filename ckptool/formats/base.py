@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptool.formats.torch_zip import Contents
 
 __all__ = [
+    "OPAQUE_CONSTANTS",
     "Archive",
     "Checksum",
     "EditPlan",
@@ -32,6 +33,9 @@ __all__ = [
     "WritableFormat",
     "WritePlan",
 ]
+
+OPAQUE_CONSTANTS = "its code refers to them, and the file has no value for them (mkldnn constants)"
+"""What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 
 
 @dataclass(frozen=True, slots=True)

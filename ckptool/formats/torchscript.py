@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.formats.archive import read_json, read_text
-from ckptool.formats.base import Archive, Probe
+from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Probe
 from ckptool.formats.torch_zip import Storages, few, read_contents
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
@@ -18,7 +18,7 @@ from ckptool.modules import holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
-__all__ = ["OPAQUE_CONSTANTS", "TORCHSCRIPT", "TorchScript", "read_model_json"]
+__all__ = ["TORCHSCRIPT", "TorchScript", "read_model_json"]
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
@@ -145,8 +145,6 @@ _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
 _CONSTANTS = "constants/"
-OPAQUE_CONSTANTS = "its code refers to them, and the file has no value for them (mkldnn constants)"
-"""What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 _KNOWN = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
-from ckptool.formats.torchscript import OPAQUE_CONSTANTS
+from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.model import StorageRef, TensorRef
 from ckptool.statedict import MODEL_KINDS, PLACEHOLDERS
 from ckptool.symbolic.encoder import blockers, blocking

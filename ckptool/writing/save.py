@@ -510,7 +510,7 @@ def refuse_hollow(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
         )
     models = [one for one in sections(checkpoint.root) if one.kind in MODEL_KINDS]
     tensors = [one for part in models for _, one in part.tensors()]
-    if tensors and all(0 in one.shape for one in tensors) and checkpoint.format != "memory":
+    if tensors and all(one.shape == (0,) for one in tensors) and checkpoint.format != "memory":
         text = models[0].placeholders[1]
         raise NotRepresentable(text, file=checkpoint.path or None, hint=PLACEHOLDERS)
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
