@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptool.loading.live.spreading import spread_like
+from ckptool.loading.ranks import spread_like
 
 __all__ = ["Average"]
 

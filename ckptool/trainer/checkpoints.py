@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptool.errors import TrainingError, WriteError
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer import folder, saving
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.config import TrainConfig

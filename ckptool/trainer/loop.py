@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ckptool.errors import TrainingError
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import ckptool
 from ckptool.errors import CheckpointError, MatchError, NotFound, TrainingError
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.batches import Batches
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Note, Observer, Resumed

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptool.errors import TrainingError, WriteError
 from ckptool.files.atomic import atomic_output
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.strategies.base import Strategy
 
 __all__ = ["expected_size", "require_picklable", "save"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptool.errors import TrainingError
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.ranks import is_spread
 from ckptool.trainer.averaging import Average
 from ckptool.trainer.config import TrainConfig
 

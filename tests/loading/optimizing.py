@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptool.loading.fitting.models import target_of
-from ckptool.loading.fitting.plans import planned
-from ckptool.loading.fitting.states import stated
-from ckptool.loading.optimizers.planning import planned_optimizer
+from ckptool.loading.optimizer import planned_optimizer
+from ckptool.loading.plan import planned
+from ckptool.loading.source import stated
+from ckptool.loading.target import target_of
 from ckptool.matching import Allowance
 
 
@@ -15,12 +15,11 @@ from ckptool.matching import Allowance
 def plan_for(model, optimizer, source, *, state_key=None, allow_lossy_cast=False, **options):
     """The plan, while the file is open."""
     target = target_of(model)
-    named = {id(tensor): name for name, tensor in reversed(target.entries.items())}
     with stated(source, key=state_key) as state:
         match = planned(state, target)
         allowance = Allowance(lossy_cast=allow_lossy_cast)
         yield planned_optimizer(
-            optimizer, named, state, target, match, allowance=allowance, **options
+            optimizer, model, state, target, match, allowance=allowance, **options
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckptool import load, load_into, save
-from ckptool.loading.filling import installing
+from ckptool.loading import load_into as installing
 from tests.loading.two_ranks import adam, parallel, plain
 
 

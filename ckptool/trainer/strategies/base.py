@@ -21,7 +21,7 @@ from ckptool.trainer.trees import device_in, emptied, moved, shape, sum_of
 from ckptool.trainer.world import World
 
 if TYPE_CHECKING:
-    from ckptool.loading.fitting.states import Source
+    from ckptool.loading.source import Source
     from ckptool.trainer.tuning import Tuning
 
 __all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]

@@ -21,7 +21,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
-from ckptool.loading.live.ranks import sendable
+from ckptool.loading.ranks import sendable
 from ckptool.trainer.processes import TIMEOUT, require_launcher
 from ckptool.trainer.strategies.base import Step
 
