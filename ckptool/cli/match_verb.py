@@ -92,7 +92,7 @@ def command(
         given = [*_used(regexes, state), *_allowing(allowance)]
         given += ["--model-only"] if state.section.kind == "module" else []
     report = plan.report
-    judgement = allowance.judged(report, plan.match.again)
+    judgement = allowance.judged(report)
     settle(0 if judgement.accepted else 1)
     if as_json:
         print_document({**report.to_dict(), **_document(judgement)})

@@ -33,7 +33,7 @@ from ckptool.loading.target import (
     target_of,
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
-from ckptool.matching.counting import counted
+from ckptool.matching.report import counted
 from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch
 from ckptool.tensors.placement import MapLocation, Placement
@@ -479,7 +479,7 @@ class _Loading:
             left_out=tuple(left_out),
             **counted(target.slots, met - set(lost), known - set(report.missing_keys)),
         )
-        refusal = self._allowance.refusal(self.plan.report, self.plan.match.again)
+        refusal = self._allowance.refusal(self.plan.report)
         if refusal is not None:
             raise refusal
 

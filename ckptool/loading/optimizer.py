@@ -26,8 +26,8 @@ from ckptool.loading.snapshot import layers
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
-from ckptool.matching.globs import escaped_glob
-from ckptool.matching.holding import holds
+from ckptool.matching.refusal import escaped_glob
+from ckptool.matching.slots import holds
 from ckptool.model import Shape, TensorRef
 from ckptool.optimizers import OPTIONS, groups_of, model_of, options_of
 from ckptool.optimizers import shape_of as shape_kept

@@ -19,9 +19,9 @@ from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, Overlap, matched
-from ckptool.matching.counting import counted
+from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.paths import printable, walk
+from ckptool.paths import listed, printable, walk
 from ckptool.tensors import materialise, require_torch, torch_dtype
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.metadata import moved_metadata
@@ -37,6 +37,7 @@ _BLOCK = 1 << 15
 each other and are far slower than one where the machine is busy."""
 TORCH_DECIDES = "torch decides"
 """How the report begins to say of names that the model's own code may take."""
+_UNMADE = ("without elements", "not made from a file")
 _LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
 
 
@@ -156,7 +157,11 @@ class Plan(NamedTuple):
         report = self.report
         if report.kept and any(reason.startswith(TORCH_DECIDES) for _, reason in report.kept):
             report = report.with_changes(loaded=report.parameters, fitting=report.names)
-        return allowance.refusal(report, self.match.again)
+        refusal = allowance.refusal(report)
+        unmade = [f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_UNMADE)]
+        if refusal is not None and unmade:
+            refusal.message += f"\n{listed(unmade, most=2)}"
+        return refusal
 
 
 @uncollected()
@@ -186,6 +191,7 @@ def planned(
         target.slots,
         rules=rules_of(rules, prefixes),
         metadata=state.metadata,
+        closed=target.custom,
         file=state.file,
         model=target.label,
     )
@@ -223,11 +229,13 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
     kept: dict[str, str] = {}
     for name, own in plan.pairs.items():
         node, slot = state.root[own], target.slots[name]
-        if isinstance(node, Opaque) and getattr(node.func, "qualified", "") in _LAZY:
-            if slot.shape is None and slot.kind != "extra":
-                kept[name] = "the file's has no elements either"
-            else:
+        if type(node) is TensorRef and state.slots[own].shape is not None and slot.kind != "extra":
+            continue  # as most of many names
+        if _is_lazy(node, state, own):
+            if slot.shape is not None or slot.kind == "extra":
                 found[name] = "saved by a lazy module that never ran, without elements"
+            elif isinstance(node, Opaque):
+                kept[name] = "the file's has no elements either"
         elif slot.kind == "extra" and (what := inert(node)):
             found[name] = f"holds {what}, which is not made from a file"
     if not (found or kept):
@@ -241,6 +249,15 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
     gone = {**found, **kept}
     pairs = {name: own for name, own in plan.pairs.items() if name not in gone}
     return plan._replace(pairs=pairs, report=report)
+
+
+def _is_lazy(node: Any, state: State, own: str) -> bool:
+    """Return whether it is a parameter or buffer that has no shape yet."""
+    from torch.nn.parameter import is_lazy
+
+    if isinstance(node, Opaque):
+        return getattr(node.func, "qualified", "") in _LAZY
+    return state.tree.format == "memory" and is_lazy(state.value(own))
 
 
 def inert(node: Any) -> str:

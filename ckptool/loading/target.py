@@ -90,7 +90,28 @@ def target_of(model: torch.nn.Module) -> Target:
         }
         live = {**found, **unlisted}
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")
+    slots = _with_forms(slots, modules)
     return Target(type(_innermost(model)).__name__, slots, _tensors(live), metadata, custom)
+
+
+def _with_forms(slots: Slots, modules: Iterable[tuple[str, torch.nn.Module]]) -> Slots:
+    """Mark the tensors of parametrizations that have no older spelling, as torch's norms have."""
+    from torch.nn.utils import parametrizations
+    from torch.nn.utils.parametrize import ParametrizationList
+
+    norms = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+    lists = tuple(
+        f"{without_hidden(path)}."
+        for path, module in modules
+        if isinstance(module, ParametrizationList)
+        and not (len(module) == 1 and isinstance(module[0], norms))
+    )
+    if not lists:
+        return slots
+    return {
+        name: slot._replace(form="parametrized") if name.startswith(lists) else slot
+        for name, slot in slots.items()
+    }
 
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:

@@ -13,8 +13,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch
 
 if TYPE_CHECKING:
-    from ckptool.matching.again import Again
-    from ckptool.matching.judging import Judgement, Problem
+    from ckptool.matching.refusal import Judgement, Problem
 
 __all__ = ["Allowance", "Allowed"]
 
@@ -61,34 +60,29 @@ class Allowance:
         takes = _taker(self.lossy_cast or False)
         return any(map(takes, names))
 
-    def problems(self, report: MatchReport, again: Again | None = None) -> tuple[Problem, ...]:
-        """Every reason to refuse, the most telling first; none: it is accepted."""
-        return self.judged(report, again).problems
+    def problems(self, report: MatchReport) -> tuple[Problem, ...]:
+        """Return every reason to refuse, the most telling first; none: it is accepted."""
+        return self.judged(report).problems
 
-    def judged(
-        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
-    ) -> Judgement:
-        """The same, with what helps. By `again` a rule is tried before it is told of.
+    def judged(self, report: MatchReport, *, untried: str = "") -> Judgement:
+        """Return the same with what helps.
 
-        `untried` is the class that may take more than could be found out.
+        `untried` is the class whose own loading may take more than could be found out.
         """
-        from ckptool.matching.judging import judged  # as in `refusal`
+        from ckptool.matching.refusal import judged  # nothing has to be said of what fits
 
-        return judged(self, report, again, untried)
+        return judged(self, report, untried)
 
-    def refusal(
-        self, report: MatchReport, again: Again | None = None, *, untried: str = ""
-    ) -> MatchError | None:
-        """The error to raise; None: it is accepted.
+    def refusal(self, report: MatchReport, *, untried: str = "") -> MatchError | None:
+        """Return the error to raise; None: it is accepted.
 
-        Its text is the three most useful lines, its remedy what helps most; see `judged`.
+        Its text has the three most useful lines, its remedy the arguments that help most.
         """
         if report.fits and not self.is_nothing(report) and not self.is_short(report):
             return None
-        # Imported here: nothing has to be said of what fits.
-        from ckptool.matching.judging import refusal
+        from ckptool.matching.refusal import refusal
 
-        return refusal(report, self.judged(report, again, untried=untried))
+        return refusal(report, self.judged(report, untried=untried))
 
     def refused(
         self, report: MatchReport

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
+from ckptool.matching.slots import Slot, holds
 from ckptool.model import Shape
+from ckptool.remedies import Remedy
 
-if TYPE_CHECKING:
-    from ckptool.matching.optimizer_report import OptimizerReport
-
-__all__ = ["Ambiguity", "Cast", "MatchReport", "Mismatch", "Overlap", "Renaming"]
+__all__ = [
+    "Ambiguity",
+    "Cast",
+    "Counts",
+    "MatchReport",
+    "Mismatch",
+    "OptimizerReport",
+    "Overlap",
+    "Renaming",
+    "casts_of",
+    "counted",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,36 @@ class Overlap:
         return {"names": list(self.names), "whole": self.whole}
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerReport:
+    """How the state of an optimizer was matched, or why it was not."""
+
+    by: str
+    """`names`, `shapes` or `position`."""
+    matched: int
+    """Parameters whose state is loaded."""
+    parameters: int
+    """Parameters that the optimizer has."""
+    problems: tuple[str, ...] = ()
+    """What does not fit, a sentence each; none: it does."""
+    cast: tuple[Cast, ...] = ()
+    notes: tuple[str, ...] = ()
+    remedy: Remedy | str = ""
+    """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object as `ckptool.match/1` has it."""
+        return {
+            "by": self.by,
+            "matched": self.matched,
+            "parameters": self.parameters,
+            "problems": list(self.problems),
+            "cast": [cast.to_dict() for cast in self.cast],
+            "notes": list(self.notes),
+            "remedy": str(self.remedy),
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchReport:
     """Whether a state dict fits a model, and how it is made to."""
@@ -146,15 +188,14 @@ class MatchReport:
     """Names that share memory in the model, and of which one would undo the other."""
     ambiguous: tuple[Ambiguity, ...] = ()
     """Their names are among the missing and the unexpected too."""
+    proposed: tuple[Renaming, ...] = ()
+    """Rules that would match more names, for the user to decide: none of them was applied."""
     moved: tuple[str, ...] = ()
-    """Lists of layers that are counted otherwise on the two sides, in words: that equal numbers
-    mean the same layer is not sure."""
+    """Empty; kept for those who read it."""
     respelled: tuple[str, ...] = ()
-    """Lists of layers of which the file has all that the model lacks, by shapes and numbers, in
-    words: the names below the numbers are others."""
+    """Empty; kept for those who read it."""
     reformed: tuple[tuple[str, str], ...] = ()
-    """What the file has of the model in another form, and what helps, in words: a parametrization
-    on one side alone, one tensor for several."""
+    """Empty; kept for those who read it."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Names of the file that no model takes, each with the reason: an average's counter."""
     kept: tuple[tuple[str, str], ...] = ()
@@ -217,6 +258,7 @@ class MatchReport:
             "untied": [list(names) for names in self.untied],
             "overlapping": [overlap.to_dict() for overlap in self.overlapping],
             "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
+            "proposed": [renaming.to_dict() for renaming in self.proposed],
             "moved": list(self.moved),
             "respelled": list(self.respelled),
             "reformed": [{"text": text, "helps": helps} for text, helps in self.reformed],
@@ -231,3 +273,57 @@ class MatchReport:
         from ckptool.render.match import match_text
 
         return match_text(self)
+
+
+class Counts(TypedDict):
+    """Fields of a `MatchReport`."""
+
+    loaded: int
+    parameters: int
+    fitting: int
+    names: int
+
+
+def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str]) -> Counts:
+    """How much of a model is loaded: of its parameters, where it is known which these are.
+
+    `met` are the names that are loaded, `kept` those that are not asked for.
+    """
+    every = {name: slot for name, slot in want.items() if name not in kept} if kept else want
+    known = every
+    kinds = {slot.kind for slot in every.values()}
+    if "parameter" in kinds and "tensor" not in kinds:
+        known = {name: slot for name, slot in every.items() if slot.kind == "parameter"}
+    elif "extra" in kinds:
+        known = {n: slot for n, slot in every.items() if slot.kind != "extra"} or every
+    once = [name for name, slot in known.items() if slot.tie is None]
+    if len(once) < len(known):
+        tied: dict[Hashable, str] = {}
+        for name, slot in known.items():
+            if slot.tie is not None and (slot.tie not in tied or name in met):
+                tied[slot.tie] = name
+        once += tied.values()
+    shapes = {slot.shape: slot for slot in known.values()}
+    sizes = {shape: slot.elements for shape, slot in shapes.items()}
+    if not any(sizes.values()):  # there is nothing to count but names
+        sizes, once = dict.fromkeys(sizes, 1), list(known)
+    loaded = Counter([known[name].shape for name in once if name in met])
+    parameters = Counter([known[name].shape for name in once])
+    return {
+        "loaded": sum(sizes[shape] * count for shape, count in loaded.items()),
+        "parameters": sum(sizes[shape] * count for shape, count in parameters.items()),
+        "fitting": sum([name in met for name in every]),
+        "names": len(every),
+    }
+
+
+def casts_of(
+    pairs: Mapping[str, str], have: Mapping[str, Slot], want: Mapping[str, Slot]
+) -> tuple[Cast, ...]:
+    """Changes of the element type, lossy by what the types hold, in the order of the pairs."""
+    casts = []
+    for name, own in pairs.items():
+        before, after = have[own].dtype, want[name].dtype
+        if before != after and before is not None and after is not None:
+            casts.append(Cast(name, own, before, after, not holds(after, before)))
+    return tuple(casts)

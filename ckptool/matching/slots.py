@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from ckptool.model import Shape, TensorRef
 from ckptool.statedict import Section, is_extra_state, wrapped_names
 from ckptool.transforms.places import tie_key
 
-__all__ = ["EXTRA", "Slot", "Slots", "fits", "slots_of"]
+__all__ = ["EXTRA", "Slot", "Slots", "fits", "holds", "slots_of"]
 
 
 class Slot(NamedTuple):
@@ -83,3 +84,36 @@ def _is_tensor(name: str, value: Any) -> bool:
 def _slot(tensor: TensorRef, tie: Hashable, is_module: bool) -> Slot:
     kind = "parameter" if tensor.is_parameter else "buffer" if is_module else "tensor"
     return Slot(tensor.shape, tensor.dtype, kind, tie)
+
+
+_INTEGERS = {
+    "bool": (0, 1),
+    **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
+}
+"""The smallest and the largest number."""
+_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The type of the two parts."""
+
+
+@lru_cache(maxsize=256)
+def holds(wide: str, narrow: str) -> bool:
+    """Whether a cast from `narrow` to `wide` changes no number; no for types not known of."""
+    if wide == narrow:
+        return True
+    # Imported here: of most files no type changes.
+    from ckptool.tensors.floats import FLOATS, is_exact
+
+    if wide in _COMPLEX:
+        return holds(_COMPLEX[wide], _COMPLEX.get(narrow, narrow))
+    if narrow in FLOATS:
+        return wide in FLOATS and is_exact(narrow, wide)
+    if narrow not in _INTEGERS:
+        return False
+    least, most = _INTEGERS[narrow]
+    if wide in _INTEGERS:
+        return _INTEGERS[wide][0] <= least and most <= _INTEGERS[wide][1]
+    kind = FLOATS.get(wide)
+    if kind is None or not kind.signed:
+        return False
+    return most.bit_length() <= kind.digits and -least <= kind.largest

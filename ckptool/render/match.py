@@ -8,7 +8,7 @@ from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
 from ckptool.matching.allowance import Allowance
-from ckptool.matching.judging import Judgement
+from ckptool.matching.refusal import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Remedy

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptool.inspection.doctor.patient import Patient, metadata_of, tensors_of
-from ckptool.matching import Slot
-from ckptool.matching.counters import uncounted
-from ckptool.matching.inference import InferredRule, inferred
-from ckptool.matching.spelling import weight_norms
+from ckptool.matching import Renaming, Slot, matched
+from ckptool.matching.known_renames import uncounted, weight_norms
 from ckptool.model import TensorRef
 from ckptool.wrappers import N_AVERAGED, WRAPPERS
 
@@ -47,8 +45,8 @@ class Comparison:
     """Changed on the way, in this order."""
     normed: tuple[str, ...] = ()
     """Those of `weight_norm` as a parametrization, which the reference has in the old form."""
-    rules: tuple[InferredRule, ...] = ()
-    """What the names that were left suggested beside."""
+    rules: tuple[Renaming, ...] = ()
+    """Rules that would match more of the names that are left, as `matching` proposes them."""
 
 
 def compared(patient: Patient) -> Comparison | None:
@@ -98,16 +96,16 @@ def _with_weight_norm(found: Comparison) -> Comparison:
 
 
 def _with_rules(found: Comparison) -> Comparison:
-    """The same after what two sets of names leave no doubt about (`matching.inference`)."""
+    """The same after the rules that matching proposes for what is left."""
     if not found.unexpected or not found.missing:
         return found
     have = {pair.name: _slot(pair.mine) for pair in found.pairs}
     want = {pair.name: _slot(pair.wanted) for pair in found.pairs}
-    met = {name: name for name in have}
     have.update((name, _slot(tensor)) for name, (_, tensor) in found.unexpected.items())
     want.update((name, _slot(tensor)) for name, tensor in found.missing.items())
-    rules = tuple(rule for rule in inferred(have, want, met).rules if rule.rule)
-    names = {own: wanted for rule in rules for wanted, own in rule.pairs.items()}
+    report = matched(have, want).report
+    rules = () if report.ambiguous else report.proposed
+    names = {own: wanted for rule in rules for own, wanted in rule.names}
     return replace(_renamed(found, names), rules=rules)
 
 

@@ -18,7 +18,7 @@ from ckptool.inspection.doctor.complaint import (
     quoted_names,
 )
 from ckptool.inspection.doctor.patient import Patient
-from ckptool.matching.globs import escaped_glob, fronts
+from ckptool.matching.refusal import escaped_glob
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import TensorRef
 from ckptool.paths import counted, listed, printable
@@ -114,11 +114,11 @@ def _ruled(comparison: Comparison) -> Iterator[Found]:
             "renamed",
             "fails",
             f"names are spelled otherwise than in the reference: {printable(rule.text)}",
-            names_of(rule.pairs.values()),
+            names_of(own for own, _ in rule.names),
             "load_state_dict says: Missing key(s) in state_dict: "
-            f"{quoted_names(rule.pairs)} Unexpected key(s) in state_dict: "
-            f"{quoted_names(rule.pairs.values())}; with strict=False they are left out, without an "
-            "error",
+            f"{quoted_names(new for _, new in rule.names)} Unexpected key(s) in state_dict: "
+            f"{quoted_names(own for own, _ in rule.names)}; with strict=False they are left out, "
+            "without an error",
         )
         yield Found(complaint, (Need("map", rule.rule),))
 
@@ -171,12 +171,18 @@ def _globs(names: Iterable[str], kept: Iterable[str]) -> list[str]:
 
     None where it would take more of them than a command should have.
     """
-    occupied = {head for name in kept for head in fronts(name)}
+    occupied = {head for name in kept for head in _fronts(name)}
     globs: dict[str, None] = {}
     for name in names:
-        head = next((head for head in fronts(name) if head not in occupied), None)
+        head = next((head for head in _fronts(name) if head not in occupied), None)
         globs[f"{escaped_glob(head)}*" if head else escaped_glob(name)] = None
     return list(globs) if len(globs) <= _MOST_GLOBS else []
+
+
+def _fronts(name: str) -> Iterator[str]:
+    """The modules that a name lies in, outermost first, each with its dot."""
+    parts = name.split(".", 24)
+    return (f"{'.'.join(parts[:end])}." for end in range(1, len(parts)))
 
 
 def _are(count: int) -> str:

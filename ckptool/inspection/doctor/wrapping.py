@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptool.errors import NameCollision
-from ckptool.matching.unwrapping import wrapped_submodules
+from ckptool.matching.align import wrapped_submodules
 from ckptool.wrappers import WRAPPERS, counts, strip_names, wrappers_of
 
 __all__ = ["Wrapping", "front", "wrapping"]

@@ -1,0 +1,399 @@
+"""Match the names of a file with those of a model: the steps in their order, and the report."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ckptool.errors import UsageError
+from ckptool.matching.align import (
+    Alignment,
+    align,
+    common_module,
+    escaped,
+    is_average_counter,
+    literal,
+    proposals,
+)
+from ckptool.matching.known_renames import BATCHES, beside, uncounted
+from ckptool.matching.report import (
+    Ambiguity,
+    MatchReport,
+    Mismatch,
+    Renaming,
+    casts_of,
+    counted,
+)
+from ckptool.matching.slots import Slot
+from ckptool.paths import printable
+from ckptool.transforms.name_rules import Rule, prefix_regex, regex_rule
+from ckptool.wrappers import WRAPPERS, check_collisions
+
+__all__ = ["Match", "matched"]
+
+_NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
+_NO_LAYER = "torch asks for no counter of a layer that is not in the file"
+_NO_AVERAGE = "the file is of no average"
+_WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
+_UNCOUNTED = "the model's normalisation counts no batches"
+_COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
+_WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
+"""Wrapper components that no layer is called."""
+_WORDS_RULE = f"{_WORDS.pattern}=>"
+_NUMBER_PART = re.compile(r"(?<![^.])\d+(?=\\?\.)")
+_MOST_TRIED = 64
+"""Changes of one step; where there are more, no rule is told for them."""
+
+
+class Match(NamedTuple):
+    """Which name of the file goes where, and the report of it."""
+
+    pairs: dict[str, str]
+    """Name in the model to name in the file, of what is to be loaded, in the model's order.
+
+    Tied names of which one is in the file all have that one. Mismatched names are not here.
+    """
+    renamed: dict[str, str]
+    """Every name of the file to what the rules make of it, matched or not: for files written."""
+    report: MatchReport
+    beyond: Mapping[str, str] = MappingProxyType({})
+    """What the modules' own loading takes: as they call it, to the name in the file."""
+    filled: frozenset[str] = frozenset()
+    """Names of the model that the file has not, and that the modules' own loading fills."""
+    untried: str = ""
+    """The class whose own loading may take more, which could not be tried; empty: none."""
+
+
+def matched(
+    have: Mapping[str, Slot],
+    want: Mapping[str, Slot],
+    *,
+    rules: Iterable[Rule] = (),
+    metadata: Mapping[str, Any] | None = None,
+    closed: Collection[str] = (),
+    file: str = "",
+    model: str = "",
+) -> Match:
+    """Match the names of a file with those that a model has.
+
+    Args:
+        have: What stands under the names of the file.
+        want: What the model has.
+        rules: The user's, applied to the file's names before anything else.
+        metadata: `_metadata` of the file's state dict: its versions say which counters old files
+            lack.
+        closed: Paths of the model's modules that load in a way of their own: no name below them
+            is respelled.
+        file: What the report calls the file.
+        model: What the report calls the model.
+
+    Raises:
+        NameCollision: the user's rules make two names one.
+        UsageError: the user's rules leave nothing of a name.
+    """
+    rules = list(rules)
+    ruled, idle = _ruled(have, rules, file)
+    origin = {new: own for own, new in ruled.items()}
+    found = align({ruled[own]: slot for own, slot in have.items()}, want, closed=closed)
+    direct = {name: origin[own] for name, own in {**found.mismatched, **found.pairs}.items()}
+    wrong = {name: direct[name] for name in found.mismatched}
+    met = {name: direct[name] for name in found.pairs}
+    tied = _tied(want, met, wrong)
+    pairs = {name: met[name] for name in want if name in met}
+    missing = [name for name in want if name not in pairs and name not in wrong]
+    taken = {*pairs.values(), *wrong.values()}
+    unused = [own for own in have if own not in taken]
+    kept = _kept(missing, want, pairs, wrong, metadata)
+    left_out = _left_out(unused, pairs)
+    missing = [name for name in missing if name not in kept]
+    unused = [own for own in unused if own not in left_out]
+    renamed = tuple(_renamings(found, ruled, direct, rules))
+    ambiguous, proposed = _proposed(found, origin, missing, unused)
+    report = MatchReport(
+        file=file,
+        model=model,
+        missing_keys=missing,
+        unexpected_keys=unused,
+        mismatched=tuple(
+            Mismatch(name, own, have[own].shape or (), want[name].shape or ())
+            for name, own in ((name, wrong[name]) for name in want if name in wrong)
+        ),
+        renamed=renamed,
+        cast=casts_of(pairs, have, want),
+        tied=tied,
+        ambiguous=ambiguous,
+        proposed=proposed,
+        left_out=tuple(left_out.items()),
+        kept=tuple(kept.items()),
+        notes=idle,
+        **counted(want, pairs, kept),
+    )
+    by_own = {own: name for name, own in direct.items()}
+    return Match(pairs, _rewritten(ruled, by_own, renamed), report)
+
+
+def _ruled(
+    names: Iterable[str], rules: Sequence[Rule], file: str
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return what the user's rules make of the names, and a note for each that matches nothing."""
+    ruled = {name: name for name in names}
+    idle = []
+    for rule in rules:
+        changed = {own: new for own, at in ruled.items() if (new := rule.apply(at)) is not None}
+        if not changed:
+            idle.append(f"the rule {printable(rule.text)!r} matches no name")
+        ruled.update(changed)
+    name = next((own for own, new in ruled.items() if not new and own), None)
+    if name is not None:
+        raise UsageError(
+            f"nothing would be left of the name {printable(name)!r}",
+            file=file or None,
+            hint="every tensor needs a name: let the rules keep a part of it",
+        )
+    if rules:
+        check_collisions(ruled, ruled, file=file or None, hint=_COLLISION_HINT)
+    return ruled, tuple(idle)
+
+
+def _tied(
+    want: Mapping[str, Slot], met: dict[str, str], wrong: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Give all names of one tensor what one of them has; return those tensors that are loaded."""
+    groups: dict[Any, list[str]] = {}
+    for name, slot in want.items():
+        if slot.tie is not None:
+            groups.setdefault(slot.tie, []).append(name)
+    tied = []
+    for names in groups.values():
+        source = next((met[name] for name in names if name in met), None)
+        if source is not None and len(names) > 1:
+            for name in names:
+                if name not in wrong:
+                    met.setdefault(name, source)
+            tied.append(tuple(names))
+    return tuple(tied)
+
+
+def _kept(
+    missing: Sequence[str],
+    want: Mapping[str, Slot],
+    pairs: Mapping[str, str],
+    wrong: Collection[str],
+    metadata: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """Return the missing counters that torch does not ask for, each with the reason."""
+    free = uncounted(missing, pairs, metadata)
+    kept = {}
+    for name in missing:
+        if name in free and beside(name) in want:
+            near = beside(name)
+            kept[name] = _NOT_COUNTED if near in pairs or near in wrong else _NO_LAYER
+        elif is_average_counter(name):
+            kept[name] = _NO_AVERAGE
+    return kept
+
+
+def _left_out(unused: Sequence[str], pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return the file's counters that the model has no use for, each with the reason."""
+    near = {own for name, own in pairs.items() if unused and name.endswith("running_mean")}
+    left_out = {}
+    for own in unused:
+        if is_average_counter(own):
+            left_out[own] = _WAS_AVERAGE
+        elif own.rpartition(".")[2] == BATCHES and beside(own) in near:
+            left_out[own] = _UNCOUNTED
+    return left_out
+
+
+def _proposed(
+    found: Alignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+) -> tuple[tuple[Ambiguity, ...], tuple[Renaming, ...]]:
+    """Return the questions that a rule decides, and the rules that would match more."""
+    if not missing or not unused:
+        return (), ()
+    left = {*missing, *unused}
+    made = []
+    for one in proposals(found):
+        names = tuple((origin[own], name) for name, own in one.names.items())
+        names = tuple(pair for pair in names if left.issuperset(pair))
+        for rule in one.rules:
+            text = rule.replace("=>", " -> ", 1)
+            made.append(Renaming("proposed", text, names if rule is one.rules[-1] else (), rule))
+    if not found.questions:
+        return (), tuple(one for one in made if one.names)
+    own = dict.fromkeys(origin[own] for one in found.questions for own in one.names.values())
+    wanted = dict.fromkeys(name for one in found.questions for name in one.names)
+    if left.isdisjoint(own) and left.isdisjoint(wanted):
+        return (), ()
+    lone = all(one.names for one in made)
+    rules = tuple(one.rule for one in made) if lone else ()
+    return (Ambiguity(tuple(own), tuple(wanted), rules),), tuple(made)
+
+
+def _renamings(
+    found: Alignment,
+    ruled: Mapping[str, str],
+    direct: Mapping[str, str],
+    rules: Sequence[Rule],
+) -> Iterator[Renaming]:
+    """Yield what was done to the names, in the order of the steps.
+
+    The rules of all renamings, one after the other, make the file's names those of the model.
+    """
+    yield from _by_user(rules, ruled, {own: name for name, own in direct.items()})
+    ends = [(own, name) for name, own in direct.items() if ruled[own] != name]
+    if not ends:
+        return
+    own, wanted = [ruled[one] for one, _ in ends], [name for _, name in ends]
+    unwrapped, bare = (
+        [
+            [short[name] for name in names]
+            for names, short in ((own, _shorter(both[0])), (wanted, _shorter(both[1])))
+        ]
+        for both in (found.unwrapped, found.bare)
+    )
+    front = _wrapper_front(wanted, unwrapped[1])
+    columns = [
+        ("wrapper", own),
+        ("wrapper", [_WORDS.sub("", name) for name in own] if own != unwrapped[0] else own),
+        ("prefix", unwrapped[0]),
+        ("known", bare[0]),
+        ("prefix", bare[1]),
+        ("wrapper", unwrapped[1]),
+        ("wrapper", [name.removeprefix(front) for name in wanted]),
+        ("", wanted),
+    ]
+    still = [name for name, own in direct.items() if ruled[own] == name]
+    for (kind, before), (_, after) in pairwise(columns):
+        if before != after:
+            yield from _step(kind, before, after, ends, still)
+
+
+def _shorter(names: Mapping[str, str]) -> dict[str, str]:
+    return {full: name for name, full in names.items()}
+
+
+def _by_user(
+    rules: Sequence[Rule], ruled: Mapping[str, str], wanted: Mapping[str, str]
+) -> Iterator[Renaming]:
+    now = {own: own for own in ruled}
+    for rule in rules:
+        changed = {own: new for own, at in now.items() if (new := rule.apply(at) or at) != at}
+        pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
+        if pairs:
+            is_prefix = not rule.regex and not rule.exact and "=" in rule.text
+            regex = prefix_regex(rule.text) if is_prefix else rule.regex
+            yield Renaming("rule", rule.text, pairs, regex)
+        now.update(changed)
+
+
+def _wrapper_front(wanted: Sequence[str], bare: Sequence[str]) -> str:
+    """Return the wrapper components in front of all names of the model."""
+    front = ""
+    least = min(len(name) - len(short) for name, short in zip(wanted, bare, strict=True))
+    while True:
+        word = wanted[0][len(front) :].partition(".")[0]
+        longer = f"{front}{word}."
+        fits = word in WRAPPERS and len(longer) <= least
+        if not fits or not all(name.startswith(longer) for name in wanted):
+            return front
+        front = longer
+
+
+def _step(
+    kind: str,
+    before: Sequence[str],
+    after: Sequence[str],
+    ends: Sequence[tuple[str, str]],
+    still: Sequence[str],
+) -> Iterator[Renaming]:
+    """Yield a renaming for each change of one step, with a rule where one does just that."""
+    groups: dict[str, list[int]] = {}
+    likely: dict[str, set[str]] = {}
+    for at, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            text, rule = _ending(old, new) if kind == "known" else _head(old, new)
+            groups.setdefault(text, []).append(at)
+            likely.setdefault(text, set()).add(rule)
+    now = [*before, *still]
+    for text, members in sorted(groups.items(), key=lambda group: -group[0].count(".")):
+        then = now.copy()
+        for at in members:
+            then[at] = after[at]
+        rule = _WORDS_RULE
+        if len(likely[text]) == 1:
+            rule = likely[text].pop()
+        elif len(every := {_any_number(one) for one in likely[text]}) == 1:
+            rule = every.pop()
+        if len(groups) > _MOST_TRIED or not _does(rule, now, then):
+            rule = ""
+        now = then
+        yield Renaming(kind, text, tuple(ends[at] for at in members), rule)
+
+
+def _does(rule: str, before: Sequence[str], after: Sequence[str]) -> bool:
+    apply = regex_rule(rule).apply
+    return all((apply(old) or old) == new for old, new in zip(before, after, strict=True))
+
+
+def _any_number(rule: str) -> str:
+    r"""Return the rule for a path with any numbers: `^layers\.(\d+)\.=>blocks.\1.`."""
+    regex, _, replacement = rule.partition("=>")
+    groups = itertools.count(1)
+    regex = _NUMBER_PART.sub(r"(\\d+)", regex)
+    replacement = _NUMBER_PART.sub(lambda _: "\\" + str(next(groups)), replacement)
+    return f"{regex}=>{replacement}"
+
+
+def _ending(old: str, new: str) -> tuple[str, str]:
+    """Return the change of the end of a name in words, and the rule for it."""
+    kept = len(common_module([old, new]))
+    before, after = old[kept:], new[kept:]
+    return f"{before} -> {after}", rf"(^|\.){escaped(before)}$=>\1{literal(after)}"
+
+
+def _head(old: str, new: str) -> tuple[str, str]:
+    """Return which components are removed or added, and the rule that does it at one place."""
+    mine, others = old.split("."), new.split(".")
+    while mine and others and mine[-1] == others[-1]:
+        del mine[-1], others[-1]
+    longer, shorter = (mine, others) if len(mine) > len(others) else (others, mine)
+    kept = iter(shorter)
+    wanted = next(kept, None)
+    changed = []
+    for part in longer:
+        if part == wanted:
+            wanted = next(kept, None)
+        else:
+            changed.append(f"{part}.")
+    text = f"{''.join(changed)} {'removed' if longer is mine else 'added'}"
+    before = "".join(rf"{escaped(part)}\." for part in mine)
+    made = "".join(f"{literal(part)}." for part in others)
+    return text, f"^{before}=>{made}"
+
+
+def _rewritten(
+    ruled: Mapping[str, str], matched: Mapping[str, str], renamed: Iterable[Renaming]
+) -> dict[str, str]:
+    """Return every name of the file as it is afterwards.
+
+    Matched names are the model's. The rest is what the rules make of it, or stays as the user's
+    rules left it where another name is called so.
+    """
+    taken = set(matched.values())
+    rules = [regex_rule(one.rule) for one in renamed if one.kind != "rule" and one.rule]
+    names = dict(ruled)
+    for own, at in ruled.items():
+        if own in matched:
+            names[own] = matched[own]
+            continue
+        new = at
+        for rule in rules:
+            new = rule.apply(new) or new
+        names[own] = new = at if new in taken else new
+        taken.add(new)
+    return names
