@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._collecting import uncollected
@@ -14,7 +15,7 @@ from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.loading.fill import alone
 from ckptool.loading.load import unpickled
-from ckptool.loading.memory import cuts, memory_of
+from ckptool.loading.memory import cuts, extent, memory_of, repeats
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
@@ -23,6 +24,7 @@ from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
 from ckptool.paths import listed, printable, walk
 from ckptool.tensors import materialise, require_torch, torch_dtype
+from ckptool.tensors.floats import FLOATS
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.metadata import moved_metadata
 from ckptool.transforms.name_rules import Rule, rules_of
@@ -37,6 +39,7 @@ _BLOCK = 1 << 15
 each other and are far slower than one where the machine is busy."""
 TORCH_DECIDES = "torch decides"
 """How the report begins to say of names that the model's own code may take."""
+_NEVER_RAN = "saved by a lazy module that never ran, without elements"
 _UNMADE = ("without elements", "not made from a file")
 _LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
 
@@ -134,6 +137,7 @@ def target_like(like: Any, *, key: Any = None) -> Target:
         if error.remedy is not None:
             error.advise(error.remedy.with_names({"key": "like_key"}))
         elif isinstance(like, Mapping) and error.hint is None:
+            error.message = f"{REFERENCE} is neither a state dict nor a dict of shapes"
             error.advise("in a dict of shapes all are tuples of sizes: {'weight': (4, 3)}")
         raise
 
@@ -233,18 +237,24 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
             continue  # as most of many names
         if _is_lazy(node, state, own):
             if slot.shape is not None or slot.kind == "extra":
-                found[name] = "saved by a lazy module that never ran, without elements"
+                found[name] = _NEVER_RAN
             elif isinstance(node, Opaque):
                 kept[name] = "the file's has no elements either"
         elif slot.kind == "extra" and (what := inert(node)):
             found[name] = f"holds {what}, which is not made from a file"
-    if not (found or kept):
+    lazy = {own for own in report.unexpected_keys if _is_lazy(state.root[own], state, own)}
+    if not (found or kept or lazy):
         return plan
     missing = {*report.missing_keys, *found}
     report = report.with_changes(
         missing_keys=[name for name in target.slots if name in missing],
+        unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
         kept=(*report.kept, *kept.items()),
-        left_out=(*report.left_out, *((plan.pairs[name], why) for name, why in found.items())),
+        left_out=(
+            *report.left_out,
+            *((plan.pairs[name], why) for name, why in found.items()),
+            *((own, _NEVER_RAN) for own in report.unexpected_keys if own in lazy),
+        ),
     )
     gone = {**found, **kept}
     pairs = {name: own for name, own in plan.pairs.items() if name not in gone}
@@ -390,26 +400,39 @@ def _changed(block: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """Return which elements a cast changes, and which of these are beyond what the type has."""
     import torch
 
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    if not (block.is_floating_point() or block.is_complex()):
-        after = block.to(dtype)
-        if whole:
-            changed = after.to(block.dtype) != block
-            return changed, changed
-        numbers = after.to(torch.complex128 if after.is_complex() else torch.float64)
-        over = ~numbers.isfinite()
-        limit = 2.0**63  # a larger float becomes some integer on the way back
-        back = numbers.real.where(numbers.real.abs() < limit, 0.0).to(block.dtype)
-        return over | (back != block), over
-    kind = torch.complex128 if block.is_complex() else torch.float64
-    before, after = block.to(kind), block.to(dtype).to(kind)
-    changed = ~((before == after) | (before.isnan() & after.isnan()))
-    if not whole:
-        return changed, changed & ~after.isfinite() & before.isfinite()
-    info = torch.iinfo(dtype) if dtype is not torch.bool else None
-    real = before.real if block.is_complex() else before
-    inside = (real >= (info.min if info else 0)) & (real <= (info.max if info else 1))
-    return changed, changed & ~inside
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if block.is_complex():  # a pair for each element
+        pairs = torch.view_as_real(block.resolve_conj().to(torch.complex128))
+        if dtype.is_complex:
+            changed, over = _changed(pairs, real)
+            return changed.any(-1), over.any(-1)
+        changed, over = _changed(pairs[..., 0], real)
+        return changed | (pairs[..., 1] != 0), over
+    after = block.to(real)
+    if block.is_floating_point():
+        before, after = block.double(), after.double()
+        changed = ~((before == after) | (before.isnan() & after.isnan()))
+        kind = FLOATS.get(str(real).removeprefix("torch."))
+        if kind is not None and kind.infinite:
+            return changed, changed & ~after.isfinite()
+        least, most = 0.0, 1.0
+        if real is not torch.bool:
+            info = torch.finfo(real) if real.is_floating_point else torch.iinfo(real)
+            least, most = info.min, info.max
+        edge = before if real.is_floating_point else before.trunc()
+        return changed, changed & ~((edge >= least) & (edge <= most))
+    if real.is_floating_point:
+        after = after.double()
+        bits = 1 if block.dtype is torch.bool else torch.iinfo(block.dtype).bits
+        signed = block.dtype.is_signed
+        least, most = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1)) if signed else (0.0, 2.0**bits)
+        inside = (after >= least) & (after < most)  # others become some integer on the way back
+        back = after.where(inside, 0.0).to(block.dtype)
+        return ~inside | (block != back), ~after.isfinite()
+    changed = block.to(torch.int64) != after.to(torch.int64)
+    if (block.dtype is torch.uint64) != (real is torch.uint64):
+        changed |= block.to(torch.int64) < 0  # 2**63 and more in one, below zero in the other
+    return changed, changed
 
 
 def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
@@ -486,7 +509,10 @@ def _overlaps(state: State, target: Target, pairs: Mapping[str, str]) -> Iterato
     placed = {
         name: memory
         for name in pairs
-        if name in entries and not entries[name].is_meta and (memory := memory_of(entries[name]))
+        if name in entries
+        and not entries[name].is_meta
+        and (memory := memory_of(entries[name]))
+        and not repeats(memory.shape, memory.stride)
     }
     apart = alone(entries[name] for name in placed)
     groups: dict[int, list[str]] = {}
@@ -509,4 +535,12 @@ def _overlaps(state: State, target: Target, pairs: Mapping[str, str]) -> Iterato
             values[name] = value.to("cpu", dtype).reshape(memory.shape)
             views[name].copy_(values[name])
         if not all(torch.equal(_bytes(views[name]), _bytes(values[name])) for name in names):
-            yield Overlap(tuple(names))
+            starts, stops = zip(*(placed[name].span for name in names), strict=True)
+            full = [
+                name
+                for name in names
+                if placed[name].span == (min(starts), max(stops))
+                and prod(placed[name].shape) == extent(placed[name].shape, placed[name].stride)
+            ]
+            whole = min(full, key=lambda name: target.slots[name].kind != "parameter", default="")
+            yield Overlap(tuple(names), whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -352,13 +352,12 @@ class _Boxes:
         if isinstance(node, tuple):
             return tuple(map(self._box, node))
         if _is_array(node):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it may not be written to
-                    array = torch.from_numpy(node)
+            if any(step < 0 for step in node.strides) or not node.dtype.isnative:
+                node = node.astype(node.dtype.newbyteorder("="), order="C")
+            with suppress(TypeError), warnings.catch_warnings():  # torch has no such type
+                warnings.simplefilter("ignore")  # that it may not be written to
+                array = torch.from_numpy(node)
                 return self._standing_for(array, self._ref(array))
-            except (TypeError, ValueError):  # torch has no such type, order of bytes or strides
-                pass
         return self._standing_for(node, _Held())
 
     def _ref(self, tensor: torch.Tensor) -> TensorRef:

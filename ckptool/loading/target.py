@@ -79,14 +79,12 @@ def target_of(model: torch.nn.Module) -> Target:
     else:
         found = state_dict_of(model)
         metadata = getattr(found, "_metadata", None)
-        target = Target("", {}, custom=custom)
         unlisted = {
             name: tensor
             for path, module in modules
             for own, tensor in own_tensors(module).items()
             if (name := f"{without_hidden(path)}.{own}".lstrip(".")) not in found
             and f"{path}.{own}".lstrip(".") not in found
-            and target.custom_holder(name) is None
         }
         live = {**found, **unlisted}
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")

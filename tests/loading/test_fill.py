@@ -91,8 +91,8 @@ def test_tensors_that_share_memory_are_found():
         memory[:4], memory[2:3], memory[4:8], memory[8:], torch.zeros(4)
     )  # fmt: skip
     tensors = (first, over, rest, touching, other, torch.zeros(0))
-    alone = alone(tensors)
-    assert [id(tensor) in alone for tensor in tensors] == [False, False, True, True, True, True]
+    found = alone(tensors)
+    assert [id(tensor) in found for tensor in tensors] == [False, False, True, True, True, True]
     assert id(first) in alone([first, first])
     assert alone([memory, memory[1:2], memory[3:4]]) == set()
 

@@ -131,16 +131,6 @@ class Whole(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("make", [Lenient, Renaming])
-def test_what_torch_takes_in_strict_mode_is_loaded(make, tmp_path):
-    source = make()
-    ckptool.save(tmp_path / "f.pth", model=source)
-    assert ckptool.match(tmp_path / "f.pth", make())[1].fits
-    model = make()
-    assert ckptool.load_into(model, tmp_path / "f.pth").fits
-    assert torch.equal(model.head.weight, source.head.weight)
-
-
 class Alone(nn.Module):
     """Its `load_state_dict` takes the state alone."""
 
@@ -171,7 +161,7 @@ def test_what_a_hook_takes_away_may_be_allowed_and_is_told():
         return model
 
     state = nn.Linear(2, 2).state_dict()
-    with pytest.raises(MatchError, match="bias is missing once its hooks have run") as caught:
+    with pytest.raises(MatchError, match="1 tensor is missing in it: bias") as caught:
         ckptool.load_into(build(), state)
     report = ckptool.load_into(build(), state, **dict(caught.value.remedy.arguments))
     assert report.missing_keys == ["bias"]

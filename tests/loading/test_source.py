@@ -78,7 +78,7 @@ def test_values_of_a_file_are_made_once_and_share_what_they_shared(tmp_path):
 def test_what_was_made_is_let_go(tmp_path):
     with stated(saved(tmp_path / "f.pt", net().state_dict())) as state:
         gone = weakref.ref(state.value("0.weight"))
-        state.forget()
+        state.close()
         gc.collect()
         assert gone() is None
         assert state.value("0.weight").shape == (4, 3)
