@@ -162,24 +162,29 @@ def planned_optimizer(
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
         raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
     wanted = _Wanted(optimizer, model, target)
-    report = OptimizerReport(order or "names", 0, len(wanted.parameters))
+    report = OptimizerReport("names", 0, len(wanted.parameters))
     try:
         saved = _found(state, key)
         report = replace(report, notes=tuple(_notes(saved, optimizer, target, plan)))
         _check_kind(saved, optimizer)
         wanted.check()
-        if order is None:
+        try:
             numbers = _by_names(saved, wanted, state, target, plan)
-        else:
+        except _Refused:
+            if order is None:
+                raise
             numbers = list(range(len(saved.keys)))
+            report = replace(report, by="position")
             if [len(keys) for keys in groups_of(saved.section)] != wanted.sizes:
-                raise _Refused(_misfit(saved, wanted))
+                raise _Refused(_misfit(saved, wanted)) from None
         groups = _groups(saved, wanted, numbers)
         kept = {
             number: key
             for number, (_, key) in zip(numbers, saved.keys, strict=True)
             if saved.state(key) is not None
         }
+        if numbers != sorted(numbers) and any(_is_flat(saved.state(key)) for key in kept.values()):
+            raise _Refused("the optimizer keeps one state of all its parameters, in another order")
         _check_state(saved, wanted, kept)
     except _Refused as refused:
         return OptimizerPlan(
@@ -230,7 +235,10 @@ def _found(state: State, key: Any) -> _Saved:
         )
     name = key if key in names else names[0]
     tree = state.opened(os.path.join(state.folder or "", name))
-    section = _chosen(tree, _optimizers(tree), None, None if key in names else key, name)
+    try:
+        section = _chosen(tree, _optimizers(tree), None, None if key in names else key, "")
+    except _Refused as refused:
+        raise _Refused(f"{name!r}, beside the model: {refused}", refused.remedy) from None
     return _Saved(tree, section, (f"the state is that of {name!r}, beside the model",))
 
 
@@ -266,13 +274,15 @@ def _chosen(
         return (own or found)[0]
     ways = tuple(Remedy((("optimizer_key", one.name),)) for one in found)
     if not found:
-        beside = _files(os.path.dirname(file) or ".") if file else []
-        there = f", but {listed(beside)} beside it" if beside else ""
+        folder = os.path.dirname(file) or "."
+        beside = _files(folder) if file else []
+        text = "the state of an optimizer is wanted, and there is none in the file"
+        if beside:
+            hint = f"load_into(model, {folder!r}, optimizer=...) looks there too"
+            raise _Refused(f"{text}, but {listed(beside)} beside it", hint)
         raise _Refused(
-            f"the state of an optimizer is wanted, and there is none in the file{there}",
-            "load_into(model, FOLDER, optimizer=...) looks into the files beside it too"
-            if beside
-            else "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) "
+            text,
+            "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) "
             "where it is in a file of its own",
         )
     if len(found) == 1:
@@ -311,11 +321,6 @@ class _Wanted:
 
     def check(self) -> None:
         """Refuse parameters that no state can be put beside."""
-        if self.parameters and not any(self.in_model):
-            raise _Refused(
-                "the optimizer's parameters are not the model's: none of them is in it",
-                "build the optimizer over the parameters of the model that is loaded",
-            )
         for parameter, name in zip(self.parameters, self.names, strict=True):
             whole, shape = self.whole.get(name), shape_of(parameter)
             if parameter.is_meta:
@@ -329,6 +334,11 @@ class _Wanted:
                     f"the optimizer's {printable(name)} is of FSDP, of which every rank has a part",
                     _SPREAD,
                 )
+        if self.parameters and not any(self.in_model):
+            raise _Refused(
+                "the optimizer's parameters are not the model's: none of them is in it",
+                "build the optimizer over the parameters of the model that is loaded",
+            )
 
 
 def _by_names(
@@ -352,13 +362,23 @@ def _by_names(
     have = {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)}
     want = {name: slot for name, slot in target.slots.items() if slot.kind == "parameter"}
     want |= {name: Slot(shape_of(wanted.parameters[at])) for name, at in numbers.items()}
-    best: list[int | None] = []
-    for ways in (_as_in_file, _as_bare, _as_matched):
-        found = ways(names, leads, numbers, have, want, state)
-        if None not in found and len(set(found)) == len(found) == len(wanted.names):
-            return [number for number in found if number is not None]
-        if len({*found}) > len({*best}):
-            best = found
+    bare = dict(zip(_bare([*leads]), leads.values(), strict=True))
+    pairs = matched(have, want).pairs.items()
+    matches = {own: numbers.get(name) for name, own in pairs}
+    readings = [
+        [leads.get(name) for name in names],  # as the file's model has them
+        [bare.get(name) for name in _bare(names)],  # without wrappers on either side
+        [matches.get(name) for name in names],  # as the model here has them, a prefix off or on
+    ]
+    whole = [one for one in readings if None not in one and len({*one}) == len(wanted.names)]
+    if whole and len(names) == len(wanted.names):
+        other = next((one for one in whole if one != whole[0]), None)
+        if other is None:
+            return [number for number in whole[0] if number is not None]
+        both = next(pair for pair in zip(names, whole[0], other, strict=True) if pair[1] != pair[2])
+        could = " or ".join(printable(wanted.names[number or 0]) for number in both[1:])
+        raise _Refused(f"{printable(both[0])} of the file's optimizer could be {could}", _VOUCH)
+    best = max(readings, key=lambda one: len({*one} - {None}))
     alone = [name for name, number in zip(names, best, strict=True) if number is None]
     lacking = [name for at, name in enumerate(wanted.names) if at not in best]
     first = [
@@ -368,27 +388,6 @@ def _by_names(
     ]
     is_same = len(names) == len(wanted.names)
     raise _Refused(_misfit(saved, wanted, " and ".join(first)), _VOUCH if is_same else _ALONE)
-
-
-def _as_in_file(names: list[str], leads: Mapping[str, int], *_: Any) -> list[int | None]:
-    """Take the names for those of the file's model."""
-    return [leads.get(name) for name in names]
-
-
-def _as_bare(
-    names: list[str], leads: Mapping[str, int], numbers: Any, have: Any, want: Any, state: State
-) -> list[int | None]:
-    """The same without wrappers on either side."""
-    bare = dict(zip(_bare([*leads]), leads.values(), strict=True))
-    return [bare.get(name) for name in _bare(names)]
-
-
-def _as_matched(
-    names: list[str], leads: Any, numbers: Mapping[str, int], have: Any, want: Any, state: State
-) -> list[int | None]:
-    """Match the names with those of the whole model here: an optimizer may be over a part."""
-    of = {own: numbers.get(name) for name, own in matched(have, want).pairs.items()}
-    return [of.get(name) for name in names]
 
 
 def _bare(names: Sequence[str]) -> list[str]:
@@ -445,7 +444,6 @@ def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> None:
     """Refuse state of another shape, and state that cannot be made or dealt out to ranks."""
-    order = list(kept)
     for number, key in kept.items():
         parameter, shape, held = wanted.parameters[number], saved.shape(key), saved.state(key)
         mine = shape_of(parameter)
@@ -454,8 +452,6 @@ def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> Non
                 f"the state of {printable(wanted.names[number])} has the shape {list(shape)}, and "
                 f"the parameter {list(mine)}"
             )
-        if _is_flat(held) and order != sorted(order):
-            raise _Refused("the optimizer keeps one state of all its parameters, in another order")
         for path, leaf in walk(held):
             where, what = printable(saved.place(key, *path)), inert(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
@@ -601,6 +597,8 @@ class _Maker(NamedTuple):
                     options[key] = made.to(own[key].device)  # a learning rate
             group = {key: value for key, value in own.items() if key != "params"} | options
             after = first + len(own["params"])
+            if "param_names" in self.saved.options[number] and all(self.wanted.in_model):
+                group.setdefault("param_names", _bare(self.wanted.names)[first:after])
             yield {**group, "params": list(range(first, after))}
             first = after
 

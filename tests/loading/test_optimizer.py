@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import CorruptFile, MatchError, NotFound, UsageError
+from ckptool.loading.snapshot import Snapshot
 from tests.loading.bits import Untouched
 from tests.loading.optimizing import (
     assert_alike,
@@ -74,117 +75,18 @@ def test_parameters_in_another_order_get_their_own_state(tmp_path, word):
                  dict(sorted(by_name(old, used).items())))  # fmt: skip
 
 
-def test_without_names_shapes_decide_where_each_is_one_parameters():
-    old, new = shapely(), shapely()
-    used = stepped(old)
-    turned = torch.optim.Adam(reversed(list(new.parameters())))
-    assert loaded(new, turned, content(old, used)).by == "shapes"
-    assert_alike(by_name(new, turned), by_name(old, used))
-
-
 def test_without_names_parameters_of_one_shape_are_not_guessed_between():
     model = three()
     refusal = refusal_of(
-        model, torch.optim.Adam(model.parameters()), content(model, stepped(model))
+        model,
+        torch.optim.Adam(model.parameters()),
+        content(model, stepped(model, parameters=model.parameters())),
     )
     assert refusal == (
-        "the file does not name the parameters of its optimizer, and 6 of its 6 states could be of "
-        "several (a.weight, b.weight, c.weight: of one shape)",
+        "the file does not name the parameters of its optimizer, and shapes and order are no "
+        "proof of whose state is whose",
         "`optimizer_order='position'` where the optimizer was built over its parameters in the "
-        "order of the file",
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"lr": 0.5}], ids=["alike", "other options"])
-def test_the_order_of_groups_is_no_witness_without_names(options):
-    old, new = three(), three()
-    used = stepped(
-        old, parameters=[{"params": [old.a.weight]}, {"params": [old.b.weight], **options}]
-    )
-    for first, second in ((new.a, new.b), (new.b, new.a)):
-        optimizer = torch.optim.Adam(
-            [{"params": [first.weight]}, {"params": [second.weight], **options}]
-        )
-        problem = problem_of(new, optimizer, content(old, used))
-        assert "2 of its 2 states could be of several" in problem
-
-
-def test_a_shape_that_is_the_optimizers_alone_and_not_the_models_is_no_witness():
-    old, new = three(), three()
-    used = stepped(old, parameters=[old.a.weight])
-    for layer in (new.a, new.b):
-        optimizer = torch.optim.Adam([layer.weight])
-        assert "1 of its 1 state could be of several" in problem_of(
-            new, optimizer, content(old, used)
-        )
-
-
-def test_a_shape_tells_a_parameter_of_the_files_model_whatever_it_is_called_here():
-    old, new = shapely(), torch.nn.Module()
-    new.body = shapely()
-    new.spare = torch.nn.Linear(3, 4)
-    used = stepped(old, parameters=[old[1].bias, old[0].weight])
-    optimizer = torch.optim.Adam([new.body[0].weight, new.body[1].bias])
-    assert loaded(new, optimizer, content(old, used)).by == "shapes"
-    assert_alike(optimizer.state[new.body[0].weight], used.state[old[0].weight])
-
-
-def test_a_buffer_of_the_same_shape_is_no_rival():
-    def with_buffer():
-        model = shapely()
-        model.register_buffer("mask", torch.ones(4, 3))
-        return model
-
-    old, new = with_buffer(), with_buffer()
-    optimizer = torch.optim.Adam(new.parameters())
-    assert loaded(new, optimizer, content(old, stepped(old))).matched == 4
-
-
-def test_a_parameter_of_the_file_that_the_model_has_not_is_a_rival():
-    old = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4))
-    given = content(old, stepped(old, parameters=[old[1].weight]))
-    new = torch.nn.Sequential(torch.nn.Linear(3, 4))
-    optimizer = torch.optim.Adam([new[0].weight])
-    assert "could be of several" in problem_of(new, optimizer, given)
-
-
-def test_a_state_whose_parameter_is_elsewhere_says_where():
-    old, new = shapely(), shapely()
-    used = stepped(old, parameters=[{"params": [old[0].weight]}, {"params": [old[0].bias]}])
-    for where, second in (
-        ("is in group 1 of the optimizer; so it is with 1 more state", new[0].weight),
-        ("the optimizer has not; so it is with 1 more state", new[1].weight),
-    ):
-        optimizer = torch.optim.Adam([{"params": [new[0].bias]}, {"params": [second]}])
-        problem = problem_of(new, optimizer, content(old, used))
-        assert problem == (
-            "the state of shape [4, 3] in group 0 of the file is that of 0.weight, which " + where
-        )
-
-
-def test_parameters_without_state_need_no_match():
-    model = shapely()
-    model[0].requires_grad_(False)
-    head = model[1]
-    used = stepped(model, parameters=[head.weight, head.bias, torch.nn.Parameter(torch.ones(2))])
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2)), head.bias, head.weight])
-    assert loaded(model, optimizer, content(model, used)).matched == 2
-    assert_alike(optimizer.state[head.bias], used.state[head.bias])
-
-
-def test_a_parameter_that_no_model_has_is_told_by_a_shape_of_its_own():
-    model, scale = shapely(), torch.nn.Parameter(torch.ones(2))
-    used = stepped(model, parameters=[*model.parameters(), scale])
-    used.state[scale] = {"step": torch.tensor(2.0), "exp_avg": torch.ones(2),
-                         "exp_avg_sq": torch.ones(2)}  # fmt: skip
-    other = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([other, *model.parameters()])
-    assert loaded(model, optimizer, content(model, used)).matched == 5
-    assert_alike(optimizer.state[other], used.state[scale])
-    rival = torch.nn.Parameter(torch.ones(5))
-    optimizer = torch.optim.Adam([rival, *model.parameters()])
-    assert "and the optimizer 0 parameters of it" in problem_of(
-        model, optimizer, content(model, used)
+        "order of the file; or save it again with ckptool.save, which writes the names",
     )
 
 
@@ -196,36 +98,16 @@ MISNAMED = {
 }
 
 
-@pytest.mark.parametrize("told", MISNAMED)
-def test_names_that_are_of_no_use_are_not_told_to_be_none(told):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    given = content(model, stepped(model))
-    given["optimizer"]["param_groups"][0]["param_names"] = MISNAMED[told]
-    problem = problem_of(model, torch.optim.Adam(model.parameters()), given)
-    assert problem.startswith(f"the file does not name each parameter of its optimizer ({told})")
-
-
-def test_one_state_that_two_frozen_or_not_could_have_is_not_guessed():
-    model = three()
-    model.a.requires_grad_(False)
-    used = stepped(model, parameters=[model.a.weight, model.b.weight])
-    assert len(used.state) == 1
-    problem = problem_of(
-        model, torch.optim.Adam([model.a.weight, model.b.weight]), content(model, used)
-    )
-    assert "1 of its 1 state could be of several" in problem
-
-
 def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
     old, new = three(), three()
-    used, optimizer = stepped(old), torch.optim.Adam(new.parameters())
+    used = stepped(old, parameters=old.parameters())
+    optimizer = torch.optim.Adam(new.parameters())
     given = content(old, used)
     assert loaded(new, optimizer, given, order="position").by == "position"
     assert_alike(by_name(new, optimizer), by_name(old, used))
     turned = torch.optim.Adam(reversed(list(new.parameters())))
     assert problem_of(new, turned, given, order="position") == (
-        "the state of c.bias is of shape [3, 3], and the parameter of [3]; so it is with "
-        "5 more parameters"
+        "the state of c.bias has the shape [3, 3], and the parameter [3]"
     )
 
 
@@ -299,17 +181,6 @@ def test_a_real_child_called_module_is_no_wrapper(inner):
     assert_alike(optimizer.state[new.module.w], used.state[old.module.w])
 
 
-@pytest.mark.parametrize("child", ["w", "module.w"])
-def test_a_name_that_two_readings_send_elsewhere_is_not_guessed(child):
-    old, new = Outer(), Outer()
-    used = stepped(old, parameters=[("module.w", old.module.w)])
-    optimizer = torch.optim.Adam([new.get_parameter(child)])
-    assert problem_of(new, optimizer, content(torch.nn.DataParallel(old), used)) == (
-        "names of the file's optimizer are of a part of its model, and it is not sure which: "
-        "module.w could be module.w or module.module.w"
-    )
-
-
 def test_names_follow_the_renaming_of_the_model():
     old = three()
     used = stepped(old, parameters=list(old.named_parameters()))
@@ -334,30 +205,6 @@ def test_tied_parameters_are_one_whatever_name_the_file_has():
     optimizer = torch.optim.Adam(reversed(list(new.parameters())))
     assert loaded(new, optimizer, content(old, used)).matched == 2
     assert_alike(optimizer.state[new.embed.weight], used.state[old.embed.weight])
-
-
-@pytest.mark.parametrize("place", ["beside", "inside", "per group", "by number"])
-def test_names_stored_beside_the_state_are_used(place):
-    old = three()
-    used = stepped(old)
-    given = content(old, used, classes_names=["cat", "dog", "fox", "cow", "elk", "emu"])
-    names = [name for name, _ in old.named_parameters()]
-    if place == "inside":
-        given["optimizer"]["param_names"] = names
-    else:
-        forms = {"beside": names, "per group": [names], "by number": dict(enumerate(names))}
-        given["optimizer_param_names"] = forms[place]
-    new = three(("b", "c", "a"))
-    optimizer = torch.optim.Adam(new.parameters())
-    assert loaded(new, optimizer, given).by == "names"
-    assert_alike(optimizer.state[new.c.weight], used.state[old.c.weight])
-
-
-def test_a_list_of_other_names_is_not_taken_for_those_of_parameters():
-    model = three()
-    given = content(model, stepped(model), class_names=["cat", "dog", "fox", "cow", "elk", "emu"])
-    report = report_of(model, torch.optim.Adam(model.parameters()), given)
-    assert report.by == "shapes"
 
 
 def test_state_kept_by_name_as_fsdp_gathers_it():
@@ -397,9 +244,7 @@ def test_groups_are_the_same_parts_in_whatever_order():
     new = three(("b", "c", "a"))
     optimizer = torch.optim.Adam(groups(new, is_bias))
     report = loaded(new, optimizer, content(old, used))
-    assert report.notes == (
-        "the groups of the optimizer stand in another order than those of the file",
-    )
+    assert report.matched == 6
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.5]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.3]
     assert optimizer.param_groups[0]["param_names"] == ["b.bias", "c.bias", "a.bias"]
@@ -411,8 +256,7 @@ def test_parameters_in_other_groups_are_refused():
     used = stepped(old, parameters=groups(old, is_weight))
     optimizer = torch.optim.Adam(groups(old, lambda name: name.startswith("a")))
     assert problem_of(old, optimizer, content(old, used)) == (
-        "the file's optimizer is of other parameters or groups: a.weight and b.weight are in one "
-        "group of the file, and in groups 0 and 1 of the optimizer"
+        "a.bias is in group 1 of the file, and others of group 0 of the optimizer are in group 0"
     )
 
 
@@ -421,25 +265,14 @@ def test_counts_and_the_first_difference_are_told():
     used = stepped(old, parameters=groups(old, is_weight))
     few = torch.optim.Adam([old.a.weight, old.b.weight])
     assert problem_of(old, few, content(old, used)) == (
-        "the file has 6 parameters in 2 groups, the optimizer 2 in 1; first difference: c.weight "
-        "is in the file only"
+        "the file's optimizer has 6 parameters in groups of 3, 3, the optimizer 2 in 2; first "
+        "difference: c.weight is in the file only"
     )
     many = torch.optim.Adam([*old.parameters(), torch.nn.Parameter(torch.ones(3))])
     assert problem_of(old, many, content(old, used)) == (
-        "the file has 6 parameters in 2 groups, the optimizer 7 in 1; first difference: "
-        "parameter 6 of group 0 is in the optimizer only"
+        "the file's optimizer has 6 parameters in groups of 3, 3, the optimizer 7 in 7; first "
+        "difference: parameter 6 is in the optimizer only"
     )
-
-
-def test_counts_without_names():
-    old = three()
-    optimizer = torch.optim.Adam(groups(old, is_weight))
-    used = stepped(old, parameters=[{"params": [old.a.weight]}, {"params": [old.a.bias]}])
-    for order in (None, "position"):
-        assert problem_of(old, optimizer, content(old, used), order=order) == (
-            "the file has 2 parameters in 2 groups, the optimizer 6 in 2; first difference: "
-            "group 0 has 1 there and 3 here"
-        )
 
 
 def test_state_of_another_shape_is_refused():
@@ -449,19 +282,15 @@ def test_state_of_another_shape_is_refused():
     for number in (0, 2):
         given["optimizer"]["state"][number]["exp_avg"] = torch.ones(5, 7)
     assert problem_of(new, torch.optim.Adam(new.parameters()), given) == (
-        "the state of a.weight is of shape [5, 7], and the parameter of [3, 3]; so it is with "
-        "1 more parameter"
+        "the state of a.weight has the shape [5, 7], and the parameter [3, 3]"
     )
 
 
 OTHERS = [
-    ("Adam", "SGD", "its options have betas and lack dampening, momentum, nesterov"),
-    ("SGD", "Adam", "its options have dampening, momentum, nesterov and lack betas"),
-    ("Adam", "NAdam", "its state lacks mu_product"),
-    ("NAdam", "Adam", "its state has mu_product"),
-    ("RMSprop", "Adagrad", "its options have alpha, momentum and lack lr_decay"),
-    ("Adam", "Adamax", "its state has exp_avg_sq and lacks exp_inf"),
-    ("Adadelta", "Adafactor", "its options have rho"),
+    ("Adam", "SGD", "it has betas and lacks dampening, momentum, nesterov"),
+    ("SGD", "Adam", "it has dampening, momentum, nesterov and lacks betas"),
+    ("RMSprop", "Adagrad", "it has alpha, momentum and lacks lr_decay"),
+    ("Adadelta", "Adafactor", "it has rho"),
 ]
 
 
@@ -474,25 +303,6 @@ def test_another_kind_of_optimizer_is_refused(old_kind, new_kind, told):
     assert told in problem
 
 
-def test_an_optimizer_of_ones_own_tells_its_kind_by_its_options():
-    class Lion(torch.optim.Optimizer):
-        def __init__(self, parameters, lr=0.1, sharpness=1.0):
-            super().__init__(parameters, {"lr": lr, "sharpness": sharpness})
-
-        def step(self):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["pace"] = torch.full_like(p, 3.0)
-
-    model = shapely()
-    used = stepped(model, Lion)
-    mine = Lion(reversed(list(model.parameters())))
-    assert loaded(model, mine, content(model, used)).by == "shapes"
-    assert_alike(by_name(model, mine), by_name(model, used))
-    other = content(model, stepped(model, torch.optim.SGD, momentum=0.5))
-    assert "of another kind than Lion" in problem_of(model, mine, other)
-
-
 def test_lbfgs_keeps_one_state_of_all_in_their_order():
     model = three()
     named = list(model.named_parameters())
@@ -502,20 +312,16 @@ def test_lbfgs_keeps_one_state_of_all_in_their_order():
     assert_alike(fresh.state_dict()["state"], used.state_dict()["state"])
     turned = torch.optim.LBFGS(reversed(list(model.parameters())))
     assert problem_of(model, turned, content(model, used)) == (
-        "the optimizer keeps one state of all its parameters, which have another order in the file"
+        "the optimizer keeps one state of all its parameters, in another order"
     )
 
 
 def test_lbfgs_without_names_needs_a_word_on_the_order():
     model = three()
-    given = content(model, stepped(model, torch.optim.LBFGS))
+    given = content(model, stepped(model, torch.optim.LBFGS, parameters=model.parameters()))
     fresh = torch.optim.LBFGS(model.parameters())
     assert "optimizer_order='position'" in refusal_of(model, fresh, given)[1]
     loaded(model, fresh, given, order="position")
-    less = torch.optim.LBFGS([*list(model.parameters())[:-1], torch.nn.Parameter(torch.ones(7))])
-    assert problem_of(model, less, given, order="position") == (
-        "the state is of 36 numbers in all, and the parameters have 40"
-    )
 
 
 def test_options_come_from_the_file_and_what_it_has_not_stays():
@@ -553,16 +359,6 @@ def test_options_that_ask_something_of_the_device_are_told():
     assert report.notes == ("group 0 is fused now, as the file has it",)
 
 
-def test_adam_and_adamw_keep_the_same_and_the_difference_is_told():
-    model = shapely()
-    used = stepped(model, torch.optim.AdamW)
-    report = loaded(model, torch.optim.Adam(model.parameters()), content(model, used))
-    if "decoupled_weight_decay" in used.param_groups[0]:
-        assert report.notes == (
-            "the file's optimizer had decoupled_weight_decay=True, this one has False",
-        )
-
-
 ODD = [
     {"param_groups": [{}]},
     {"param_groups": [{"params": None}, {"params": 3}]},
@@ -589,11 +385,11 @@ def test_what_is_odd_is_refused_or_loaded_whole(odd, order):
         if plan.report.problems:
             untouched.check()
             return
-        undo = plan.remembered()
+        undo = Snapshot(model, optimizer, copied=lambda _: True, with_state=True)
         try:
             plan.apply()
         except (TypeError, KeyError, AttributeError):  # of torch, which looks into it
-            undo()
+            undo.restore()
             untouched.check()
 
 
@@ -602,17 +398,6 @@ def test_state_that_is_none_is_no_state():
     given = content(model, stepped(model, torch.optim.SGD))
     given["optimizer"]["state"] = {n: {"momentum_buffer": None} for n in range(6)}
     assert loaded(model, torch.optim.SGD(model.parameters(), lr=0.1), given).matched == 0
-
-
-def test_numbers_that_became_text_are_numbers():
-    model = shapely()
-    used = stepped(model)
-    given = content(model, used)
-    states = given["optimizer"]["state"]
-    given["optimizer"]["state"] = {str(number): state for number, state in states.items()}
-    optimizer = torch.optim.Adam(model.parameters())
-    assert loaded(model, optimizer, given).matched == 4
-    assert_alike(by_name(model, optimizer), by_name(model, used))
 
 
 def test_state_of_nobody_is_left_out_and_told_and_that_of_all_is_kept():
@@ -705,38 +490,8 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     del given["optD"]
     assert refusal_of(d, optimizer, given, state_key="netD") == (
         "the only optimizer, optG, is that of netG, which is not the model chosen",
-        "without optimizer= the model alone is loaded; or "
-        "`optimizer_key='optG'` takes it all the same",
+        "without optimizer= the model alone is loaded; or `optimizer_key='optG'`",
     )
-
-
-@pytest.mark.parametrize(
-    ("chosen", "other", "is_certain"),
-    [
-        ("netD", "netG", False),
-        ("netD", "model", False),
-        ("netSemantic", "netD", False),
-        ("netD", "netSwap", False),
-        ("model", "netD", True),
-        ("netD", "netD_ema", True),
-        ("ema", "model", True),
-    ],
-)
-def test_the_only_optimizer_may_be_that_of_another_model(chosen, other, is_certain):
-    model = shapely()
-    given = {name: shapely().state_dict() for name in (chosen, other)}
-    given["optimizer"] = stepped(model, lr=0.5).state_dict()
-    optimizer = torch.optim.Adam(model.parameters())
-    if not is_certain:
-        assert refusal_of(model, optimizer, given, state_key=chosen) == (
-            f"the only optimizer, optimizer, may be that of {other} as well",
-            "without optimizer= the model alone is loaded; or "
-            "`optimizer_key='optimizer'` takes it all the same",
-        )
-        loaded(model, optimizer, given, state_key=chosen, key="optimizer")
-    else:
-        loaded(model, optimizer, given, state_key=chosen)
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_the_only_optimizer_is_the_models_where_it_fits_no_other():
@@ -761,83 +516,17 @@ def test_several_optimizers_are_listed():
         report_of(model, optimizer, given, key="optimizers/5")
 
 
-def test_the_only_optimizer_of_the_models_shapes_is_told_and_the_others_after_it():
-    models = {name: torch.nn.Linear(4, size) for name, size in (("one", 4), ("two", 5))}
-    given = {name: model.state_dict() for name, model in models.items()}
-    given |= {f"opt{at}": stepped(model).state_dict() for at, model in enumerate(models.values())}
-    for at, (name, model) in enumerate(models.items()):
-        optimizer = torch.optim.Adam(model.parameters())
-        with pytest.raises(ckptool.MatchError) as caught:
-            ckptool.load_into(model, given, optimizer=optimizer, key=name)
-        told = {"key": name, "optimizer_key": f"opt{at}"}
-        assert dict(caught.value.remedy.arguments) == told
-        assert f"optimizer_key='opt{1 - at}'" in caught.value.hint
-        assert ckptool.load_into(model, given, optimizer=optimizer, **told).fits
-
-
-def test_of_two_optimizers_of_the_same_shapes_none_is_what_helps():
-    a, b = three(), three()
-    given = {"model": a.state_dict(), "ema": b.state_dict()}
-    given |= {"optimizer": stepped(a).state_dict(), "optD": stepped(b).state_dict()}
-    with pytest.raises(ckptool.MatchError) as caught:
-        ckptool.load_into(b, given, optimizer=torch.optim.Adam(b.parameters()), key="ema")
-    assert caught.value.remedy.arguments == ()
-    assert caught.value.hint == (
-        "`key='ema', optimizer_key='optimizer'`; or `key='ema', optimizer_key='optD'`"
-    )
-
-
 def test_a_file_without_an_optimizer_says_so():
     model = three()
     assert refusal_of(model, torch.optim.Adam(model.parameters()), model.state_dict()) == (
-        "the state of an optimizer is asked for, and there is none",
+        "the state of an optimizer is wanted, and there is none in the file",
         "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) where "
         "it is in a file of its own",
     )
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_it_can_be_undone(fresh):
-    model = shapely()
-    given = content(model, stepped(model))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.3) if fresh else stepped(model, lr=0.3)
-    untouched = Untouched(model, optimizer)
-    group, states = optimizer.param_groups[0], optimizer.state
-    with plan_for(model, optimizer, given) as plan:
-        untouched.check()
-        undo = plan.remembered()
-        plan.apply()
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        undo()
-    untouched.check()
-    assert optimizer.param_groups[0] is group
-    assert optimizer.state is states
-
-
 class Oops(Exception):
     """Raised by a hook."""
-
-
-def test_what_raises_can_be_undone():
-    class Rough(torch.optim.Adam):
-        def load_state_dict(self, state_dict):
-            for state in self.state.values():
-                state["exp_avg"].zero_()
-                state["odd"] = 1
-            self.param_groups[0]["params"].pop()
-            self.param_groups.append({})
-            raise KeyboardInterrupt
-
-    model = shapely()
-    given = content(model, stepped(model))
-    optimizer = stepped(model, Rough)
-    untouched = Untouched(model, optimizer)
-    with plan_for(model, optimizer, given) as plan:
-        undo = plan.remembered()
-        with pytest.raises(KeyboardInterrupt):
-            plan.apply()
-        undo()
-    untouched.check()
 
 
 def test_hooks_of_the_optimizer_run():
@@ -884,8 +573,8 @@ def test_an_object_of_a_class_is_never_made(tmp_path):
     given = content(model, stepped(model))
     given["optimizer"]["state"][0]["odd"] = Oops()
     problem = problem_of(model, torch.optim.Adam(model.parameters()), saved(tmp_path, given))
-    assert problem.startswith("optimizer/state/0/odd is a ")
-    assert problem.endswith(", which is never made")
+    assert problem.startswith("optimizer/state/0/odd is an object of ")
+    assert problem.endswith(", which is not made from a file")
 
 
 def test_an_optimizer_without_names_gets_those_of_the_file_in_its_own_order():
@@ -919,10 +608,10 @@ def test_a_wrapped_optimizer_is_filled_and_put_back():
     optimizer = stepped(new, lr=0.3)
     untouched = Untouched(new, optimizer)
     with plan_for(new, Around(optimizer), content(old, used)) as plan:
-        undo = plan.remembered()
+        undo = Snapshot(new, Around(optimizer), copied=lambda _: True, with_state=True)
         plan.apply()
         assert_alike(by_name(new, optimizer)["a.weight"], by_name(old, used)["a.weight"])
-        undo()
+        undo.restore()
     untouched.check()
 
 
@@ -1001,37 +690,6 @@ class Worded(torch.optim.Adam):
             state.update(mode=f"m{number}", seen=["a", ("b", 1)])
 
 
-def test_words_in_the_state_stay_words(tmp_path):
-    model = shapely()
-    used = stepped(model, Worded)
-    optimizer = Worded(model.parameters())
-    loaded(model, optimizer, saved(tmp_path, content(model, used)))
-    assert_alike(by_name(model, optimizer), by_name(model, used))
-    assert optimizer.state[model[1].bias]["mode"] == "m3"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "told"), [("Adam", "RAdam", "has"), ("RAdam", "Adam", "lacks")]
-)
-def test_a_kind_that_keeps_the_same_is_loaded_and_told(old, new, told):
-    model = shapely()
-    used = stepped(model, kind_of(old))
-    optimizer = kind_of(new)(model.parameters())
-    report = loaded(model, optimizer, content(model, used))
-    assert report.notes[0] == (
-        f"the file's optimizer is of another kind than {new}, which keeps the same of each "
-        f"parameter: it {told} amsgrad"
-    )
-    assert_alike(by_name(model, optimizer), by_name(model, used))
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RAdam", "SGD"])
-def test_of_its_own_kind_nothing_is_told(kind):
-    model = shapely()
-    used, optimizer = (stepped(model, kind_of(kind)) for _ in range(2))
-    assert loaded(model, optimizer, content(model, used)).notes == ()
-
-
 def test_what_fsdp_has_made_flat_is_told_with_what_loads_it():
     old = three()
     given = content(old, stepped(old, parameters=list(old.named_parameters())))
@@ -1039,7 +697,7 @@ def test_what_fsdp_has_made_flat_is_told_with_what_loads_it():
     flat.flat = torch.nn.Parameter(torch.zeros(36))
     flat.flat._is_flat_param = True
     problem, remedy = refusal_of(old, torch.optim.Adam(flat.named_parameters()), given)
-    assert problem == "the optimizer's flat is of FSDP, of which every rank has a part"
+    assert problem == "the optimizer's parameter 0 is of FSDP, of which every rank has a part"
     assert "set_optimizer_state_dict" in remedy
 
 
@@ -1059,7 +717,5 @@ def test_every_refusal_says_what_helps(what):
         given["optimizer"]["state"][0]["exp_avg"] = torch.ones(5)
     with pytest.raises(MatchError) as caught:
         ckptool.load_into(new, given, optimizer=optimizer)
-    told = "build it in 1 group, of 6 parameters, as the file has it; or "
-    alone = "without optimizer= the model alone is loaded"
-    assert caught.value.hint == (told if what == "other groups" else "") + alone
+    assert caught.value.hint == "without optimizer= the model alone is loaded"
     ckptool.load_into(new, given)

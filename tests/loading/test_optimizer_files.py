@@ -8,7 +8,7 @@ import torch
 import ckptool
 from tests.loading.optimizing import assert_alike, loaded, problem_of, report_of
 
-FIXTURES = Path(__file__).parents[3] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 FILES = [
     *(f"torch-{version}/dp_full_cuda1.pth" for version in (

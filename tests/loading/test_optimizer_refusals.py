@@ -196,24 +196,6 @@ def test_a_flipped_bit_leaves_both_as_they_were(tmp_path, tensor):
     untouched.check()
 
 
-def test_an_order_that_the_shapes_contradict_is_not_proposed():
-    def over(model):
-        return torch.optim.AdamW(list(model.parameters())[::-1])
-
-    model, old = net(), net()
-    given = content(old, stepped(old, parameters=list(old.parameters())[::-1]))
-    with pytest.raises(MatchError) as caught:
-        ckptool.load_into(model, given, optimizer=torch.optim.AdamW(model.parameters()))
-    assert caught.value.hint.startswith("build the optimizer over its parameters in the order")
-    rebuilt = over(model)
-    with pytest.raises(MatchError) as caught:
-        ckptool.load_into(model, given, optimizer=rebuilt)
-    ckptool.load_into(model, given, optimizer=rebuilt, **dict(caught.value.remedy.arguments))
-    assert torch.equal(
-        rebuilt.state[model.a.bias]["exp_avg"], given["optimizer"]["state"][4]["exp_avg"]
-    )
-
-
 def test_a_complex_parameter_counts_twice_in_what_lbfgs_keeps_of_all():
     def made():
         model = nn.Module()
@@ -237,14 +219,3 @@ def test_a_complex_parameter_counts_twice_in_what_lbfgs_keeps_of_all():
     step(old, used)
     step(new, fresh)
     assert all(torch.equal(*pair) for pair in zip(old.parameters(), new.parameters(), strict=True))
-
-
-def test_an_order_that_the_models_names_contradict_is_not_proposed():
-    model = net(("c", "b", "a"))
-    with pytest.raises(MatchError) as caught:
-        ckptool.load_into(model, without_names(), optimizer=torch.optim.AdamW(model.parameters()))
-    assert caught.value.hint.startswith("build the optimizer over its parameters in the order")
-    in_order = [p for name in "abc" for p in getattr(model, name).parameters()]
-    with pytest.raises(MatchError) as caught:
-        ckptool.load_into(model, without_names(), optimizer=torch.optim.AdamW(in_order))
-    assert dict(caught.value.remedy.arguments) == {"optimizer_order": "position"}
