@@ -225,7 +225,7 @@ def _expression(node: Any, name: str) -> str:
         return f"{'dict' if isinstance(node, Mapping) else 'list'}({name})"
     if callable(node) and hasattr(node, "__qualname__"):
         return f"{name}.__qualname__"
-    return f"vars({name})" if getattr(node, "__dict__", None) else f"str({name})"
+    return f"vars({name})" if getattr(node, "__dict__", None) else f"repr({name})"
 
 
 _BY_CLASS: tuple[tuple[type | tuple[type, ...], str], ...] = (

@@ -48,7 +48,6 @@ KINDS = {
     "quantized by channel": lambda: torch.quantize_per_channel(
         torch.eye(2), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
     ),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
 }
 
 

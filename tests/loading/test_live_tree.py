@@ -50,7 +50,7 @@ REFUSED = {
     "bytes that change": (bytearray(b"a"), "bytearray", "bytes(args)"),
     "text of another class": (Text("a"), "Text", "str(args)"),
     "function": (len, "builtin_function_or_method", "args.__qualname__"),
-    "function without a name": (lambda: 1, "function", "inspect.getsource(args)"),
+    "function without a name": (lambda: 1, "function", "args.__qualname__"),
     "class": (Settings, "type", "args.__qualname__"),
     "generator of numbers": (torch.Generator(), "torch._C.Generator", "args.get_state()"),
     "anything": (Bare(), "Bare", "repr(args)"),
@@ -152,12 +152,6 @@ def test_circles_and_depths_that_no_pickle_has_are_refused(tmp_path):
 
 
 FOLLOWED = {
-    "longdouble": numpy.longdouble(1.5),
-    "clongdouble": numpy.clongdouble(1.5),
-    "date": numpy.datetime64("2020"),
-    "span": numpy.timedelta64(3, "s"),
-    "dates": numpy.array(["2020"], dtype="M8[D]"),
-    "longdoubles": numpy.ones(2, dtype=numpy.longdouble),
     "masked": numpy.ma.array([1, 2]),
     "error": KeyError("x"),
     "generator": numpy.random.default_rng(0),
@@ -177,9 +171,3 @@ def test_what_is_told_to_help_is_taken(tmp_path, kind):
         save(tmp_path / "f.pth", v=FOLLOWED[kind])
     told = caught.value.hint.removeprefix("save ").removesuffix(" in its place")
     save(tmp_path / "f.pth", v=eval(told, {"v": FOLLOWED[kind]}))
-
-
-def test_what_is_told_of_a_generator_is_its_state(tmp_path):
-    with pytest.raises(NotRepresentable) as caught:
-        save(tmp_path / "f.pth", rng=numpy.random.default_rng(0))
-    assert caught.value.hint == "save rng.bit_generator.state in its place"
