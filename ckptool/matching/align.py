@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ckptool.errors import NameCollision
 from ckptool.matching.known_renames import Respelling, respellings
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import Shape
-from ckptool.wrappers import N_AVERAGED, strip_names
+from ckptool.wrappers import N_AVERAGED, WRAPPERS
 
 __all__ = [
+    "WORDS",
     "Alignment",
     "Prefix",
     "Proposal",
@@ -42,6 +42,11 @@ _MOST_QUESTIONS = 3
 _LONGEST = 1000
 """Characters. A longer name is only compared as a whole: each of its parts would be copied."""
 _NUMBER = re.compile(r"\d+")
+_MODULES = re.compile(r"(?:module\.)*")
+_COUNTER = re.compile(r"(?:module\.)*n_averaged")
+"""The counter of an average around the whole model."""
+WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
+"""Wrapper components that no layer is called."""
 _SAYS_NOTHING: tuple[Shape | None, ...] = (None, (), (1,))
 """Shapes that so many tensors have that they identify none."""
 
@@ -103,7 +108,11 @@ def is_average_counter(name: str) -> bool:
 
 
 def align(
-    have: Mapping[str, Slot], want: Mapping[str, Slot], *, closed: Collection[str] = ()
+    have: Mapping[str, Slot],
+    want: Mapping[str, Slot],
+    *,
+    closed: Collection[str] = (),
+    is_ruled: bool = False,
 ) -> Alignment:
     """Pair the names of a file with those of a model, as far as that is certain.
 
@@ -111,6 +120,7 @@ def align(
         have: What stands under the names of the file.
         want: What the model has.
         closed: Paths of the model's modules below which no name is respelled.
+        is_ruled: Whether rules of the user have given names: no prefix contradicts equal ones then.
     """
     forms = [list(_forms(slots)) for slots in (have, want)]
     ways = [_Way(have, want, mine, theirs, closed) for mine in forms[0] for theirs in forms[1]]
@@ -119,7 +129,9 @@ def align(
         best = ways[-1]
     both = best.mine, best.theirs
     found = _paired(Alignment(have, want, both, both, best.respelled))
-    return found if best.score == len(want) else _with_prefix(found, ways[-1])
+    if best.score == len(want) or (is_ruled and best.score):
+        return found
+    return _with_prefix(found, ways[-1])
 
 
 class _Way:
@@ -200,12 +212,14 @@ def _forms(slots: Mapping[str, Slot]) -> Iterator[Names]:
     """
     last = {name: name for name in slots}
     yield last
-    try:
-        renamed = strip_names(slots).renamed
-    except NameCollision:
-        renamed = {}
-    if renamed:
-        last = {renamed.get(name, name): name for name in slots}
+    short = {WORDS.sub("", name): name for name in slots}
+    counted = [name for name in short if not _COUNTER.fullmatch(name)]
+    front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
+    if front:
+        part = re.compile(rf"^(?:module\.){{1,{front.count('.')}}}")
+        short = {part.sub("", name): full for name, full in short.items()}
+    if len(short) == len(last) and short.keys() != last.keys():
+        last = short
         yield last
     paths = set(wrapped_submodules(name for name in last if not is_average_counter(name)))
     if paths:
@@ -251,22 +265,38 @@ def _ends(name: str) -> Iterator[int]:
         at = name.find(".", at) + 1
 
 
+def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names by what they are with `*` for numbers: there are few of those."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return groups
+
+
+def _shortened(longer: Names, shorter: Names) -> Iterator[tuple[str, str]]:
+    """Yield the names of one side with the part of each that is a name of the other side."""
+    others = _grouped(shorter)
+    for text, names in _grouped(longer).items():
+        for depth, at in enumerate(_ends(text), 1):
+            if text[at:] in others:
+                for name in names:
+                    rest = name.split(".", depth)[depth]
+                    if rest in shorter:
+                        yield name, rest
+
+
 def _votes(way: _Way) -> Counter[tuple[str, bool]]:
     """Count the votes for each prefix, and whether it comes off the file's names.
 
     A name votes for each prefix without which the other side has it, with its shape.
     """
     votes: Counter[tuple[str, bool]] = Counter()
-    for name, full in way.own.items():
-        for at in _ends(name):
-            other = way.wanted.get(name[at:])
-            if other is not None and fits(way.have[full], way.want[other]):
-                votes[name[:at], True] += 1
-    for name, full in way.wanted.items():
-        for at in _ends(name):
-            other = way.own.get(name[at:])
-            if other is not None and fits(way.have[other], way.want[full]):
-                votes[name[:at], False] += 1
+    for name, rest in _shortened(way.own, way.wanted):
+        if fits(way.have[way.own[name]], way.want[way.wanted[rest]]):
+            votes[name[: len(name) - len(rest)], True] += 1
+    for name, rest in _shortened(way.wanted, way.own):
+        if fits(way.have[way.own[rest]], way.want[way.wanted[name]]):
+            votes[name[: len(name) - len(rest)], False] += 1
     return votes
 
 
@@ -277,7 +307,8 @@ def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
     both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
     pairs = ((other, full) if is_off else (full, other) for full, other in both)
     names = {full: own for full, own in pairs if fits(way.have[own], way.want[full])}
-    return Prefix(text, is_off, names, collides=not below.keys().isdisjoint(longer))
+    collides = any(name in below and not name.startswith(text) for name in longer)
+    return Prefix(text, is_off, names, collides)
 
 
 def _with_prefix(found: Alignment, way: _Way) -> Alignment:
@@ -300,13 +331,9 @@ def _with_prefix(found: Alignment, way: _Way) -> Alignment:
         and one != (text, is_off)
         and not (one[1] == is_off and (one[0].startswith(text) or text.startswith(one[0])))
     ]
-    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
+    longer = way.own if is_off else way.wanted
     is_whole = all(n.startswith(text) for n in longer if not is_average_counter(n))
-    if (
-        rivals
-        or _is_elsewhere(text, longer, shorter, way, is_off)
-        or (found.pairs and not is_whole)
-    ):
+    if rivals or _is_elsewhere(best, way) or (found.pairs and not is_whole):
         others = (_prefix(way, *rival) for rival in rivals[: _MOST_QUESTIONS - 1])
         found.questions = (best, *others)
         equal = found.pairs
@@ -337,19 +364,16 @@ def _with_prefix(found: Alignment, way: _Way) -> Alignment:
     )
 
 
-def _is_elsewhere(text: str, longer: Names, shorter: Names, way: _Way, is_off: bool) -> bool:
+def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
     """Say whether the side without the prefix has most of the same names below a path as well."""
+    text, is_off = prefix.text, prefix.is_off
+    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
     below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
-    met = 0
     paths: Counter[str] = Counter()
-    for name, full in shorter.items():
-        for at in (0, *_ends(name)):
-            other = below.get(name[at:])
-            pair = (other, full) if is_off else (full, other)
-            if other is not None and fits(way.have[pair[0] or ""], way.want[pair[1] or ""]):
-                met += not at
-                paths[name[:at]] += 1
-    return any(2 * count > met for path, count in paths.items() if path)
+    for name, rest in _shortened(shorter, below):
+        own, wanted = (below[rest], shorter[name]) if is_off else (shorter[name], below[rest])
+        paths[name[: len(name) - len(rest)]] += fits(way.have[own], way.want[wanted])
+    return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
 def _is_likely(prefix: Prefix, text: str, way: _Way) -> bool:
@@ -445,32 +469,42 @@ class _Subtree(NamedTuple):
     """The sum of the hashes of what is below: equal for equal content."""
 
 
-def _subtrees(names: Names, slots: Mapping[str, Slot]) -> dict[str, _Subtree]:
-    counts: Counter[str] = Counter()
+def _subtrees(
+    groups: Mapping[str, list[str]], names: Names, slots: Mapping[str, Slot]
+) -> dict[str, _Subtree]:
+    sizes: Counter[str] = Counter()
     contents: Counter[str] = Counter()
-    for name, full in names.items():
-        text, numbers = _template(name), tuple(_NUMBER.findall(name))
+    for text, some in groups.items():
+        held = [(tuple(_NUMBER.findall(name)), slots[names[name]].shape) for name in some]
+        content = sum(map(hash, held))
         for at in _ends(text):
             path = text[: at - 1]
-            counts[path] += 1
-            contents[path] += hash((text[at:], numbers, slots[full].shape))
-    return {path: _Subtree(count, contents[path]) for path, count in counts.items()}
+            sizes[path] += len(some)
+            contents[path] += hash((text[at:], content))
+    return {path: _Subtree(size, contents[path]) for path, size in sizes.items()}
 
 
 def _renamed_subtrees(found: Alignment, left: tuple[Names, Names]) -> dict[str, str]:
     """Return the paths of the file whose subtrees the model has under one other path."""
     sides = []
     for side, slots in ((0, found.have), (1, found.want)):
-        every = _subtrees(found.today(side), slots)
-        rest = every if len(left[side]) == len(slots) else _subtrees(left[side], slots)
+        names = found.today(side)
+        groups = _grouped(names)
+        every = _subtrees(groups, names, slots)
+        rest = {text: sum(n in left[side] for n in some) for text, some in groups.items()}
+        free: Counter[str] = Counter()
+        for text, size in rest.items():
+            for at in _ends(text):
+                free[text[: at - 1]] += size
         often = Counter(every.values())
-        whole = {
-            tree: path
-            for path, tree in rest.items()
-            if every[path].size == tree.size and often[tree] == 1
-        }
-        sides.append((whole, often))
-    (mine, _), (theirs, _) = sides
+        sides.append(
+            {
+                tree: path
+                for path, tree in every.items()
+                if free[path] == tree.size and often[tree] == 1
+            }
+        )
+    mine, theirs = sides
     both = [
         (tree.size, path, theirs[tree])
         for tree, path in mine.items()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import UsageError
 from ckptool.matching.align import (
+    WORDS,
     Alignment,
     align,
     common_module,
@@ -41,9 +42,7 @@ _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
 _UNCOUNTED = "the model's normalisation counts no batches"
 _COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
-_WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
-"""Wrapper components that no layer is called."""
-_WORDS_RULE = f"{_WORDS.pattern}=>"
+_WORDS_RULE = f"{WORDS.pattern}=>"
 _NUMBER_PART = re.compile(r"(?<![^.])\d+(?=\\?\.)")
 _MOST_TRIED = 64
 """Changes of one step; where there are more, no rule is told for them."""
@@ -98,7 +97,8 @@ def matched(
     rules = list(rules)
     ruled, idle = _ruled(have, rules, file)
     origin = {new: own for own, new in ruled.items()}
-    found = align({ruled[own]: slot for own, slot in have.items()}, want, closed=closed)
+    named = {ruled[own]: slot for own, slot in have.items()}
+    found = align(named, want, closed=closed, is_ruled=named.keys() != have.keys())
     direct = {name: origin[own] for name, own in {**found.mismatched, **found.pairs}.items()}
     wrong = {name: direct[name] for name in found.mismatched}
     met = {name: direct[name] for name in found.pairs}
@@ -259,7 +259,7 @@ def _renamings(
     front = _wrapper_front(wanted, unwrapped[1])
     columns = [
         ("wrapper", own),
-        ("wrapper", [_WORDS.sub("", name) for name in own] if own != unwrapped[0] else own),
+        ("wrapper", [WORDS.sub("", name) for name in own] if own != unwrapped[0] else own),
         ("prefix", unwrapped[0]),
         ("known", bare[0]),
         ("prefix", bare[1]),
@@ -286,7 +286,7 @@ def _by_user(
         pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
-            regex = prefix_regex(rule.text) if is_prefix else rule.regex
+            regex = prefix_regex(rule.text) if is_prefix else rule.regex or ""
             yield Renaming("rule", rule.text, pairs, regex)
         now.update(changed)
 

@@ -329,7 +329,7 @@ def _allowing(argument: str, names: Sequence[str]) -> Remedy:
     globs = _globs_of(names)
     if not globs:
         return _SCATTERED
-    only = globs[0] if len(globs) == 1 and globs[0].endswith("*") else globs
+    only = globs[0] if len(globs) == 1 < len(names) else globs
     return Remedy(((argument, only),))
 
 

@@ -35,7 +35,7 @@ class Renaming:
 
     kind: str
     text: str
-    """For people: `module. taken off`, `backbone. -> encoder.`, `gamma -> weight`."""
+    """For people: `module. removed`, `backbone. -> encoder.`, `gamma -> weight`."""
     names: tuple[tuple[str, str], ...]
     """Name in the file and name in the model."""
     rule: str = ""

@@ -168,6 +168,7 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
             fold,
         ),
         *_ambiguous(report, fold),
+        *(row for one in report.proposed for row in _renamed(one, fold, "PROPOSED")),
         *_tied("UNTIED", report.untied, fold),
         *_tied("OVERLAP", [one.names for one in report.overlapping], fold),
         *_cast([cast for cast in report.cast if cast.lossy], fold),
@@ -243,11 +244,13 @@ def _change(one: Cast) -> str:
     return f"{change} (lossy: {clean(one.loss)})" if one.loss else f"{change} (lossy)"
 
 
-def _renamed(renaming: Renaming, fold: bool) -> list[_Row]:
+def _renamed(renaming: Renaming, fold: bool, status: str = "RENAMED") -> list[_Row]:
     text = clean(renaming.text)
+    if not renaming.names:
+        return []
     if fold:
-        return [_Row(_first_of([own for own, _ in renaming.names]), "RENAMED", text)]
-    return [_Row(_label(own), "RENAMED", f"{_label(new)} ({text})") for own, new in renaming.names]
+        return [_Row(_first_of([own for own, _ in renaming.names]), status, text)]
+    return [_Row(_label(own), status, f"{_label(new)} ({text})") for own, new in renaming.names]
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -320,7 +323,8 @@ _MEANINGS = {
     "OVERLAP": "parts of one memory in the model, and not the same there in the file",
     "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that "
     "of what it names",
-    "RENAMED": "fits under the model's name, by the rule that is told",
+    "RENAMED": "matches after the renaming shown",
+    "PROPOSED": "would match after the rule shown, which was not applied",
     "TIED": "one tensor under several names, which is loaded once",
 }
 

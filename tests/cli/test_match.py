@@ -75,8 +75,8 @@ def test_what_fits_under_other_names_says_how_and_the_command_does_it(ckptool, f
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("model.pth fits outer.pth: 9 tensors, 100% of the parameters\n\nKey")
     assert [row[1:] for row in rows(done)] == [
-        ["RENAMED", "module. taken off"],
-        ["RENAMED", "encoder. put before"],
+        ["RENAMED", "module. removed"],
+        ["RENAMED", "encoder. added"],
     ]
     command = shlex.split(done.out.splitlines()[-1])
     assert command == [
@@ -160,7 +160,7 @@ def test_rules_of_the_user_come_first(ckptool, folder):
     assert ckptool("match", "odd.pth", "--like", "ref.pth", "--map", r"^a\.b=>").code == 0
     done = ckptool("match", "model.pth", "--like", "outer.pth", "--prefix", "module=encoder")
     assert done.code == 0
-    assert "encoder. put before" not in done.out
+    assert "encoder. added" not in done.out
 
 
 def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
@@ -298,20 +298,18 @@ def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_
     assert "--allow-missing=$'\\x1b#0m'" in hint
 
 
-def test_what_is_advised_is_enough(ckptool, tmp_path):
-    two, one = ({f"{name}.{n}.w": torch.ones(3, 3) for n in range(4) for name in names}
-                for names in (["encoder_q", "encoder_k"], ["encoder"]))  # fmt: skip
-    torch.save(two, tmp_path / "f.pth")
-    torch.save({**one, "fc": torch.ones(7)}, tmp_path / "r.pth")
+def test_what_is_proposed_is_enough(ckptool, tmp_path):
+    file, reference = ({f"{name}.{n}.fc.w": torch.ones(3, 3) for n in range(4)}
+                       for name in ("encoder_q", "encoder"))  # fmt: skip
+    torch.save({**file, "queue": torch.ones(9)}, tmp_path / "f.pth")
+    torch.save({**reference, "fc": torch.ones(7)}, tmp_path / "r.pth")
     words = [tmp_path / "f.pth", "--like", tmp_path / "r.pth"]
     done = ckptool("match", *words)
     *_, hint = done.out.splitlines()
+    assert "PROPOSED" in done.out
     assert hint == (
-        "hint: `--map '^encoder_q\\.=>encoder.' --allow-missing=fc "
-        "--allow-unexpected='encoder_k.*'` "
-        "(passes over encoder_k.{0..3}.w; leaves fc as the model has it); "
-        "or `--map '^encoder_k\\.=>encoder.' --allow-missing=fc --allow-unexpected='encoder_q.*'` "
-        "(passes over encoder_q.{0..3}.w; leaves fc as the model has it)"
+        "hint: `--map '^encoder_q\\.=>encoder.' --allow-missing=fc --allow-unexpected=queue` "
+        "(keeps fc as the model has it; leaves out queue)"
     )
     remedy = ckptool("match", *words, "--json").document["remedy"]
     assert f"hint: {remedy['text']}" == hint
@@ -350,7 +348,7 @@ def test_a_table_alone_has_a_row_for_each_tensor(ckptool, folder):
     done = ckptool("match", "model.pth", "--like", "ref.pth", "--fmt", "csv")
     headings, *found = csv.reader(done.out.splitlines())
     assert headings == ["Key", "Status", "Details"]
-    assert found[0] == ["module.0.weight", "RENAMED", "0.weight (module. taken off)"]
+    assert found[0] == ["module.0.weight", "RENAMED", "0.weight (module. removed)"]
     assert len(found) == 9
     assert "RENAMED: " in done.err
     assert ckptool("match", "model.pth", "--like", "ref.pth", "--fmt", "csv", "-q").err == ""

@@ -169,7 +169,7 @@ def in_a_group_of_one(folder, rank):
 
 
 def optimizer_of_parts(folder, rank):
-    """What FSDP, the first, does not get by `load_into`, and how it does: docs/matching.md."""
+    """What FSDP, the first, does not get by `load_into`, and how it does: docs/loading.md."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     model = fsdp(plain())

@@ -1,6 +1,6 @@
 """What of a model is loaded, counted."""
 
-from ckptool.matching.counting import casts_of, counted
+from ckptool.matching.report import casts_of, counted
 from ckptool.matching.slots import EXTRA, Slot
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckptool.matching.holding import holds
+from ckptool.matching.slots import holds
 
 torch = pytest.importorskip("torch")
 
