@@ -183,6 +183,17 @@ OLD_SPELLINGS = {
 }
 
 
+def followed(model, source, **options):
+    """Load, with the rules that refusals propose."""
+    rules = []
+    for _ in range(3):
+        try:
+            return ckptool.load_into(model, source, rules=rules, **options)
+        except MatchError as error:
+            rules += [one.rule for one in error.report.proposed]
+    return ckptool.load_into(model, source, rules=rules, **options)
+
+
 @pytest.mark.parametrize("wrapper", ["", "module."])
 @pytest.mark.parametrize("spelling", OLD_SPELLINGS)
 def test_other_spellings_of_the_same_names(trainers, answers, spelling, wrapper):
@@ -190,7 +201,7 @@ def test_other_spellings_of_the_same_names(trainers, answers, spelling, wrapper)
     state = ckptool.load_state_dict(trainers / "bert" / "model.safetensors")
     given = {wrapper + rename(name): tensor for name, tensor in state.items()}
     model = language_model(trainers, "bert", "ForMaskedLM")
-    report = ckptool.load_into(model, given)
+    report = followed(model, given)
     assert report.coverage == 1.0
     assert report.renamed
     assert same(logits(model), answers["bert"])
@@ -207,10 +218,10 @@ def test_a_part_that_is_called_otherwise_beside_one_that_is_not_is_asked_about(
     }
     model = language_model(trainers, "bert", "ForMaskedLM")
     untouched = Untouched(model)
-    with pytest.raises(MatchError, match="not guessed") as caught:
+    with pytest.raises(MatchError):
         ckptool.load_into(model, given)
     untouched.check()
-    report = ckptool.load_into(model, given, **dict(caught.value.remedy.arguments))
+    report = followed(model, given)
     assert report.coverage == 1.0
     assert same(logits(model), answers["bert"])
 
@@ -332,8 +343,13 @@ def test_a_backbone_takes_what_is_its_own(trainers, name):
     wanted = residual()
     ckptool.load_into(wanted, trainers / FILES[name])
     model = Detector()
-    report = ckptool.load_into(
-        model, trainers / FILES[name], allow_missing="boxes.*", allow_unexpected="*fc.*"
+    prefixes = ["model=backbone"] if name == "lightning" else []
+    report = followed(
+        model,
+        trainers / FILES[name],
+        allow_missing="boxes.*",
+        allow_unexpected="*fc.*",
+        prefixes=prefixes,
     )
     assert set(report.missing_keys) == {"boxes.weight", "boxes.bias"}
     for path, tensor in model.backbone.state_dict().items():
@@ -344,7 +360,7 @@ def test_a_backbone_takes_what_is_its_own(trainers, name):
 def test_a_head_of_another_name_is_found_by_its_shape(trainers, answers, name):
     model = residual()
     model.classifier, model.fc = model.fc, nn.Identity()
-    report = ckptool.load_into(model, trainers / FILES[name])
+    report = followed(model, trainers / FILES[name])
     assert report.coverage == 1.0
     assert any("classifier" in one.text for one in report.renamed)
     with torch.no_grad():
@@ -360,7 +376,7 @@ def test_names_of_other_times_and_houses(trainers, answers, name, word):
         "stages": {re.sub(r"\blayer(\d)\.", r"stage\1.", key): v for key, v in state.items()},
     }[word]
     model = residual()
-    report = ckptool.load_into(model, given)
+    report = followed(model, given)
     assert report.coverage == 1.0
     assert bool(report.kept) == (word == "counters")
     with torch.no_grad():

@@ -30,13 +30,6 @@ class Looking(Teacher):
         self._register_load_state_dict_pre_hook(lambda *_: None)
 
 
-class Lenient(Teacher):
-    """It misses nothing, however strict it is to be."""
-
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        return super().load_state_dict(state_dict, strict=False)
-
-
 class Renaming(Teacher):
     """Its file has other names than torch asks for, which is no part left out."""
 
@@ -92,7 +85,11 @@ def test_what_torch_misses_is_missing_for_match_and_load_into(kind, file):
     names = [f"{part}.weight", f"{part}.bias"]
     assert torch_asks_for(make, file) == names
     _, report = ckptool.match(file, make())
-    assert (report.fits, report.missing_keys, report.coverage) == (False, names, 0.5)
+    if make is Looking:  # its own code could fill them
+        told = dict(report.kept)
+        assert all(told[name].startswith("torch decides") for name in names)
+    else:
+        assert (report.fits, report.missing_keys, report.coverage) == (False, names, 0.5)
     model = make()
     untouched = Untouched(model)
     with pytest.raises(MatchError, match=f"2 tensors are missing in it: {part}") as caught:
