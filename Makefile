@@ -1,4 +1,5 @@
 # make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
+# make examples: the files that README.md names, in build/examples.
 # make docs: docs/cli.md and docs/api.md, and what the cookbook's commands print.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
 # All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
@@ -12,25 +13,43 @@ DEMO = build/demo
 # Modules are compiled once, whatever the surroundings say: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test lint docs fixtures bench compat packages soak clean
+.PHONY: demo examples test lint docs fixtures bench compat packages soak clean
 
-# Made once, renewed when what it depends on changes.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Made once, renewed when what it depends on changes: what ckptool needs, and what its tests need.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) (the first time takes a minute or two) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.installed
 	@$(PIP) -e '.[test]'
 	@touch $@
 
-demo: $(VENV)/.ready
+define LOAD
+import sys, torch
+from torch import nn
+net = nn.ModuleDict({"conv1": nn.Conv2d(3, 8, 3), "bn1": nn.BatchNorm2d(8), "fc": nn.Linear(8, 10)})
+print(f"\n>>> net.load_state_dict(torch.load({sys.argv[1]!r})['state_dict'])")
+try:
+    print(net.load_state_dict(torch.load(sys.argv[1], weights_only=True)["state_dict"]))
+except RuntimeError as error:
+    print(f"RuntimeError: {str(error)[:400]} ...")
+print()
+endef
+export LOAD
+
+demo: $(VENV)/.installed
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
 	@cp fixtures/torch-2.13.0/dp_full_cuda3.pth $(DEMO)/model.pth
-	$(BIN)/ckptool list $(DEMO)/model.pth
+	@$(BIN)/python -W ignore -c "$$LOAD" $(DEMO)/model.pth
 	$(BIN)/ckptool strip-module $(DEMO)/model.pth
 	$(BIN)/ckptool remap --to cpu $(DEMO)/model.stripped.pth -o $(DEMO)/laptop.pth
-	@$(BIN)/python -c "import sys, torch; \
-	state = torch.load(sys.argv[1], weights_only=True)['state_dict']; \
-	print(f'torch.load reads {sys.argv[1]}: {len(state)} tensors,', \
-	    f'the first {next(iter(state))} on {next(iter(state.values())).device}')" $(DEMO)/laptop.pth
+	@$(BIN)/python -W ignore -c "$$LOAD" $(DEMO)/laptop.pth
+
+examples: $(VENV)/.installed
+	@$(BIN)/python -W ignore -m tests.pages.prepared build/examples
+	@echo "the files that README.md names are in build/examples"
 
 test: $(VENV)/.ready
 	@# These fork at every call of the system, which takes a third of the time without torch in memory.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from ckptool.checkpoint import Change, Checkpoint, Details
     from ckptool.conversion import Conversion
+    from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.errors import (
         AmbiguousName,
         CheckpointError,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     )
     from ckptool.files.recovery import Recovery
     from ckptool.formats.problems import Problem
-    from ckptool.inspection import Complaint, Diagnosis, Diff, Stats, Verdict
+    from ckptool.inspection import Diff, Stats, Verdict
     from ckptool.limits import Limits
     from ckptool.loading.load import load
     from ckptool.loading.load_into import load_into
@@ -93,7 +94,8 @@ _HOMES = {
     ),
     "files.recovery": ("Recovery",),
     "formats.problems": ("Problem",),
-    "inspection": ("Complaint", "Diagnosis", "Diff", "Stats", "Verdict"),
+    "diagnosis": ("Complaint", "Diagnosis"),
+    "inspection": ("Diff", "Stats", "Verdict"),
     "limits": ("Limits",),
     "loading.load": ("load",),
     "loading.load_into": ("load_into",),

@@ -13,12 +13,13 @@ from ckptool.conversion import convert
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
 from ckptool.formats import open_checkpoint, opened
-from ckptool.inspection import Diagnosis, Diff, Info, Listing, Stats, Verdict
+from ckptool.inspection import Diff, Info, Listing, Stats, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule, regex_rule
 from ckptool.writing import Receipt, save
 
 if TYPE_CHECKING:
+    from ckptool.diagnosis import Diagnosis
     from ckptool.render.page import PageReceipt
 
 __all__ = [
@@ -90,7 +91,9 @@ def doctor(path: str | os.PathLike[str], **options: Any) -> Diagnosis:
         UsageError: the reference holds no state dict, or several; or a word is no device.
         NotFound: nothing answers to `key`.
     """
-    return inspection.diagnose(path, **options)
+    from ckptool.diagnosis import diagnose
+
+    return diagnose(path, **options)
 
 
 def list_tensors(source: Source, *, hash: bool = False) -> Listing:

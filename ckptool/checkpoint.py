@@ -27,13 +27,16 @@ class Change:
 
     `kind` is the transform's word (`strip`, `add`, `remap`, ...), `text` one sentence without a
     full stop, `count` how many tensors (or values) it concerns, `wanted` whether the user asked for
-    what is left out (kind `left-out`): then it is no loss.
+    what is left out (kind `left-out`): then it is no loss. `needed`: it has tensors without which
+    what was asked for is not whole, and no file is written without them unless they are `wanted`
+    out.
     """
 
     kind: str
     text: str
     count: int = 0
     wanted: bool = False
+    needed: bool = False
 
 
 Report = Callable[[], Iterable[Change]]
@@ -208,7 +211,7 @@ class Checkpoint:
 
         return drop_objects(self)
 
-    def cast(self, dtype: Any, **options: Any) -> Checkpoint:
+    def cast(self, dtype: Any = None, **options: Any) -> Checkpoint:
         """Floating tensors in another element type; options as `transforms.cast`."""
         from ckptool.transforms import cast
 

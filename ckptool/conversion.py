@@ -48,9 +48,9 @@ class Conversion:
     allow_missing: Allowed = None
     """What of `like` may be missing: all, or globs."""
     allow_unexpected: Allowed = None
-    """What may be there that `like` has not: it keeps its name."""
+    """What may be there that `like` has not: it is left out."""
     allow_mismatched: Allowed = False
-    """What may be of another shape than in `like`."""
+    """What may be of another shape than in `like`: it is left out."""
     min_coverage: float | None = None
     """The least share of the parameters of `like` that is to be there."""
     plain: bool = False
@@ -67,6 +67,10 @@ class Conversion:
     """Cast the optimizer's state too."""
     allow_overflow: bool = False
     """Cast what is too large for the type all the same."""
+    dequantize: str | None = None
+    """The type that 8-bit weights become, multiplied by the scales beside them."""
+    raw: bool = False
+    """Cast quantised numbers as plain ones."""
     compact: bool = False
     """Trim storages to what tensors see of them."""
     to: str | None = None
@@ -90,10 +94,10 @@ class Conversion:
             raise UsageError("choose device rules or visible devices, not both")
         device_rules(self.to, self.device_map)
         self._check_like()
-        needless = self.keep or self.cast_optimizer or self.allow_overflow
-        if self.cast is None and needless:
+        needless = self.keep or self.cast_optimizer or self.allow_overflow or self.raw
+        if self.cast is None and self.dequantize is None and needless:
             raise UsageError(
-                "keep, cast_optimizer and allow_overflow are about a cast, and there is none",
+                "keep, cast_optimizer, allow_overflow and raw are about a cast, and there is none",
                 hint="--cast bfloat16",
             )
 
@@ -159,13 +163,15 @@ class Conversion:
         checkpoint = without_objects(checkpoint, plain=self.plain, drop=self.drop_objects)
         if self.ties == "copy":  # before the cast: tied names may get types of their own
             checkpoint = transforms.untie(checkpoint)
-        if self.cast is not None:
+        if self.cast is not None or self.dequantize is not None:
             checkpoint = transforms.cast(
                 checkpoint,
                 self.cast,
                 keep=self.keep,
                 everything=self.cast_optimizer,
                 allow_overflow=self.allow_overflow,
+                dequantize=self.dequantize,
+                raw=self.raw,
             )
         return checkpoint
 
@@ -185,18 +191,24 @@ def without_objects(checkpoint: Checkpoint, *, plain: bool, drop: bool) -> Check
         NotRepresentable: one remains that is not to be dropped; the message names all of them.
     """
     if plain:
-        return _wanted(checkpoint, transforms.to_plain(checkpoint, drop=drop))
-    return _wanted(checkpoint, transforms.drop_objects(checkpoint)) if drop else checkpoint
+        checkpoint = _wanted(checkpoint, transforms.to_plain(checkpoint, drop=drop))
+    elif drop:
+        checkpoint = _wanted(checkpoint, transforms.drop_objects(checkpoint))
+    if not drop:
+        return checkpoint
+    asked = (
+        replace(change, wanted=change.wanted or change.needed) for change in checkpoint.changes
+    )
+    return replace(checkpoint, changes=tuple(asked))
 
 
 def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     """What went from `before` to `after` went because the user asked for that.
 
-    Not so the weights of a module that only its class can read.
+    Not so what the model needs.
     """
     made = after.changes[len(before.changes) :]
-    unread = {text for section in before.sections for text in section.unread} if made else ()
-    marked = (replace(change, wanted=change.text not in unread) for change in made)
+    marked = (replace(change, wanted=change.wanted or not change.needed) for change in made)
     return replace(after, changes=(*before.changes, *marked))
 
 

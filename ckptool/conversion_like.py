@@ -9,12 +9,11 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import MatchError, NameCollision, NotRepresentable
-from ckptool.loading.plan import Plan, planned
+from ckptool.loading.plan import Plan, planned, target_like
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
 from ckptool.model import Opaque, OrderedMap
-from ckptool.paths import counted, listed, printable
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -25,9 +24,10 @@ from ckptool.statedict import (
     wrapped_names,
 )
 from ckptool.transforms.naming import NamePlan, distinct, place
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import Rename, strip_names
 
-__all__ = ["fitted"]
+__all__ = ["compared", "fitted"]
 
 _HINT = "ckptool match says which names fit, and by which rules"
 
@@ -38,9 +38,9 @@ def fitted(
     """Every state dict of the checkpoint under the names of a model.
 
     `_metadata` follows, and so do optimizers that hold names; the order of the file and the dtypes
-    stay. A name of the model that is tied to one which the file has is put behind that. What is
-    allowed to be unexpected keeps its own name; what no model takes is left out. What a module's
-    own loading takes has the name under which it does.
+    stay. A name of the model that is tied to one which the file has is put behind that. What the
+    model does not take, and tensors of another shape, are left out where that is allowed. What a
+    module's own loading takes has the name under which it does.
 
     Args:
         checkpoint: Open.
@@ -63,6 +63,12 @@ def fitted(
     return plan.applied(checkpoint)
 
 
+def compared(checkpoint: Checkpoint, part: Section, reference: Checkpoint) -> MatchReport:
+    """Match one state dict with that of a reference file, by names, shapes and types alone."""
+    with closing(State(checkpoint, part)) as state:
+        return planned(state, target_like(reference), by_type=True).report
+
+
 @dataclass(frozen=True, eq=False)
 class _Naming:
     """One state dict and what it is matched to."""
@@ -81,11 +87,11 @@ class _Naming:
 
     @property
     def _gone(self) -> frozenset[str]:
-        """Names that no model takes; not plain values that stand beside the tensors."""
-        stays = {*self.fit.undecided.values()}
-        return frozenset(
-            name for name, _ in self.report.left_out if name in self.names and name not in stays
-        )
+        """Names that the model does not take; not plain values that stand beside the tensors."""
+        report, stays = self.report, {*self.fit.undecided.values()}
+        names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
+        names |= {one.own for one in report.mismatched}
+        return frozenset((names & self.names.keys()) - stays)
 
     def enter(self, plan: NamePlan) -> None:
         """Plan it under its new names."""
@@ -97,11 +103,13 @@ class _Naming:
         plan.rename(part, list(self.names), renamed, _rename_module(told))
         if part.kind != "module" and (gone or self.mates):
             holder = plan.instead.get(id(part.holder), part.holder)
-            plan.instead[id(part.holder)] = self._completed(plan, holder, gone)
+            plan.instead[id(part.holder)] = self._completed(
+                plan, holder, frozenset(self.names[name] for name in gone)
+            )
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
-        """The state dict with the mates, and without what no model takes."""
+        """The renamed state dict with the mates, and without the names that are `gone`."""
 
         def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
             for name, value in items:
@@ -143,12 +151,13 @@ class _Naming:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
             (report.missing_keys, f"of the model missing in {where}"),
-            (report.unexpected_keys, f"in {where} that the model has not, kept"),
-            (wrong, f"in {where} of another shape than the model's"),
+            (report.unexpected_keys, f"in {where} that the model has not, left out"),
+            (wrong, f"in {where} of another shape than the model's, left out"),
         ):
             if names:
                 text = f"{counted(len(names), 'name')} {what}: {listed(names)}"
-                yield Change("warning", text, len(names))
+                kind = "warning" if names is report.missing_keys else "left-out"
+                yield Change(kind, text, len(names), wanted=kind == "left-out")
 
 
 def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list[_Naming]:

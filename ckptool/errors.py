@@ -76,6 +76,10 @@ __all__ = [
     "warn",
 ]
 
+_HINT = "hint: "
+_HAS_NOTES = hasattr(BaseException, "add_note")
+"""Whether a traceback ends with `__notes__`: from Python 3.11 on."""
+
 
 class CheckpointError(Exception):
     """The root: one sentence, and a hint where something helps."""
@@ -109,12 +113,22 @@ class CheckpointError(Exception):
         hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
+        if _HAS_NOTES:
+            others = [one for one in getattr(self, "__notes__", ()) if not one.startswith(_HINT)]
+            self.__notes__ = others if self.hint is None else [*others, f"{_HINT}{self.hint}"]
 
-    def __str__(self) -> str:
-        """The sentence, with the file in front where it is known and not named already."""
+    @property
+    def sentence(self) -> str:
+        """The message, with the file in front where it is known and not named already."""
         if self.file is None or _names(self.message, self.file):
             return self.message
         return f"{self.file}: {self.message}"
+
+    def __str__(self) -> str:
+        """The sentence; in Python 3.10, whose tracebacks have no notes, with the hint below it."""
+        if _HAS_NOTES or self.hint is None:
+            return self.sentence
+        return f"{self.sentence}\n{_HINT}{self.hint}"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a pickle between processes, keyword-only arguments and all."""

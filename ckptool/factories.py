@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
-from ckptool.paths import listed, printable
+from ckptool.words import listed, printable
 
 __all__ = ["FACTORY", "HINT", "a_class", "at_home", "is_model", "named", "run"]
 

@@ -68,6 +68,8 @@ class Storage:
     """`little` or `big`."""
     crc32: int | None = None
     """CRC-32 of the bytes, where the file states one that counts."""
+    whole: ByteRange | None = None
+    """What the bytes were a part of before the rest was left out."""
 
     def __post_init__(self) -> None:
         """Refuse a storage that lies about its length."""
@@ -233,9 +235,43 @@ class TensorRef:
         )
 
     @property
+    def class_name(self) -> str:
+        """The qualified name of its class: of a subclass that of the file, else torch's own."""
+        made_of = (self.parts or {}).get("type") if self.storage is None else None
+        types = (made_of, *(layer.type for layer in self.wrapping))
+        known = (cls.qualified for cls in types if isinstance(cls, Global))
+        return next(known, "torch.Tensor")
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is spread over processes, of which each saves its own part."""
+        spread = ("DTensor", "ShardedTensor")
+        return self.storage is None and self.class_name.rpartition(".")[2] in spread
+
+    @property
     def local(self) -> TensorRef | None:
-        """The local part of a DTensor or ShardedTensor that this file holds."""
+        """The first tensor that one without a storage is made of: a DTensor's local part."""
         return next(self.tensors_inside(), None) if self.storage is None else None
+
+    @property
+    def whole(self) -> TensorRef | None:
+        """The plain tensor that a DTensor is, where this file has all of it; None of any other.
+
+        All of it is there where the local part has its shape (one rank, or `Replicate`), unless a
+        sum is pending (`Partial`). Source: torch/distributed/tensor/_dtensor_spec.py.
+        """
+        match self.parts:
+            case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
+                placements = spec.attributes.get("placements")
+            case _:
+                return None
+        if not self.is_spread or local.shape != self.shape or not isinstance(placements, tuple):
+            return None
+        names = (getattr(one, "class_name", "Partial").rpartition(".")[2] for one in placements)
+        if any(name.endswith("Partial") for name in names):
+            return None
+        layers = (layer for layer in self.wrapping if layer.kind != "type")
+        return replace(local, requires_grad=self.requires_grad, wrapping=(*local.wrapping, *layers))
 
     @property
     def data(self) -> ByteRange:

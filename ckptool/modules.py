@@ -7,16 +7,19 @@ from typing import Any
 
 from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, OrderedMap
+from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.quantisers import class_scheme
 
 __all__ = [
     "Visits",
+    "attributes_of",
     "child_modules",
+    "held_apart",
+    "holds_tensors",
     "is_module",
     "module_state",
     "modules_below",
     "own_tensors",
-    "unread_submodules",
 ]
 
 _MARKS = ("_parameters", "_buffers", "_modules")
@@ -114,21 +117,46 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     return names
 
 
-def unread_submodules(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Opaque]:
-    """The submodules whose weights nobody but their class can tell, by their path.
+def held_apart(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """What modules hold for their class alone to save (`_save_to_state_dict`), by path.
 
-    A class with a `__getstate__` of its own (torch's quantised layers) pickles no dict of
-    parameters and buffers: what `state_dict()` would make of it is not in the file.
+    Submodules whose class pickles no dict of parameters; objects of a known quantiser, and
+    attributes of a Parameter, with tensors in them.
 
     Raises:
         LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
     """
-    return {
-        f"{prefix}{name}": child
-        for prefix, module in modules_below(node, limits)
-        for name, child in module.attributes.get("_modules", {}).items()
-        if isinstance(child, Opaque) and not is_module(child)
-    }
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for prefix, module in modules_below(node, limits):
+        attributes = module.attributes
+        children = attributes.get("_modules", {})
+        held = {name: child for name, child in children.items() if isinstance(child, Opaque)}
+        held.update((name, one) for name, one in attributes.items() if class_scheme(one))
+        for name, tensor in own_tensors(module).items():
+            held.update((f"{name}.{key}", one) for key, one in attributes_of(tensor))
+        for name, one in held.items():
+            apart = not is_module(one) and (name in children or holds_tensors(one))
+            if apart and id(one) not in seen:
+                seen.add(id(one))
+                found[f"{prefix}{name}"] = one
+    return found
+
+
+def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
+    """The attributes of a tensor that hold tensors over other bytes than its own."""
+    if not isinstance(tensor, TensorRef) or not tensor.wrapping:
+        return
+    for layer in tensor.wrapping:
+        for name, value in layer.state.items() if isinstance(layer.state, dict) else ():
+            other = not isinstance(value, TensorRef) or value.storage is not tensor.storage
+            if other and not is_module(value) and holds_tensors(value):
+                yield name, value
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether it is a tensor, or there is one in it."""
+    return next(find_tensors(node), None) is not None
 
 
 def modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:

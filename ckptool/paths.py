@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,17 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.modules import Visits, is_module, module_state, unread_submodules
+from ckptool.modules import Visits, held_apart, is_module, module_state
 from ckptool.rebuilding import everything, rebuild
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
 __all__ = [
-    "counted",
     "everything",
     "held_items",
-    "listed",
     "name_of",
-    "printable",
     "rebuild",
     "resolve",
     "selected",
@@ -47,7 +45,6 @@ _LEAF_TYPES = frozenset((
     TensorRef, StorageRef, Storage, DeviceValue, Global,
 ))  # fmt: skip
 _MISSING = object()
-_LONGEST_SHOWN = 160  # characters of one name in a message
 
 
 def name_of(path: Path) -> str:
@@ -73,25 +70,6 @@ def _key_text(key: Any) -> str:
     return str(key)
 
 
-def printable(text: str) -> str:
-    """A name of the file fit for a terminal: control characters escaped, its middle cut out."""
-    if len(text) > _LONGEST_SHOWN:
-        text = f"{text[: _LONGEST_SHOWN // 2]}...{text[-_LONGEST_SHOWN // 2 :]}"
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a sentence: `a, b, and 3 more`; `nothing` where there are none."""
-    given = list(names)
-    shown = ", ".join(map(printable, given[:most]))
-    return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
-
-
-def counted(count: int, noun: str) -> str:
-    """So many of something for a sentence: `1 name`, `1,200 names`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def walk(
     root: Any,
     limits: Limits = DEFAULT_LIMITS,
@@ -100,8 +78,8 @@ def walk(
     """Every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module gives the tensors that its
-    `state_dict()` would have, each under its full name as one key, then what `unread_submodules`
-    names, as objects. Any other object is given itself, then what it holds as a list or dict, then
+    `state_dict()` would have, each under its full name as one key, then what is
+    `held_apart`. Any other object is given itself, then what it holds as a list or dict, then
     the tensors among its attributes and arguments. A container that holds itself is not entered
     again. `enter` is asked before each container, module or object is entered; what it refuses is
     left out.
@@ -179,8 +157,8 @@ def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
     if isinstance(node, (list, tuple)):
         return len(node), enumerate(node), None
     if module is not None:
-        unread = unread_submodules(node)
-        return len(module) + len(unread), chain(module.items(), unread.items()), None
+        apart = held_apart(node)
+        return len(module) + len(apart), chain(module.items(), apart.items()), None
     held = held_items(node)
     hidden = list(_hidden_items(node, len(held)))
     return len(held) + len(hidden), iter(held), iter(hidden)

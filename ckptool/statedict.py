@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
-from ckptool.modules import is_module, module_state, unread_submodules
-from ckptool.paths import counted, held_items, listed, name_of, printable, resolve, walk
+from ckptool.modules import held_apart, is_module, module_state
+from ckptool.paths import held_items, name_of, resolve, walk
+from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import wrappers_of
 
 if TYPE_CHECKING:
@@ -27,9 +30,11 @@ __all__ = [
     "is_the_models",
     "model_state_dict",
     "noted_owners",
+    "only_its_class",
     "optimizer_names",
     "sections",
     "values_inside",
+    "what_there_is",
     "wrapped_names",
 ]
 
@@ -73,16 +78,31 @@ class Section:
             return wrappers_of(wrapped_names(self.node))
         return wrappers_of(optimizer_names(self.node)) if self.kind == "optimizer" else ()
 
+    @cached_property
+    def apart(self) -> dict[str, int]:
+        """What only the classes of a pickled module save (`modules.held_apart`), in words.
+
+        Each with the tensors in it.
+        """
+        held = held_apart(self.holder) if self.kind == "module" else {}
+        return {
+            only_its_class(path, one): sum(1 for _ in find_tensors(one))
+            for path, one in held.items()
+        }
+
+    @property
+    def quantisers(self) -> Counter[str]:
+        """How many weights each known quantiser has made (`quantisers`)."""
+        if self.kind not in MODEL_KINDS:
+            return Counter()
+        found = Counter(one.scheme for one in quantised(self.node).values())
+        held = held_apart(self.holder).values() if self.kind == "module" else ()
+        return found + Counter(scheme for scheme in map(class_scheme, held) if scheme)
+
     @property
     def unread(self) -> tuple[str, ...]:
-        """Submodules of a pickled module whose weights only their class could tell, in words."""
-        if self.kind != "module":
-            return ()
-        return tuple(
-            f"the submodule {printable(path)} (only {printable(child.class_name)} can tell its "
-            "weights)"
-            for path, child in unread_submodules(self.holder).items()
-        )
+        """The words of `apart`."""
+        return tuple(self.apart)
 
     def tensors(self) -> list[tuple[Path, TensorRef]]:
         """Its tensors with their paths from the root, in the order of the file."""
@@ -91,6 +111,14 @@ class Section:
         else:
             leaves = ((self.path + path, leaf) for path, leaf in walk(self.holder))
         return [(path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef)]
+
+
+def only_its_class(path: str, node: Any) -> str:
+    """Say whose it is that a module holds apart under that path."""
+    name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
+    what = "" if scheme or not isinstance(node, Opaque) else "the submodule "
+    more = f"; {scheme}" if scheme else ""
+    return f"{what}{printable(path)} (only {printable(name)} can tell its weights{more})"
 
 
 def sections(root: Any) -> tuple[Section, ...]:
@@ -321,7 +349,7 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
             hint=_either(section.name for section in found),
         )
     raise NotFound(
-        f"{where} holds no state dict of a model; there is {listed(_what_there_is(checkpoint))}",
+        f"{where} holds no state dict of a model; there is {listed(what_there_is(checkpoint))}",
         file=file,
         hint=f"ckptool info {file}" if file else None,
     )
@@ -356,7 +384,8 @@ def _counted(section: Section) -> str:
     return f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
 
 
-def _what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
+def what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield its sections, and the first keys of what is in no section, in words."""
     for section in sections(checkpoint.root):
         if section.kind == "values":
             yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in section.node)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.errors import NameCollision, UsageError
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = [
     "COLLISION_HINT",

@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,69 @@ settings.register_profile(
     "ckptool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("ckptool")
+
+LONGEST = 900
+"""Seconds that a test may take; the longest takes one in ten of them on two busy cores."""
+
+
+def _passed_by(number, frame):
+    """Stand for "ignored" in this process: who asked for that (`nohup`) still has it."""
+
+
+def _reset_signals():
+    """Have every process that a test starts meet the signals as from a terminal.
+
+    What is ignored here stays so in a new process; a handler does not.
+    """
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGPIPE:
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else _passed_by)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+if os.name == "posix":
+    _reset_signals()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fail what has not ended in time, whatever it waits for."""
+    if os.name == "posix":
+        signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"not through in {LONGEST} seconds"))
+        signal.alarm(LONGEST)
+    try:
+        return (yield)
+    finally:
+        if os.name == "posix":
+            signal.alarm(0)
+
+
+@pytest.fixture(autouse=True)
+def _processes_die_with_the_test(monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    yield
+    for process in started:
+        if process.poll() is None:
+            for pid in [*_below(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def _below(pid):
+    """The processes that a process has started, and those that they have, as far as Linux tells."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            yield from _below(child)
+            yield child
 
 
 @pytest.fixture(scope="session")

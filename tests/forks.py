@@ -77,15 +77,25 @@ def finished(module, *arguments, cwd, timeout=300):
 
 
 def in_shell(line, cwd):
-    """What a line of a shell comes to, in which `ckptool` is the tests' own."""
+    """What a line of a shell comes to, in which `ckptool` and `python` are the tests' own.
+
+    `CKPTOOL_PROGRAMS` names the folder of an environment's programs to take in their place.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    installed = environment.pop("CKPTOOL_PROGRAMS", None)
+    if installed:
+        environment["PATH"] = f"{installed}{os.pathsep}{environment['PATH']}"
+        environment.pop("PYTHONPATH", None)
+    else:
+        environment["PYTHONPATH"] = str(PROJECT)
     words = shlex.split(line, comments=True)
-    if words[0] == "ckptool" and not set("|<>*?;&$`") & set("".join(words)):
+    if not installed and words[0] == "ckptool" and not set("|<>*?;&$`") & set("".join(words)):
         return finished(*words, cwd=cwd)
-    name = f'ckptool() {{ "{sys.executable}" -m ckptool "$@"; }}'
+    own = f'python() {{ "{sys.executable}" "$@"; }}; ckptool() {{ python -m ckptool "$@"; }}'
     return subprocess.run(
-        ["sh", "-c", f"{name}\n{line}"],
+        ["sh", "-c", line if installed else f"{own}\n{line}"],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,

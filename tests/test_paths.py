@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef
-from ckptool.paths import held_items, listed, name_of, printable, resolve, selected, walk
+from ckptool.paths import held_items, name_of, resolve, selected, walk
 from tests.trees import checkpoint, module, parallel, scalar, state_dict, storage, tensor
 
 
@@ -149,14 +149,6 @@ def test_keys_of_any_kind_have_a_short_text():
             Global("m", "f"))  # fmt: skip
     device = "device(type='cuda', index=1)"
     assert name_of(path) == (f"1/a/b'b'/1.5/True/None/(1, x)/<m.T>/<torch.Tensor>/{device}/m.f")
-
-
-def test_names_for_a_terminal():
-    assert printable("a\x1b[31m\nü") == "a\\x1b[31m\\nü"
-    assert len(printable("x" * 5000)) < 200
-    assert listed(["a", "b"]) == "a, b"
-    assert listed(map(str, range(10)), most=2) == "0, 1, and 8 more"
-    assert listed([]) == "nothing"
 
 
 ROOT = {

@@ -137,3 +137,20 @@ def test_only_a_word_of_the_user_names_code_of_theirs(file):
 def test_the_public_names_are_at_home_in_the_package():
     rooms = {room(file) for file in trees()}
     assert {room(home) for home in ckptool._HOMES} <= rooms
+
+
+IGNORED = """
+import signal, subprocess, sys
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+import tests.conftest
+look = "import signal; print(signal.SIG_IGN in map(signal.getsignal, (1, 2, 15)))"
+signal.raise_signal(signal.SIGHUP)  # goes by, as nohup asks
+sys.exit(subprocess.run([sys.executable, "-c", look], capture_output=True).stdout != b"False\\n")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_what_ignores_signals_starts_no_test_that_does():
+    done = subprocess.run([sys.executable, "-c", IGNORED], cwd=PROJECT, check=False)
+    assert done.returncode == 0

@@ -1,10 +1,11 @@
 """What helps, as data and as the arguments of a call."""
 
 import pickle
+import traceback
 
 import pytest
 
-from ckptool.errors import AmbiguousName, CheckpointError, MatchError
+from ckptool.errors import AmbiguousName, CheckpointError, MatchError, UsageError
 from ckptool.remedies import Remedy, literal, together
 
 ODD = ["plain", "it's", 'a "b"', "back\\slash", "ends\\", "\x1b[31m", "x'], rules=['y", "\\d'", ""]
@@ -82,3 +83,14 @@ def test_what_is_to_be_filled_in_stands_in_no_backticks():
     assert str(Remedy(instead=(remedy, Remedy((("key", "a"),))))) == (
         "key='NAME' takes another; or `key='a'`"
     )
+
+
+def test_a_traceback_ends_with_the_hint_that_counts():
+    error = UsageError("it does not go", file="a.pth", hint="try this")
+    error.advise("try that")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        *_, sentence, hint = "".join(traceback.format_exception(one)).splitlines()
+        assert sentence.endswith("UsageError: a.pth: it does not go")
+        assert hint == "hint: try that"
+    error.advise(None)
+    assert "hint" not in "".join(traceback.format_exception(error))

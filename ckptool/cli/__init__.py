@@ -9,6 +9,6 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ckptool` with `arguments` (`sys.argv` if None) and return its exit code."""
-    from ckptool.cli.running import run
+    from ckptool.cli.console import run
 
     return run(arguments)

@@ -35,9 +35,9 @@ __all__ = ["command"]
 def command(files: tuple[str, ...], ints: str, key: str | None, target: Target) -> None:
     """Write the mean of several checkpoints' weights.
 
-    Tensors of the same name are summed in float64 and rounded to the type that they have in the
-    first file. Names, ties, _metadata and all that is no weight are the first file's; the state of
-    optimizers and schedulers is left out.
+    Tensors of the same name, wrapper names off, are summed in float64 and rounded to the type that
+    they have in the first file. Names, ties, _metadata and all that is no weight are the first
+    file's; the state of optimizers and schedulers is left out.
     """
     if target.output is None:
         raise UsageError("average has no file to write", hint="ckptool average A B -o mean.pth")

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    completed_by,
+    file_argument,
+    floating_types,
+    target_options,
+    verb,
+)
+from ckptool.errors import UsageError
 from ckptool.transforms import cast, floating_type
 
 __all__ = ["command", "parsed_keep"]
@@ -17,11 +27,22 @@ __all__ = ["command", "parsed_keep"]
     "ckptool cast model.pth --dtype bfloat16",
     "ckptool cast model.pth --dtype fp16 --keep '*.norm.*=float32'",
     "ckptool cast model.pth --dtype float8_e4m3fn --keep '*.bias' -o small.pth",
+    "ckptool cast fp8.safetensors --dequantize bfloat16",
 )
 @file_argument
 @click.option(
-    "--dtype", required=True, metavar="DTYPE", help="The type to cast to: bfloat16, fp16, float32."
+    "--dtype",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="The type to cast to: bfloat16, fp16, float32.",
 )
+@click.option(
+    "--dequantize",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="8-bit weights times their scales, in DTYPE.",
+)
+@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
 @click.option(
     "--keep",
     multiple=True,
@@ -37,26 +58,28 @@ __all__ = ["command", "parsed_keep"]
 @target_options()
 def command(
     file: str,
-    dtype: str,
+    dtype: str | None,
     keep: tuple[str, ...],
-    everything: bool,
-    allow_overflow: bool,
     target: Target,
+    **options: Any,
 ) -> None:
     """Cast the floating tensors to another type.
 
     Integers, booleans and optimizer state stay as they are. What the type cannot hold is counted
     and told; overflow is an error. It is judged after rounding to the nearest value: 65519.99 fits
     float16 (as 65504), 65520 does not. A GLOB is matched with a tensor's own name, or with its
-    whole path if it has a slash. The result goes to FILE with the type before its ending.
+    whole path if it has a slash. What means something only with the numbers beside it (8-bit
+    weights with scales) is refused, but for --dequantize and --raw. The result goes to FILE with
+    the type before its ending.
     """
-    name = floating_type(dtype)
+    word = dtype or options["dequantize"]
+    if word is None:
+        raise UsageError("cast has no type to cast to", hint="--dtype bfloat16")
+    name = floating_type(word)
     rules = parsed_keep(keep)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        made = cast(
-            checkpoint, name, keep=rules, everything=everything, allow_overflow=allow_overflow
-        )
+        made = cast(checkpoint, dtype, keep=rules, **options)
         if target.dry_run and made.root is not checkpoint.root:
             text = "whether an element overflows is known only when all are computed"
             made = made.with_root(made.root, Change("note", text))

@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import print_document, say
+from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.options import Target
-from ckptool.cli.progress import Progress
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import SHARD_FORMATS, open_checkpoint
 from ckptool.render.receipt import receipt_lines
@@ -38,7 +37,8 @@ def write_changed(
         CheckpointError: whatever opening, changing or writing meets.
     """
     chosen = _chosen(target)
-    with open_checkpoint(source) as checkpoint, Progress(quiet=target.quiet) as progress:
+    progress = Progress(quiet=target.quiet, phases=("writing", "reading back"))
+    with open_checkpoint(source) as checkpoint, progress:
         sharded = checkpoint.format in SHARD_FORMATS
         if target.in_place:
             for file in checkpoint.sources:

@@ -8,8 +8,9 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.console import say
 from ckptool.cli.options import Target, file_argument, target_options, verb
-from ckptool.render.text import clean, size
+from ckptool.render.text import size
 from ckptool.transforms import compact
+from ckptool.words import clean
 
 __all__ = ["command"]
 

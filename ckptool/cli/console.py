@@ -1,30 +1,201 @@
-"""Where a verb writes: results on stdout, messages and progress on stderr."""
+"""One run of a command: its streams, its bar, its signals, its errors and its exit code."""
 
 from __future__ import annotations
 
+import _thread
+import gc
+import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TextIO
 
 import click
 
-from ckptool.paths import listed
-from ckptool.render.terminal import Look, look_of
-from ckptool.render.text import clean
+from ckptool.cli.group import cli
+from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
+from ckptool.render.terminal import Look, columns_of, look_of
+from ckptool.render.text import size
+from ckptool.words import clean, clean_lines, listed
 
 __all__ = [
     "EXIT_CODE",
+    "Ended",
+    "Interrupts",
+    "Progress",
     "complain",
     "flush",
+    "in_words",
     "note_none",
     "print_document",
     "print_lines",
+    "run",
     "say",
     "settle",
     "stdout_look",
 ]
+
+_IMPORTS = "<frozen importlib._bootstrap>"
+_PAUSE = 0.02
+"""Seconds between looks at whether an import is through."""
+
+
+class Ended(SystemExit):
+    """A signal asks the process to end: what is half done is cleaned up on the way out."""
+
+
+class Interrupts:
+    """A handler of signals that raises KeyboardInterrupt or `Ended`, and keeps in mind that it did.
+
+    Code that swallows every exception swallows that too, and torch's import does worse: it goes on
+    with half of numpy. So the first waits until no import is under way. Once is enough, but that a
+    second Ctrl-C kills.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has come yet."""
+        self.came = 0
+        """The number of the first signal."""
+        self._through = False
+        """Whether the import is through that the first had to wait for."""
+        self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise now or after the import; a second Ctrl-C ends the process."""
+        if self.came and not self._through:
+            if number == signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self.came = self.came or number
+        if self._through or not _is_importing(frame):
+            self._through = False
+            if self.came != signal.SIGINT:
+                raise Ended(128 + self.came)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second is heard in C as well
+            raise KeyboardInterrupt
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def end(self) -> None:
+        """Raise nothing any more."""
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        main = threading.main_thread().ident or 0
+        while not self._over.wait(_PAUSE):
+            if not _is_importing(sys._current_frames().get(main)):
+                self._through = True
+                _thread.interrupt_main(signal.Signals(self.came))
+                return
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is among the calls that led here."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_PATIENCE = 0.5
+_INTERVAL = 0.1
+_MINUTES = 120  # seconds; more are told as minutes
+_WIDTH = 24
+_WIDE = 80  # columns, where the terminal does not say
+_NARROWEST = 4
+"""Characters of a bar; a narrower terminal has the text alone."""
+
+
+class Progress:
+    """A context whose instance is told what is done and what there is; leaving it wipes the bar."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        phases: Sequence[str] = (),
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Draw on `stream` (stderr), where it is a terminal and not `quiet`.
+
+        `phases` are words for what is done, the next one wherever the bytes begin anew.
+        """
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._shown = not quiet and self._stream.isatty()
+        self._next = clock() + _PATIENCE
+        self._drawn = 0
+        self._phases = list(phases)
+        self._done = 0
+        self._begun = clock()
+
+    def __enter__(self) -> Progress:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave an empty line behind, for the message that follows."""
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Take the bar away, until it is drawn again."""
+        if self._drawn:
+            self._stream.write("\r" + " " * self._drawn + "\r")
+            self._stream.flush()
+            self._drawn = 0
+
+    def __call__(self, done: int, total: int, text: str | None = None) -> None:
+        """Draw, where it is time to; behind the bar is `text`, or where there is none bytes."""
+        now = self._clock()
+        if done < self._done:
+            self._begun, self._phases = now, self._phases[1:]
+        self._done = done
+        if not self._shown or now < self._next:
+            return
+        self._next = now + _INTERVAL
+        room = (columns_of(self._stream) or _WIDE) - 1  # in the last column a terminal may wrap
+        line = _line(done, total, text or self._told(done, total, now, room), room)
+        self._stream.write(f"\r{line:<{min(self._drawn, room)}}")
+        self._stream.flush()
+        self._drawn = len(line)
+
+    def _told(self, done: int, total: int, now: float, room: int) -> str:
+        """Return `writing 1.0 GiB of 2.0 GiB, 12 s left`, the time where there is room for it."""
+        text = " ".join([*self._phases[:1], f"{size(done)} of {size(total)}"])
+        spent = now - self._begun
+        if not 0 < done < total or spent < _PATIENCE:
+            return text
+        left = round(spent * (total - done) / done)
+        shown = f"{left} s" if left < _MINUTES else f"{round(left / 60)} min"
+        timed = f"{text}, {shown} left"
+        return timed if len(timed) + _NARROWEST < room - 2 else text
+
+
+def _line(done: int, total: int, text: str, room: int) -> str:
+    """`[####----] 1.0 GiB of 2.0 GiB`, the bar as long as there is room for."""
+    width = min(_WIDTH, room - len(text) - len("[] "))
+    if width < _NARROWEST:
+        return text[:room]
+    filled = width * done // total if total else width
+    return f"[{'#' * filled:-<{width}}] {text}"
+
 
 EXIT_CODE = "ckptool.exit_code"
 """What the exit code is called in the `meta` of a command's context."""
@@ -66,7 +237,7 @@ def settle(code: int) -> None:
 
 def print_document(document: Mapping[str, Any]) -> None:
     """Write one JSON document to stdout."""
-    from ckptool.render.jsondoc import json_lines
+    from ckptool.render.text import json_lines
 
     print_lines(json_lines(document))
 
@@ -94,3 +265,198 @@ def complain(message: str, hint: str | None) -> None:
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
         print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)
+
+
+ERROR, INTERRUPTED = 2, 130
+_NEEDED = frozenset(
+    ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
+)
+"""The top-level modules of ckptool and of what it needs."""
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals that ask for an end, as far as the system has them."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` spell and return the exit code; nothing escapes.
+
+    Click's own `main` is passed by: it answers 1 to wrong usage and takes every EOFError, a
+    truncated file among them, for an interruption.
+    """
+    _mend_streams()
+    # A tree of a million nodes is all kept to the end: looking for cycles in it costs a third.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with _signals_raise() as interrupts, _warnings_told():
+            code = _run(arguments, interrupts)
+        return 128 + interrupts.came if interrupts.came else code  # one that was swallowed, too
+    except Ended as ended:
+        return int(ended.args[0])
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def _signals_raise() -> Iterator[Interrupts]:
+    """SIGTERM and SIGHUP clean up as Ctrl-C does, unless they are ignored or handled already."""
+    interrupts = Interrupts()
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():  # no other may set a handler
+            for number in _ENDING:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    before[number] = signal.signal(number, interrupts.handle)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupts.handle)
+        yield interrupts
+    finally:
+        interrupts.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """A `CheckpointWarning` is a sentence on stderr, not a line of our source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CheckpointWarning)
+        others = warnings.showwarning
+
+        def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if not issubclass(category, CheckpointWarning):
+                others(message, category, *place, **more)
+                return
+            context = click.get_current_context(silent=True)
+            quiet = context is not None and bool(context.params.get("quiet"))
+            say([f"{look_of(sys.stderr).bold('warning:')} {clean(str(message))}"], quiet=quiet)
+
+        warnings.showwarning = tell
+        yield
+
+
+def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    settled: dict[str, Any] = {}
+    try:
+        _invoke(words, settled)
+        flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except SystemExit:
+        raise
+    except BaseException as error:  # the last place that can say it in a sentence
+        with suppress(OSError):  # nobody listens
+            if not interrupts.came:
+                _report(error)
+        return ERROR
+    return int(settled.get(EXIT_CODE, 0))
+
+
+def _invoke(words: list[str], settled: dict[str, Any]) -> None:
+    """Run the command; `settled` has its exit code as soon as that is known, if it is not 0."""
+    if "_CKPTOOL_COMPLETE" in os.environ:
+        cli.main(words, prog_name="ckptool")
+    try:
+        with cli.make_context("ckptool", words) as context:
+            context.call_on_close(lambda: settled.update(context.meta))
+            cli.invoke(context)
+    except click.exceptions.Exit as exit_:
+        settled[EXIT_CODE] = exit_.exit_code
+
+
+def _report(error: BaseException) -> None:
+    """Say what went wrong on stderr."""
+    if os.environ.get("CKPTOOL_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+    if (
+        isinstance(error, WorkerFailed) and error.traceback
+    ):  # of another process: not to be had again
+        print(clean_lines(error.traceback.rstrip()), file=sys.stderr)
+    complain(*in_words(error))
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, say: that was told above, once is enough
+        _forget_stdout()
+
+
+def in_words(error: BaseException) -> tuple[str, str | None]:
+    """One sentence about an error, and what helps."""
+    if isinstance(error, CheckpointError) and error.remedy is not None:
+        from ckptool.render.remedies import as_options
+
+        return error.sentence, as_options(error.remedy)
+    if isinstance(error, CheckpointError):
+        return error.sentence, error.hint
+    if isinstance(error, click.ClickException):
+        return _usage(error)
+    for kind, words in _SENTENCES.items():
+        if isinstance(error, kind):
+            return words(error), None
+    what = f"{type(error).__name__}: {error}"
+    if (place := _place_of_others(error)) is not None:
+        return (
+            f"the code at {place} fails: {what}",
+            "that is none of ckptool; CKPTOOL_DEBUG=1 shows how it came there",
+        )
+    return (
+        f"something unexpected happened, {what}",
+        "this is a fault of ckptool; CKPTOOL_DEBUG=1 shows where it lies",
+    )
+
+
+def _place_of_others(error: BaseException) -> str | None:
+    """The line, among the calls that led to an error, of code that a user has named: a model's."""
+    from traceback import walk_tb  # imported here: little goes wrong so
+
+    place = None
+    for frame, line in walk_tb(error.__traceback__):
+        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if home not in _NEEDED and home not in sys.stdlib_module_names:
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
+
+
+def _usage(error: click.ClickException) -> tuple[str, str | None]:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return error.format_message(), f"{context.command_path} --help" if context else None
+
+
+def _system_error(error: BaseException) -> str:
+    """An OSError in words: the file that it names, then the system's reason."""
+    name = getattr(error, "filename", None)
+    reason = getattr(error, "strerror", None) or str(error)
+    return f"{os.fsdecode(name)}: {reason}" if isinstance(name, (str, bytes)) else reason
+
+
+_SENTENCES: dict[type[Exception], Callable[[BaseException], str]] = {
+    MemoryError: lambda _: "there is not enough memory for this",
+    RecursionError: lambda _: "the file nests deeper than can be followed",
+    OSError: _system_error,
+}
+
+
+def _mend_streams() -> None:
+    """Streams that are closed lead nowhere; names that an encoding lacks are escaped."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def _forget_stdout() -> None:
+    """Nobody reads any more: keep the interpreter from saying so when it flushes at its end."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):  # stdout is no file
+        return

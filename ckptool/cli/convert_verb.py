@@ -11,10 +11,21 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
-from ckptool.cli.devices import parsed_rules, parsed_visible
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, Target, glob_options, plain_options, target_options, verb
+from ckptool.cli.options import (
+    PATH,
+    Target,
+    completed_by,
+    floating_types,
+    glob_options,
+    parsed_rules,
+    parsed_visible,
+    plain_options,
+    target_options,
+    verb,
+)
 from ckptool.conversion import Conversion
+from ckptool.errors import UsageError
 from ckptool.matching import Allowance
 from ckptool.writing import target_format
 
@@ -33,7 +44,8 @@ __all__ = ["command"]
     cls=Allowing,
 )
 @click.argument("source", type=PATH)
-@click.argument("destination", type=PATH)
+@click.argument("destination", type=PATH, required=False)
+@click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
 @glob_options
 @click.option(
@@ -47,6 +59,7 @@ __all__ = ["command"]
 @click.option(
     "--like",
     metavar="REFERENCE",
+    type=PATH,
     help="Names as this checkpoint has them, or the model of MODULE:FACTORY (ckptool match).",
 )
 @click.option(
@@ -61,10 +74,17 @@ __all__ = ["command"]
     show_default=True,
     help="Tied tensors written once, or each with bytes of its own.",
 )
-@click.option("--cast", metavar="DTYPE", help="Floating tensors to this type: bfloat16, float16.")
+@click.option(
+    "--cast",
+    metavar="DTYPE",
+    shell_complete=completed_by(floating_types),
+    help="Floating tensors to this type: bfloat16, float16.",
+)
 @click.option(
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
 )
+@click.option("--dequantize", metavar="DTYPE", help="8-bit weights times their scales, in DTYPE.")
+@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
 @click.option("--cast-optimizer", is_flag=True, help="Cast the optimizer's state as well.")
 @click.option("--allow-overflow", is_flag=True, help="Cast what is too large for the type, too.")
 @click.option("--compact", is_flag=True, help="Trim storages to what tensors see of them.")
@@ -84,7 +104,7 @@ __all__ = ["command"]
 @target_options(place=False)
 def command(
     source: str,
-    destination: str,
+    destination: str | None,
     device_map: tuple[str, ...],
     visible_devices: str | None,
     keep: tuple[str, ...],
@@ -102,6 +122,9 @@ def command(
     what is left out is named. All of it is one pass over the file, in the order in which the
     options stand here.
     """
+    if (destination is None) == (target.output is None):
+        raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
+    path = destination or target.output or ""
     conversion = Conversion(
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
@@ -116,14 +139,14 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
-        name = target_format(checkpoint, destination, target.format, sharded=sharded)
+        name = target_format(checkpoint, path, target.format, sharded=sharded)
         with in_options():
             return conversion.applied(checkpoint, name)
 
     write_changed(
         source,
         change,
-        replace(target, output=destination),
+        replace(target, output=path),
         word="converted",
         strict=strict,
         max_shard_size=max_shard_size,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from typing import Any
 
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.console import Progress, print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.diff_result import Diff
 from ckptool.inspection.diffing import diff
 from ckptool.transforms import regex_rule
 
@@ -22,17 +20,6 @@ __all__ = ["command"]
 
 _NOTHING = ("/dev/null", os.devnull)
 """What git hands to a difftool for a file that is new or gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """What of the result is printed, and how."""
-
-    stat: bool
-    name_status: bool
-    as_json: bool
-    fmt: str | None
-    fold: bool
 
 
 def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -> float | None:
@@ -93,22 +80,14 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
 def command(
     a: str,
     b: str,
-    strict_names: bool,
     regexes: tuple[str, ...],
-    key: str | None,
-    structure: bool,
-    quick: bool,
-    strict: bool,
-    atol: float | None,
-    rtol: float | None,
-    equal_nan: bool,
     stat: bool,
     name_status: bool,
-    max_diffs: int | None,
     no_fold: bool,
     fmt: str | None,
     as_json: bool,
     quiet: bool,
+    **how: Any,
 ) -> None:
     """Say what differs between two checkpoints, of any formats.
 
@@ -116,56 +95,30 @@ def command(
     where they differ there are figures, relative ones to B, the largest change first. Repeated
     layers are one row with the worst of each figure; with --fmt every tensor has its own.
     """
-    _check_together(stat, name_status, as_json, fmt)
-    rules = [regex_rule(text) for text in regexes]
-    with _opened(a) as one, _opened(b) as other, Progress(quiet=quiet) as progress:
-        found = diff(
-            one,
-            other,
-            strict_names=strict_names,
-            rules=rules,
-            key=key,
-            structure=structure,
-            quick=quick,
-            strict=strict,
-            atol=atol,
-            rtol=rtol,
-            equal_nan=equal_nan,
-            max_diffs=max_diffs,
-            progress=progress,
-        )
-    shown = _Shown(stat=stat, name_status=name_status, as_json=as_json, fmt=fmt, fold=not no_fold)
-    settle(0 if found.identical else 1)
-    _print(found, shown, quiet=quiet)
-
-
-def _check_together(stat: bool, name_status: bool, as_json: bool, fmt: str | None) -> None:
     shown = {"--stat": stat, "--name-status": name_status, "--json": as_json}
     given = [name for name, wanted in shown.items() if wanted]
     if name_status and fmt:
         given.append("--fmt")
     if len(given) > 1:
         raise UsageError(f"of {' and '.join(given)} one can be had")
+    rules = [regex_rule(text) for text in regexes]
+    with _opened(a) as one, _opened(b) as other, Progress(quiet=quiet) as progress:
+        found = diff(one, other, rules=rules, progress=progress, **how)
+    settle(0 if found.identical else 1)
+    if as_json:
+        print_document(found.to_dict())
+        return
+    from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
+
+    look = stdout_look(fmt)
+    if name_status or fmt:  # for a program to read: what is for people goes elsewhere
+        say(note_lines(found, look), quiet=quiet)
+    if name_status:
+        print_lines(status_lines(found))
+    else:
+        print_lines((stat_lines if stat else diff_lines)(found, look, fold=not no_fold))
 
 
 def _opened(path: str) -> Checkpoint:
     """The checkpoint of a file; an empty one where a file is not there on one side of a diff."""
     return Checkpoint({}, "nothing", path) if path in _NOTHING else open_checkpoint(path)
-
-
-def _print(found: Diff, shown: _Shown, *, quiet: bool) -> None:
-    if shown.as_json:
-        print_document(found.to_dict())
-        return
-    from ckptool.render.diff import diff_lines, note_lines, status_lines
-    from ckptool.render.diff_stat import stat_lines
-
-    look = stdout_look(shown.fmt)
-    if shown.name_status or shown.fmt:  # for a program to read: what is for people goes elsewhere
-        say(note_lines(found, look), quiet=quiet)
-    if shown.name_status:
-        print_lines(status_lines(found))
-    elif shown.stat:
-        print_lines(stat_lines(found, look, fold=shown.fold))
-    else:
-        print_lines(diff_lines(found, look, fold=shown.fold))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, settle, stdout_look
+from ckptool.cli.console import Progress, print_document, print_lines, settle, stdout_look
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
-from ckptool.inspection.doctor import diagnose
+from ckptool.diagnosis import diagnose
 
 __all__ = ["command"]
 
@@ -35,6 +34,7 @@ __all__ = ["command"]
     metavar="LIST",
     help="Devices of the machine that is meant: cpu, or cuda:0,cuda:1. Default: this one's.",
 )
+@click.option("--explain", is_flag=True, help="Where and why as well, and what else helps.")
 @json_option
 @quiet_option
 def command(
@@ -43,15 +43,16 @@ def command(
     key: str | None,
     quick: bool,
     devices: str | None,
+    explain: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Say why a checkpoint does not load, and what mends it.
 
-    Every reason why torch.load(FILE) and load_state_dict fail or mislead: what it is, where, why it
-    matters, and the command that mends it. Run in the order in which they stand, the commands make
-    one new file; FILE itself is never changed. Notes (what works, and is worth knowing) do not
-    count for the exit code. Which GPUs there are is told by the system: torch is not imported.
+    Every reason why torch.load(FILE) and load_state_dict fail or mislead, and the command that
+    mends it. The command makes a new file; FILE itself is never changed. Notes (what works, and is
+    worth knowing) do not count for the exit code. The system says which GPUs there are: torch is
+    not imported.
     """
     with Progress(quiet=quiet) as progress:
         found = diagnose(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
@@ -61,4 +62,4 @@ def command(
     else:
         from ckptool.render.doctor import diagnosis_lines
 
-        print_lines(diagnosis_lines(found, stdout_look()))
+        print_lines(diagnosis_lines(found, stdout_look(), explain=explain))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptool.checkpoint import Checkpoint
@@ -34,23 +36,14 @@ __all__ = ["command"]
 @glob_options
 @plain_options
 @target_options()
-def command(
-    file: str,
-    key: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    model_only: bool,
-    plain: bool,
-    drop_objects: bool,
-    target: Target,
-) -> None:
+def command(file: str, plain: bool, drop_objects: bool, target: Target, **what: Any) -> None:
     """Take out a section, some tensors, or the weights alone.
 
     What is left out is named. An optimizer of which a tensor goes leaves as a whole; values and
     objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
     --in-place needs --force, as the rest is lost.
     """
-    if key is None and not (include or exclude or model_only or plain or drop_objects):
+    if what["key"] is None and not (any(what.values()) or plain or drop_objects):
         raise UsageError(
             "extract takes at least one of --key, --include, --exclude, --model-only, --plain "
             "and --drop-objects",
@@ -58,7 +51,6 @@ def command(
         )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        part = extract(checkpoint, key=key, include=include, exclude=exclude, model_only=model_only)
-        return without_objects(part, plain=plain, drop=drop_objects)
+        return without_objects(extract(checkpoint, **what), plain=plain, drop=drop_objects)
 
     write_changed(file, change, target, word="extracted", rewrite=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import FACTORY, HINT, a_class, at_home, is_model, named, run
 from ckptool.loading.target import on_meta
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["built", "is_factory", "referred"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import note_none, print_document, print_lines, stdout_look
+from ckptool.cli.console import Progress, note_none, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import Listing, list_tensors
@@ -69,7 +68,7 @@ def command(
 
 def _print_tree(listing: Listing, as_json: bool) -> None:
     from ckptool.inspection.folding import tree
-    from ckptool.render.tree import tree_lines
+    from ckptool.render.listing import tree_lines
 
     root = tree(listing)
     if as_json:

@@ -12,7 +12,7 @@ from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.formats.identify_kinds import as_argument, unused
+from ckptool.formats.identify import as_argument, unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport

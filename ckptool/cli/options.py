@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -15,10 +16,14 @@ from ckptool.formats import SHARD_FORMATS, WRITABLE
 __all__ = [
     "PATH",
     "Target",
+    "completed_by",
     "file_argument",
+    "floating_types",
     "fmt_option",
     "glob_options",
     "json_option",
+    "parsed_rules",
+    "parsed_visible",
     "plain_options",
     "quiet_option",
     "target_options",
@@ -34,6 +39,29 @@ _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 PATH = click.Path(readable=False)
 """Of a file: whether it is there and can be read is said by who opens it."""
 file_argument = click.argument("file", type=PATH)
+
+
+def completed_by(words: Callable[[], Iterable[str]]) -> Any:
+    """Return a `shell_complete` that offers `words`, which are asked for at the Tab alone."""
+
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return complete
+
+
+def floating_types() -> Iterable[str]:
+    """Return the names that `--dtype` and `--cast` take."""
+    from ckptool.transforms.casting import FLOATING
+
+    return FLOATING
+
+
+def _formats() -> Iterable[str]:
+    from ckptool.render.table import known_formats
+
+    return known_formats()
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
@@ -64,7 +92,7 @@ def verb(
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
     if word is None or ctx.resilient_parsing:
         return None
-    from ckptool.render.table_formats import known_format
+    from ckptool.render.table import known_format
 
     return known_format(word)
 
@@ -85,6 +113,7 @@ def fmt_option(function: F) -> F:
         "--fmt",
         metavar="FORMAT",
         callback=_known_format,
+        shell_complete=completed_by(_formats),
         help="Only the tables, nothing shortened, as markdown, csv, html, latex, rst or any other "
         "of tabulate's formats; an empty line between two.",
     )
@@ -170,20 +199,71 @@ _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
     click.option("--in-place", is_flag=True, help="Replace the file itself."),
 )
+_DESTINATION = click.argument("destination", type=PATH, required=False)
+
+
+def _new_file(destination: str, output: str | None, in_place: bool) -> str:
+    """Return the second file, unless it may have been meant as another one to change."""
+    if output is not None or in_place:
+        raise UsageError(f"{destination} would be the file to write, and an option names another")
+    if os.path.lexists(destination):
+        raise UsageError(
+            f"{destination} is there already, and a second file is written only where it is new",
+            hint=f"-o {destination} --force writes over it; one command changes one file",
+        )
+    return destination
 
 
 def target_options(*, place: bool = True) -> Callable[[F], F]:
-    """The options of a verb that writes, gathered in one `target`; `place`: -o and --in-place."""
-    chosen = (*_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
+    """The options of a verb that writes, gathered in one `target`.
+
+    `place`: with -o, --in-place and a second file, which is written where there is none yet.
+    """
+    chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
 
     def decorate(function: F) -> F:
         @wraps(function)
         def gathered(**given: Any) -> Any:
             fields = {name: given.pop(name, None) for name in Target.__dataclass_fields__}
             fields["in_place"] = bool(fields["in_place"])
+            if place and (destination := given.pop("destination")) is not None:
+                fields["output"] = _new_file(destination, fields["output"], fields["in_place"])
             return function(target=Target(**fields), **given)
 
         decorated: Any = _together(*chosen)(gathered)
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
+    """The rules `A=B` by their A.
+
+    Raises:
+        UsageError: a rule that is not `A=B`, or two for one device.
+    """
+    mapping: dict[str, str] = {}
+    for rule in rules:
+        source, _, target = (part.strip() for part in rule.partition("="))
+        if not (source and target):
+            raise UsageError(f"{rule!r} is no rule A=B", hint="for example cuda:3=cuda:0")
+        if mapping.setdefault(source, target) != target:
+            raise UsageError(
+                f"there are two rules for {source!r}: to {mapping[source]!r} and to {target!r}",
+                hint="keep one of them",
+            )
+    return mapping
+
+
+def parsed_visible(listed: str) -> list[int]:
+    """The physical indexes of `0,2`, in the order of the program's own.
+
+    Raises:
+        UsageError: anything but numbers with commas between.
+    """
+    words = [word.strip() for word in listed.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise UsageError(
+            f"{listed!r} is no list of device numbers", hint="for example --visible-devices 0,2"
+        )
+    return [int(word) for word in words]

@@ -7,7 +7,7 @@ import click
 from ckptool.cli.console import print_document, say
 from ckptool.cli.options import file_argument, json_option, quiet_option, verb
 from ckptool.files.recovery import recover
-from ckptool.render.text import clean
+from ckptool.words import clean
 
 __all__ = ["command"]
 

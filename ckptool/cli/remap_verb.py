@@ -6,8 +6,14 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.devices import parsed_rules, parsed_visible
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    file_argument,
+    parsed_rules,
+    parsed_visible,
+    target_options,
+    verb,
+)
 from ckptool.errors import UsageError
 from ckptool.transforms import remap
 from ckptool.transforms import visible_devices as renumber

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 
 import click
 
-from ckptool.cli.console import print_document, say
+from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.reporting import report
 from ckptool.render.page import check_page_target, page_lines, write_page

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.console import Progress, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.closeup import HEAD, show
 
@@ -42,6 +41,6 @@ def command(file: str, name: str, count: int, fmt: str | None, as_json: bool, qu
     if as_json:
         print_document(shown.to_dict())
     else:
-        from ckptool.render.show import shown_lines
+        from ckptool.render.listing import shown_lines
 
         print_lines(shown_lines(shown, stdout_look(fmt)))

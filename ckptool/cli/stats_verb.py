@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
-from ckptool.cli.console import note_none, print_document, print_lines, stdout_look
+from ckptool.cli.console import Progress, note_none, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
 
@@ -52,13 +52,12 @@ def command(
     file: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    key: str | None,
-    bins: int,
     sort: str | None,
     fold: bool,
     fmt: str | None,
     as_json: bool,
     quiet: bool,
+    **how: Any,
 ) -> None:
     """Say what the numbers of each tensor are like.
 
@@ -69,9 +68,7 @@ def command(
     device, or 10 times off in norm or std.
     """
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
-        found = stats(
-            checkpoint, include=include, exclude=exclude, key=key, bins=bins, progress=progress
-        )
+        found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
     if not found.tensors:
         note_none("no tensor", include, exclude, quiet=quiet)
     found = found.folded() if fold else found

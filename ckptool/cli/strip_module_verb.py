@@ -6,8 +6,9 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, file_argument, target_options, verb
+from ckptool.cli.options import Target, completed_by, file_argument, target_options, verb
 from ckptool.transforms import strip_module
+from ckptool.wrappers import WRAPPERS
 
 __all__ = ["command"]
 
@@ -23,6 +24,7 @@ __all__ = ["command"]
     "--only",
     multiple=True,
     metavar="WRAPPER",
+    shell_complete=completed_by(lambda: WRAPPERS),
     help="Only this wrapper (module, _orig_mod, ...); repeatable. Default: all of them.",
 )
 @click.option("--levels", type=click.IntRange(min=1), help="At most so many levels.")

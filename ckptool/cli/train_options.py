@@ -83,7 +83,7 @@ class TrainCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """The arguments as click has them; what is wrong with them is told once."""
-        from ckptool.cli.running import in_words
+        from ckptool.cli.console import in_words
 
         ctx.meta[ARGUMENTS] = list(args)
         try:

@@ -14,7 +14,6 @@ from ckptool.cli.console import print_document, print_lines, say, settle, stdout
 from ckptool.cli.options import json_option, quiet_option, verb
 from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
 from ckptool.errors import UsageError
-from ckptool.render.text import clean
 from ckptool.render.training import device_lines, gpus_line
 from ckptool.trainer.config import (
     SPREAD,
@@ -25,6 +24,7 @@ from ckptool.trainer.config import (
 )
 from ckptool.trainer.gpus import VISIBLE, seen_as, show_only
 from ckptool.trainer.launching import recorded
+from ckptool.words import clean
 
 __all__ = ["command"]
 
@@ -70,7 +70,7 @@ def command(
     last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
     strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes.
     """
-    from ckptool.cli.running import in_words
+    from ckptool.cli.console import in_words
 
     with recorded(in_words):
         if gpus is not None:

@@ -6,9 +6,7 @@ import os
 import sys
 from typing import Any
 
-from ckptool.cli.console import print_lines, say, stdout_look
-from ckptool.cli.progress import Progress
-from ckptool.render.text import clean
+from ckptool.cli.console import Progress, print_lines, say, stdout_look
 from ckptool.render.training import (
     end_lines,
     epoch_line,
@@ -30,6 +28,7 @@ from ckptool.trainer.events import (
     Stepped,
     Traced,
 )
+from ckptool.words import clean
 
 __all__ = ["Teller"]
 

@@ -7,13 +7,20 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import complain, print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.console import (
+    Progress,
+    complain,
+    print_document,
+    print_lines,
+    say,
+    settle,
+    stdout_look,
+)
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
-from ckptool.cli.progress import Progress
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verifying import ManifestOutcome, Verdict, Verifier
-from ckptool.render.text import clean
 from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
+from ckptool.words import clean
 
 __all__ = ["command"]
 
@@ -102,7 +109,7 @@ def _looked_at(
 def _tell(result: Verdict | CheckpointError, *, quiet: bool, silent: bool) -> None:
     """Say at once what was found of a file; `silent`: it is printed at the end, all together."""
     if isinstance(result, CheckpointError):
-        complain(str(result), result.hint)
+        complain(result.sentence, result.hint)
         return
     if not silent:
         print_lines(verdict_lines(result, stdout_look()))

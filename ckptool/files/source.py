@@ -7,8 +7,9 @@ truncates would kill the process.
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ __all__ = [
     "FileSource",
     "MemorySource",
     "Source",
+    "Stated",
     "open_descriptor",
     "read_at",
 ]
@@ -65,12 +67,30 @@ def open_descriptor(path: str) -> int:
     try:
         return os.open(path, _OPEN_FLAGS)
     except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
+        raise _missing(path) from error
     except PermissionError as error:
         raise FileDenied("the system does not let us read it", file=path) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UnreadableFile(f"cannot be opened ({reason})", file=path) from error
+
+
+def _missing(path: str) -> FileMissing:
+    """Say why nothing is at `path`: a link leads nowhere, or it is no path but an address."""
+    if os.path.islink(path):
+        gone = os.path.realpath(path)
+        hint = "download or copy what it leads to; in a cache of Hugging Face: hf download again"
+        return FileMissing(f"is a link to {gone}, where there is nothing", file=path, hint=hint)
+    local = "there is no such file, and only local files are read"
+    if re.match(r"[a-z0-9]+:/", path):
+        hint = "download it first: hf download ORGANISATION/NAME, or curl -LO URL"
+        return FileMissing(local, file=path, hint=hint)
+    is_file_name = re.search(r"\.(?:pth?|th|tar|ckpt|bin|safetensors|pkl|npz|json)\Z", path)
+    folder = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", path)
+    if folder and not is_file_name and not os.path.exists(folder[1]):
+        hint = f"of a repository of Hugging Face: hf download {path}, then give the folder"
+        return FileMissing(local, file=path, hint=hint)
+    return FileMissing("there is no such file", file=path)
 
 
 _Wanted = TypeVar("_Wanted")
@@ -102,6 +122,8 @@ class FileSource:
         self._mtime = status.st_mtime_ns
         self._size = self._stored if size is None else size
         self._head = head
+        self.stated: Sequence[Stated] = ()
+        """What it says of its own bytes, as far as a reader found."""
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
@@ -327,3 +349,7 @@ class ByteRange:
         """The content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
+
+
+Stated = tuple[str, ByteRange, int]
+"""A run of bytes whose CRC-32 its file states, by name: a record of a zip."""

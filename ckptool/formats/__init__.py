@@ -13,7 +13,6 @@ from ckptool._collecting import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.files import FileSource
-from ckptool.formats import identify
 from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.paths import walk
@@ -148,16 +147,22 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 
 def _read(probe: Probe) -> Checkpoint:
-    refused = identify.refuse(probe)
-    if refused is not None:
-        raise refused
+    is_part = probe.path.endswith(".distcp") or ".data-" in probe.path
+    if is_part or os.path.isdir(f"{probe.path}.tensors"):  # as torch_xla puts it beside the file
+        from ckptool.formats.identify import refuse
+
+        refused = refuse(probe)
+        if refused is not None:
+            raise refused
     for known in candidates(probe):
         if known.recognise(probe):
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
                 pass  # nested too deep, or mentioned too often: told now, not half-way
             return checkpoint
-    raise identify.explain(probe)
+    from ckptool.formats.identify import explain  # a file that opens waits for none of it
+
+    raise explain(probe)
 
 
 def candidates(probe: Probe) -> Iterator[Format]:

@@ -41,7 +41,11 @@ def open_archive(probe: Probe) -> Archive | None:
     if probe.source is None or not probe.head.startswith(_SIGNATURE):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
-    return zip_archive(whole, probe.limits, (probe.source,))
+    archive = zip_archive(whole, probe.limits, (probe.source,))
+    probe.source.stated = [
+        (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
+    ]
+    return archive
 
 
 def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...] = ()) -> Archive:

@@ -1,4 +1,4 @@
-"""What a file is that no format takes: one sentence, and the step that helps.
+"""Say what a file is that no format takes: one sentence, and the step that helps.
 
 `refuse` comes before the formats, for what one of them would mistake; `explain` after them.
 """
@@ -7,129 +7,529 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from ckptool.errors import CheckpointError, TruncatedFile, UnsupportedFormat
+from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import DCP_HINT, Finding, quoted, shell
-from ckptool.paths import counted
+from ckptool.words import counted
 
-__all__ = ["explain", "refuse"]
+__all__ = [
+    "DCP_HINT",
+    "MAGICS",
+    "ZIP_KINDS",
+    "Finding",
+    "Magic",
+    "NameKind",
+    "as_argument",
+    "explain",
+    "few",
+    "looks_like_checkpoint",
+    "quoted",
+    "refuse",
+    "shell",
+    "unused",
+]
 
-_XSER_MARK = b"torch_xla.utils.serialization"
-_SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 _LOOKED_AT = 64 << 10
 _ZEROS = 1 << 20
-_MAGICS = (
-    b"PK\x03\x04",
-    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-    b"\x89HDF\r\n\x1a\n",
-    b"GGUF",
+_MOST_JSON = 32 << 20
+_LONGEST_NAME = 240
+"""Bytes of a file's name; 255 are allowed, and a number may come."""
+_KEPT_ENDING = 60
+"""Characters at the end of a name that is too long: what it was called, and its endings."""
+_AGAIN = "download it again, by the link of the file itself, and look at its size"
+_ITSELF = "give the checkpoint itself"
+_TENSORFLOW = "TensorFlow reads it: tf.train.load_checkpoint({stem})"
+_UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
+"""In a folder of its own: where the user is it would write over files without asking."""
+DCP_HINT = (
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} whole.pth "
+    "&& ckptool list whole.pth"
 )
+
+
+class Finding(NamedTuple):
+    """What something is, so that "FILE is ..." is a sentence, and the step that helps."""
+
+    what: str
+    hint: str | None
+    kind: type[CheckpointError] = NotACheckpoint
+
+    def error(self, path: str) -> CheckpointError:
+        """Return the error to raise for `path`."""
+        return self.kind(f"{path} is {self.what}", file=path, hint=self.hint)
+
+
+class Magic(NamedTuple):
+    """Bytes at an offset (from the end if it is negative), what has them, and the step that helps.
+
+    `_filled` says what may stand in braces in the step.
+    """
+
+    offset: int
+    magic: bytes
+    what: str
+    hint: str
+    kind: type[CheckpointError] = UnsupportedFormat
+    is_pattern: bool = False
+
+
+class NameKind(NamedTuple):
+    """Names that an archive or a folder of one kind has, what it is, and the step that helps."""
+
+    names: tuple[str, ...]
+    """Patterns; each must match the whole of some name."""
+    what: str
+    hint: str
+    kind: type[CheckpointError] = UnsupportedFormat
+
+    def first_matches(self, names: Iterable[str]) -> list[str] | None:
+        """Return the first name that each pattern matches; None if one matches no name."""
+        found = [
+            next((name for name in names if re.fullmatch(pattern, name)), None)
+            for pattern in self.names
+        ]
+        return None if None in found else [name for name in found if name is not None]
+
+
+def _packed(offset: int, magic: bytes, what: str, command: str) -> Magic:
+    hint = f"{command} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
+    return Magic(offset, magic, f"compressed with {what}", hint, NotACheckpoint)
+
+
+def _other(offset: int, magic: bytes, what: str, hint: str = _ITSELF) -> Magic:
+    return Magic(offset, magic, what, hint, NotACheckpoint)
+
+
+_INFLATE = (
+    'python -c "import sys, zlib; '
+    'sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
+)
+_GGML = "llama.cpp and whisper.cpp of its time read it"
+
+MAGICS: tuple[Magic, ...] = (
+    _packed(0, b"\x1f\x8b", "gzip", "gzip -dc"),
+    _packed(4, b"1AY&SY", "bzip2", "bzip2 -dc"),
+    _packed(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
+    _packed(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
+    _packed(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
+    _packed(0, b"\x78\x9c", "zlib (joblib does so)", _INFLATE),
+    _packed(0, b"\x78\xda", "zlib (joblib does so)", _INFLATE),
+    _other(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
+    _other(0, b"Rar!\x1a\x07", "a RAR archive", "unpack it: unrar x {file}"),
+    _other(
+        0,
+        b"Salted__",
+        "encrypted by openssl",
+        "decrypt it with the cipher and the password that it was encrypted with: "
+        "openssl enc -d -aes-256-cbc -pbkdf2 -in {file} -out {unpacked}",
+    ),
+    Magic(
+        0,
+        b"\x89HDF\r\n\x1a\n",
+        "an HDF5 file (Keras, or .h5)",
+        "h5py reads the weights, Keras the whole model: keras.models.load_model",
+    ),
+    Magic(
+        0, b"GGUF", "a GGUF model", "the gguf package reads it (gguf-dump {file}), and llama.cpp"
+    ),
+    Magic(0, b"lmgg", "a GGML model", _GGML),
+    Magic(0, b"tjgg", "a GGML model (ggjt)", _GGML),
+    Magic(0, b"\x93NUMPY", "a NumPy array (.npy)", "numpy.load reads it"),
+    Magic(4, b"TFL3", "a TensorFlow Lite model", "TensorFlow reads it: tf.lite.Interpreter"),
+    Magic(4, b"ET12", "an ExecuTorch program", "executorch.runtime reads it"),
+    Magic(0, b"ftrt", "a TensorRT engine", "tensorrt.Runtime reads it"),
+    # The table of LevelDB ends so, which TensorFlow writes as its index.
+    Magic(
+        -8, bytes.fromhex("57fb808b247547db"), "the index of a TensorFlow checkpoint", _TENSORFLOW
+    ),
+    Magic(
+        0,
+        rb".{12,40}brain\.Event:\d",
+        "a TensorBoard log",
+        "TensorBoard reads it; the checkpoint is another file",
+        NotACheckpoint,
+        is_pattern=True,
+    ),
+    _other(0, b"MATLAB ", "a MATLAB file"),
+    _other(0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    _other(0, b"\xff\xd8\xff", "a JPEG image"),
+    _other(0, b"%PDF-", "a PDF document"),
+    # Protocol buffers whose field 1 is a small version; field 2 of an ONNX model is the producer's
+    # name, of the others a message.
+    Magic(
+        0,
+        rb"\x08[\x01-\x20](?:[\x1a\x22\x28\x32\x3a\x42]|\x12[\x01-\x3f][!-~]{4})",
+        "an ONNX model",
+        "onnx.load reads it",
+        is_pattern=True,
+    ),
+    Magic(
+        0,
+        rb"\x08[\x01-\x20]\x12",
+        "a Core ML model, or a TensorFlow SavedModel's graph",
+        "coremltools reads the one, TensorFlow (tf.saved_model.load) the other",
+        is_pattern=True,
+    ),
+    # A map whose first key is a text.
+    Magic(
+        0,
+        rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]",
+        "a MessagePack file, as Flax writes (flax_model.msgpack)",
+        "flax.serialization.msgpack_restore reads it",
+        is_pattern=True,
+    ),
+)
+_CUT = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x89HDF\r\n\x1a\n", b"GGUF")
 """Beginnings of files, for those that end within them."""
+
+ZIP_KINDS: tuple[NameKind, ...] = (
+    NameKind(
+        (r"config\.json", r"model\.weights\.(?:h5|npz)"),
+        "a Keras model (.keras)",
+        "Keras reads it: keras.models.load_model",
+    ),
+    NameKind(
+        (r"(?:[^/]*/)?\.data/extern_modules",),
+        "a torch.package archive",
+        "torch.package.PackageImporter reads it; it runs the code in the archive",
+    ),
+    NameKind(
+        (r"[^/]+/version", r"[^/]+/(?:byteorder|\.data/serialization_id)"),
+        "what a torch.save that failed has left: it holds no data.pkl",
+        "save it again; the error that torch.save raised says what was in its way",
+        TruncatedFile,
+    ),
+)
+_WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
+
+_TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
+    (r"\Z", "a text of white space alone", _AGAIN, NotACheckpoint),
+    (
+        r"(?:#.*\n)*(?:outs|md5):.*\n(?s:.*)path:",
+        "a DVC pointer, not the file itself",
+        "dvc pull {file}",
+        NotACheckpoint,
+    ),
+    (
+        r"model_checkpoint_path: ",
+        "the note of a TensorFlow checkpoint on which of its files is the latest",
+        "TensorFlow reads it: tf.train.latest_checkpoint({place})",
+        UnsupportedFormat,
+    ),
+    (
+        r"(?:global_step|iter_)?\d+\s*\Z",
+        "the note of a DeepSpeed or Megatron checkpoint that the latest is {first}",
+        "give the folder: ckptool list {folder}",
+        UnsupportedFormat,
+    ),
+    (
+        r"(?:#!.*python|\"\"\"|(?:import|from) \w+)",
+        "a Python script",
+        "run it for the checkpoint that it makes, and give that",
+        NotACheckpoint,
+    ),
+    (
+        r"",
+        "a text that begins with {first}",
+        "if it was downloaded this is the server's answer: download it again",
+        NotACheckpoint,
+    ),
+)
 
 
 def refuse(probe: Probe) -> CheckpointError | None:
-    """The error for a file that a format would take for something else than it is, else None.
+    """Return the error for a file that a format would take for something else, else None.
 
-    Such are one shard of a distributed checkpoint, which is a zip, and the main file of one of
-    torch_xla's, which is an ordinary file with the tensors elsewhere.
+    One shard of a distributed checkpoint is a zip, the main file of torch_xla's an ordinary file
+    with the tensors elsewhere, the data of TensorFlow's any bytes.
     """
+    if probe.source is None:
+        return None
+    folder, name = os.path.split(probe.path)
+    beside = f"{probe.path}.tensors"
     finding = None
-    if probe.source is not None:
-        finding = _shard_of_dcp(probe) or _xser(probe)
+    if re.fullmatch(r"__\d+_\d+\.distcp", name) and os.path.exists(f"{folder or '.'}/.metadata"):
+        finding = Finding(
+            "one shard of a distributed checkpoint (DCP), which is read as a whole folder",
+            DCP_HINT.format(folder=shell(folder or ".")),
+            UnsupportedFormat,
+        )
+    elif os.path.isdir(beside) and b"torch_xla.utils.serialization" in _first(probe, _LOOKED_AT):
+        finding = Finding(
+            "the main file of a torch_xla checkpoint, whose tensors lie in the folder "
+            f"{quoted(os.path.basename(beside))} beside it",
+            "load it with torch_xla.utils.serialization.load and save the result with torch.save",
+            UnsupportedFormat,
+        )
+    elif re.search(r"\.data-\d{5}-of-\d{5}\Z", name):
+        stem = probe.path[: probe.path.rindex(".data-")]
+        if os.path.exists(f"{stem}.index"):
+            hint = _TENSORFLOW.format(stem=repr(stem))
+            finding = Finding("the data of a TensorFlow checkpoint", hint, UnsupportedFormat)
     return None if finding is None else finding.error(probe.path)
 
 
 def explain(probe: Probe) -> CheckpointError:
-    """The error for a file or folder that no format takes; it says what it is instead."""
-    # Imported here: a file that opens needs none of it, and should not wait for it.
-    from ckptool.formats import (
-        identify_folder,
-        identify_magic,
-        identify_tar,
-        identify_text,
-        identify_zip,
-    )
-
+    """Return the error for a file or folder that no format takes; it says what it is instead."""
     if probe.is_folder:
+        from ckptool.formats import identify_folder
+
         return identify_folder.find(probe).error(probe.path)
-    if not probe.head:
-        return _EMPTY.error(probe.path)
     finding = (
-        _cut_in_its_magic(probe)
-        or _zeros(probe)
-        or identify_zip.find(probe)
-        or identify_tar.find(probe)
-        or identify_magic.find(probe)
-        or identify_text.find(probe)
-        or _unknown(probe)
+        _nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe)
+    ) or Finding(
+        f"of no kind that is known; its first bytes are {probe.head[:8].hex(' ')}",
+        f"file {shell(probe.path)}",
     )
     return finding.error(probe.path)
 
 
-_EMPTY = Finding(
-    "empty: it has no bytes at all",
-    "a save or a download that failed leaves such a file: save or download it again",
-    TruncatedFile,
-)
+def _first(probe: Probe, count: int) -> bytes:
+    return b"" if probe.source is None else probe.source.read(0, min(probe.source.size, count))
 
 
-def _shard_of_dcp(probe: Probe) -> Finding | None:
-    folder, name = os.path.split(probe.path)
-    if not _SHARD_NAME.fullmatch(name) or not os.path.exists(os.path.join(folder, ".metadata")):
-        return None
-    return Finding(
-        "one shard of a distributed checkpoint (DCP), which is read as a whole folder",
-        DCP_HINT.format(folder=shell(folder or ".")),
-        UnsupportedFormat,
+def _filled(text: str, probe: Probe, **more: str) -> str:
+    """Fill the braces of a hint: words of a shell, texts of Python (`place`, `stem`)."""
+    folder = os.path.dirname(probe.path) or "."
+    return text.format(
+        file=shell(probe.path),
+        folder=shell(folder),
+        place=repr(folder),
+        stem=repr(os.path.splitext(probe.path)[0]),
+        unpacked=shell(unused(f"{probe.path}.unpacked")),
+        **more,
     )
 
 
-def _xser(probe: Probe) -> Finding | None:
-    source, beside = probe.source, f"{probe.path}.tensors"
-    if source is None or not os.path.isdir(beside):
-        return None
-    if _XSER_MARK not in source.read(0, min(source.size, _LOOKED_AT)):
-        return None
-    return Finding(
-        "the main file of a torch_xla checkpoint, whose tensors lie in the folder "
-        f"{quoted(os.path.basename(beside))} beside it",
-        "load it with torch_xla.utils.serialization.load and save the result with torch.save",
-        UnsupportedFormat,
-    )
-
-
-def _cut_in_its_magic(probe: Probe) -> Finding | None:
+def _nothing(probe: Probe) -> Finding | None:
+    """Return what a file is that is empty, hardly begun, or filled with zeros."""
     head = probe.head
-    if not any(magic != head and magic.startswith(head) for magic in _MAGICS):
-        return None
-    return Finding(
-        f"cut off after {counted(len(head), 'byte')}, in the very mark of its format",
-        TruncatedFile.usual_hint,
-        TruncatedFile,
-    )
-
-
-def _zeros(probe: Probe) -> Finding | None:
-    if probe.source is None or probe.head.strip(b"\0"):
+    if not head:
+        hint = "a save or a download that failed leaves such a file: save or download it again"
+        return Finding("empty: it has no bytes at all", hint, TruncatedFile)
+    if any(magic != head and magic.startswith(head) for magic in _CUT):
+        what = f"cut off after {counted(len(head), 'byte')}, in the very mark of its format"
+        return Finding(what, TruncatedFile.usual_hint, TruncatedFile)
+    if probe.source is None or head.strip(b"\0"):
         return None
     size = probe.source.size
-    looked = min(size, _ZEROS)
-    if probe.source.read(0, looked).strip(b"\0"):
+    if _first(probe, _ZEROS).strip(b"\0"):
+        what = "a file that begins with a run of zero bytes, and no checkpoint does"
         return Finding(
-            "a file that begins with a run of zero bytes, and no checkpoint does",
-            "a download or copy that was broken off leaves such a file: fetch it again",
+            what, "a download or copy that was broken off leaves such a file: get it again"
         )
-    more = "" if looked == size else f" in its first {looked:,} of {size:,} bytes"
+    more = "" if size <= _ZEROS else f" in its first {_ZEROS:,} of {size:,} bytes"
     return Finding(
         f"nothing but zero bytes{more}: space was reserved and its content never written",
         "a download, a copy or a crashed disk leaves such a file: fetch it again",
     )
 
 
-def _unknown(probe: Probe) -> Finding:
-    shown = probe.head[:8].hex(" ")
+def _zip(probe: Probe) -> Finding | None:
+    """Return what kind of zip it is, with its first names; None if it is no zip."""
+    if probe.source is None or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return None
+    from ckptool.files import ByteRange
+    from ckptool.formats.zip_directory import find_end, read_directory
+
+    data = ByteRange(probe.source, 0, probe.source.size)
+    try:
+        end = find_end(data)
+        if end is None:
+            missing = "its end, where its directory stands, is missing"
+            raise TruncatedFile(missing, hint="download or copy it again")
+        names = [entry.name for entry in read_directory(data, end, probe.limits)]
+    except CheckpointError as error:
+        return Finding(f"a damaged zip archive: {error.message}", error.hint, type(error))
+    for row in ZIP_KINDS:
+        if row.first_matches(names):
+            return Finding(row.what, row.hint, row.kind)
+    inside = next((name for name in names if re.fullmatch(_WEIGHTS, name)), None)
+    if inside is None:
+        what = f"a zip archive of other files: it holds {few(names)}"
+        return Finding(what, _filled("unzip -l {file}", probe))
+    target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
     return Finding(
-        f"of no kind that is known; its first bytes are {shown}",
-        f"file {shell(probe.path)}",
+        f"a zip archive with a checkpoint in it: it holds {few(names)}",
+        _filled("unzip {file} -d {unpacked} && ckptool list {inside}", probe, inside=shell(target)),
     )
+
+
+def _tar(probe: Probe) -> Finding | None:
+    """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
+    from ckptool.formats.tar_members import is_tar, read_members
+
+    if probe.source is None or not is_tar(probe.head):
+        return None
+    try:
+        names = list(read_members(probe.source, probe.limits))
+    except CheckpointError as error:
+        return Finding(f"a damaged tar archive: {error.message}", error.hint, type(error))
+    if any(name.endswith("model_config.yaml") for name in names):
+        weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
+        hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
+        target = shell(os.path.join(unused(f"{probe.path}.unpacked"), weights))
+        return Finding(
+            "a NeMo model: a tar archive with the checkpoint and its settings in it",
+            _filled(hint, probe, name=shell(weights), target=target),
+            UnsupportedFormat,
+        )
+    return Finding(
+        f"a tar archive that holds {few(names)}", _filled(f"unpack it: {_UNPACK}", probe)
+    )
+
+
+def _magic(probe: Probe) -> Finding | None:
+    """Return what the first bytes, or the last, say that it is; None if they say nothing."""
+    if probe.source is None:
+        return None
+    head, size = probe.head, probe.source.size
+    ending = probe.source.read(max(0, size - 8), min(8, size))
+    for row in MAGICS:
+        held = ending if row.offset < 0 else head[row.offset :]
+        if re.match(row.magic if row.is_pattern else re.escape(row.magic), held, re.DOTALL):
+            is_tar = re.search(r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z", probe.path)
+            hint = f"unpack it: {_UNPACK}" if is_tar and "> {unpacked}" in row.hint else row.hint
+            return Finding(row.what, _filled(hint, probe), row.kind)
+    return None
+
+
+def _text(probe: Probe) -> Finding | None:
+    """Return what a text is: a pointer, a page, an error answer, an index, a note."""
+    raw = _first(probe, _LOOKED_AT)
+    is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
+    text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
+    strange = sum(
+        char == "\ufffd" or (char < " " and char not in "\t\n\r\f\b\x1b") for char in text
+    )
+    text = text.lstrip()
+    if strange * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
+        return None
+    if re.match(r"version https?://(?:git-lfs\.github|hawser\.github)\.com/spec/", text):
+        return _git_lfs(probe.path, text)
+    if text.startswith("<"):
+        return _page(text)
+    if text.startswith(("[", "{")):
+        return _json(probe)
+    for pattern, what, hint, kind in _TEXTS:
+        if re.match(pattern, text):
+            first = quoted(next(iter(text.splitlines()), "").strip())
+            return Finding(what.format(first=first), _filled(hint, probe), kind)
+    return None
+
+
+def _git_lfs(path: str, text: str) -> Finding:
+    size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
+    real = f" (the real one has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
+    folder, name = os.path.split(os.path.abspath(path))
+    pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
+    return Finding(
+        f"a git-lfs pointer, not the file itself{real}",
+        f"git lfs install && git -C {shell(folder)} lfs pull --include {shell(pattern)}",
+    )
+
+
+def _page(text: str) -> Finding:
+    """Return what an HTML page or an XML answer is; of Google Drive's it is known what helps."""
+    from html import unescape
+
+    answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
+    if not re.search(r"<(?:!doctype html|html|head|body|title)\b", text[:2000], re.IGNORECASE):
+        if answer:
+            return Finding(f"a server's error answer: {quoted(answer[1])}", _AGAIN)
+        return Finding("an XML document", _ITSELF)
+    found = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
+    title = " ".join(unescape(found[1]).split()) if found else ""
+    named = f" ({quoted(title)})" if title else ""
+    is_drive = "drive.google.com" in text or "Google Drive" in text
+    if "quota" in title.lower() or "Quota exceeded" in text:
+        return Finding(
+            "an HTML page: Google Drive's, saying that too many have downloaded the file"
+            if is_drive
+            else f"an HTML page{named}: the server's limit on downloads",
+            "try again tomorrow, or copy the file to a Drive of your own and download that",
+        )
+    if is_drive:
+        return Finding(
+            f"an HTML page of Google Drive{named}, not the file itself",
+            "download it with gdown, or in a browser by `Download anyway`",
+        )
+    return Finding(f"an HTML page{named}, not the file itself", _AGAIN)
+
+
+def _json(probe: Probe) -> Finding:
+    import json
+
+    found: Any = None
+    try:
+        found = json.loads(_first(probe, _MOST_JSON))
+    except (ValueError, RecursionError):
+        hint = _filled("look at it: head {file}", probe)
+        return Finding("a text that begins like JSON and is none", hint)
+    if not isinstance(found, dict):
+        return Finding("a JSON document", _ITSELF)
+    if "weight_map" in found:  # as an index it would have been read
+        return Finding("an index of shards, where a shard should be", "give the index itself")
+    for key in ("error", "message", "detail"):
+        if isinstance(found.get(key), (str, dict)):
+            answer = found[key] if isinstance(found[key], str) else json.dumps(found[key])
+            return Finding(f"a server's error answer: {quoted(answer, 200)}", _AGAIN)
+    if found.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
+        return Finding(
+            "a model's configuration (JSON), not its weights",
+            "give the file with the weights: model.safetensors or pytorch_model.bin",
+        )
+    return Finding(f"a JSON document with the keys {few(list(found))}", _ITSELF)
+
+
+def as_argument(path: str) -> str:
+    """Return a path that no command takes for an option."""
+    return os.path.join(".", path) if path.startswith("-") else path
+
+
+def shell(path: str) -> str:
+    """Return a path as one word of a command."""
+    import shlex  # here: only what is wrong with a file is told with commands
+
+    return shlex.quote(as_argument(path))
+
+
+def unused(path: str, taken: Collection[str] = ()) -> str:
+    """Return the path, or one with a number before its ending, where there is nothing yet.
+
+    A name that no file system takes loses some of its middle.
+    """
+    folder, name = os.path.split(path)
+    while len(os.fsencode(name)) > _LONGEST_NAME:
+        name = name[: -_KEPT_ENDING - 1] + name[-_KEPT_ENDING:]
+    wanted = os.path.join(folder, name)
+    stem, suffix = os.path.splitext(wanted)
+    number, found = 1, wanted
+    while os.path.lexists(found) or found in taken:
+        number += 1
+        found = f"{stem}-{number}{suffix}"
+    return found
+
+
+def quoted(name: str, most: int = 80) -> str:
+    """Return a name out of a file in quotes: control characters escaped, cut if it is long."""
+    return repr(name if len(name) <= most else name[: most - 3] + "...")
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    if not names:
+        return "nothing"
+    shown = ", ".join(quoted(name) for name in names[:most])
+    return shown + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def looks_like_checkpoint(head: bytes) -> bool:
+    """Whether 16 bytes may begin a checkpoint: a zip, a pickle or legacy stream, safetensors."""
+    if head.startswith((b"PK\x03\x04", b"L119547037146038")):
+        return True
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return True
+    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import FileSource
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import (
+from ckptool.formats.identify import (
     DCP_HINT,
     Finding,
+    NameKind,
     few,
     looks_like_checkpoint,
     quoted,
     shell,
 )
 
-__all__ = ["FOLDER_KINDS", "FolderKind", "find"]
+__all__ = ["FOLDER_KINDS", "find"]
 
 _MOST_OPENED = 64
-
-
-class FolderKind(NamedTuple):
-    """Names that a kind of folder has: each pattern must match the whole of some entry's name."""
-
-    names: tuple[str, ...]
-    what: str
-    hint: str
-    """`{folder}` stands for its path, `{entry}` for the first entry that the last name matches."""
-
 
 _ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
 _DEEPSPEED = (
@@ -45,58 +34,50 @@ _SHARDS = (
     "one shard alone: ckptool list {entry}"
 )
 
-FOLDER_KINDS: tuple[FolderKind, ...] = (
-    FolderKind((r"\.metadata", r".*\.distcp"), "a distributed checkpoint (DCP)", DCP_HINT),
-    FolderKind(
+FOLDER_KINDS: tuple[NameKind, ...] = (
+    NameKind((r"\.metadata", r".*\.distcp"), "a distributed checkpoint (DCP)", DCP_HINT),
+    NameKind(
         (r".*\.distcp",),
         "a distributed checkpoint (DCP) whose index `.metadata` is missing",
         "copy `.metadata` too: it is written last, by the first rank",
     ),
-    FolderKind((r"zero_to_fp32\.py",), "a DeepSpeed checkpoint", _DEEPSPEED),
-    FolderKind((r"latest", r"global_step\d+"), "a DeepSpeed checkpoint", _DEEPSPEED),
-    FolderKind(
+    NameKind((r"zero_to_fp32\.py",), "a DeepSpeed checkpoint", _DEEPSPEED),
+    NameKind((r"latest", r"global_step\d+"), "a DeepSpeed checkpoint", _DEEPSPEED),
+    NameKind(
         (r".*optim_states\.pt", r".*mp_rank_\d+_model_states\.pt"),
         "one step of a DeepSpeed checkpoint",
         "zero_to_fp32.py of the folder above makes one state dict of it; what one rank holds: "
         "ckptool list {entry}",
     ),
-    FolderKind(
+    NameKind(
         (r".*mp_rank_\d+_model_states\.pt",),
         "one step of a DeepSpeed checkpoint",
         "what one rank holds: ckptool list {entry}",
     ),
-    FolderKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _MEGATRON),
-    FolderKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", _MEGATRON),
-    FolderKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _MEGATRON),
-    FolderKind((r"\.snapshot_metadata",), "a torchsnapshot", "torchsnapshot.Snapshot reads it"),
-    FolderKind((r"_CHECKPOINT_METADATA",), "an Orbax checkpoint (JAX)", _ORBAX),
-    FolderKind((r"_METADATA",), "an Orbax checkpoint (JAX)", _ORBAX),
-    FolderKind((r"manifest\.ocdbt",), "an Orbax checkpoint (JAX, OCDBT)", _ORBAX),
-    FolderKind((r"\.zarray|zarr\.json",), "a Zarr array", "tensorstore or zarr reads it"),
-    FolderKind((r"saved_model\.pb(?:txt)?",), "a TensorFlow SavedModel", _SAVED_MODEL),
-    FolderKind((r".*\.index", r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", _TENSORFLOW),
-    FolderKind(
-        (r"config\.json", r"model\.weights\.h5"),
-        "an unzipped Keras model",
-        "Keras reads it when it is zipped again: keras.models.load_model",
+    NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _MEGATRON),
+    NameKind(
+        (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
     ),
-    FolderKind((r"Manifest\.json", r"Data"), "a Core ML package", "coremltools reads it"),
-    FolderKind(
+    NameKind((r"saved_model\.pb(?:txt)?",), "a TensorFlow SavedModel", _SAVED_MODEL),
+    NameKind((r".*\.index", r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", _TENSORFLOW),
+    NameKind(
         (r"tensor_0\.pt",),
         "the tensors of a torch_xla checkpoint, whose structure is in the file beside the folder",
         "load that with torch_xla.utils.serialization.load and save it with torch.save",
     ),
-    FolderKind(
+    NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
         "a checkpoint in shards whose index is none",
         "ckptool list {entry} says what is wrong with it",
     ),
-    FolderKind(
+    NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)",),
         "a checkpoint in shards without their index, which tells what is in which",
         _SHARDS,
     ),
-    FolderKind(
+    NameKind(
         (r"pytorch_model_fsdp_\d+",),
         "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
         DCP_HINT.replace("{folder}", "{entry}"),
@@ -104,6 +85,7 @@ FOLDER_KINDS: tuple[FolderKind, ...] = (
 )
 
 
+_WEIGHTS = r"\.(?:safetensors|bin|pth?|ckpt)(?:\.index\.json)?\Z"
 _BESIDE = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict|scaler|rng_state|random_states|training_args)"
     r"(_\d+)*\.(pt|pth|bin|pkl)"
@@ -112,20 +94,30 @@ _BESIDE = re.compile(
 
 
 def find(probe: Probe) -> Finding:
-    """What kind of folder it is, or what is in it."""
+    """Return what kind of folder it is, or what is in it."""
     names = sorted(probe.entries)
     for row in FOLDER_KINDS:
-        matches = [_first(pattern, names) for pattern in row.names]
-        if all(matches):
-            entry = os.path.join(probe.path, matches[-1] or "")
+        matches = row.first_matches(names)
+        if matches is not None:
+            entry = os.path.join(probe.path, matches[-1])
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
-            return Finding(f"{row.what} (it holds {few(names)})", hint, UnsupportedFormat)
+            return Finding(f"{row.what} (it holds {few(names)})", hint, row.kind)
+    if "model_index.json" in names:
+        return _pipeline(probe.path, names)
     return _other(probe.path, names)
 
 
-def _first(pattern: str, names: Iterable[str]) -> str | None:
-    matcher = re.compile(pattern)
-    return next((name for name in names if matcher.fullmatch(name)), None)
+def _pipeline(path: str, names: list[str]) -> Finding:
+    """A pipeline of diffusers: a model in each of some folders."""
+    parts = [
+        name
+        for name in names
+        if os.path.isdir(os.path.join(path, name))
+        and any(re.search(_WEIGHTS, file) for file in os.listdir(os.path.join(path, name)))
+    ]
+    what = f"a pipeline of diffusers, whose parts with weights are {few(parts, 12)}"
+    first = os.path.join(path, parts[0]) if parts else path
+    return Finding(what, f"give one part: ckptool list {shell(first)}", UnsupportedFormat)
 
 
 def _other(path: str, names: list[str]) -> Finding:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, warn
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import few, quoted
+from ckptool.formats.identify import few, quoted
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["of_model_file", "opens_as"]
 

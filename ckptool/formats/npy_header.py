@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import InflatedSource
 from ckptool.formats.base import Record
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["ArrayHeader", "read_array_header"]
 

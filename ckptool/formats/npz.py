@@ -21,9 +21,9 @@ from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.formats.npy_header import ArrayHeader, read_array_header
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
-from ckptool.paths import printable
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.arrays import ELEMENT_TYPES
+from ckptool.words import printable
 
 __all__ = ["NPZ", "NumpyArchive"]
 

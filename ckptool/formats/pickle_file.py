@@ -15,8 +15,8 @@ from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.model import Opaque, find_tensors
-from ckptool.paths import counted
 from ckptool.symbolic import Unpickled, unpickle
+from ckptool.words import counted
 
 __all__ = ["PICKLE", "PickleFile"]
 

@@ -16,7 +16,7 @@ from ckptool.formats.base import EditPlan, Probe, WritePlan
 from ckptool.formats.safetensors_header import LENGTH, Entry, Header, read_header
 from ckptool.formats.safetensors_metadata import FORMAT, restored
 from ckptool.model import Storage, TensorRef, row_major_strides
-from ckptool.paths import listed, printable
+from ckptool.words import listed, printable
 
 __all__ = ["SAFETENSORS", "Safetensors"]
 

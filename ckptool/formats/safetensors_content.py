@@ -10,7 +10,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.formats.safetensors_header import METADATA, is_unicode
 from ckptool.model import SPARSE_KINDS, Opaque, TensorRef, find_tensors
-from ckptool.paths import counted, listed, printable
+from ckptool.modules import attributes_of, holds_tensors
+from ckptool.quantisers import class_scheme, quantised
+from ckptool.statedict import wrapped_names
+from ckptool.words import counted, listed, printable
 
 __all__ = [
     "flat_tensors",
@@ -25,9 +28,10 @@ _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
     "quantized": "make it floating in torch before saving: .dequantize()",
     "nested": "pad it in torch before saving: torch.nested.to_padded_tensor(tensor, 0.0)",
-    "subclass": "gather it in torch before saving: .full_tensor()",
+    "subclass": "make it plain in torch before saving: .dequantize()",
 }
 """What helps against a tensor of a kind that has no plain bytes."""
+_GATHER = "gather it in torch before saving: .full_tensor()"
 
 
 def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
@@ -50,9 +54,43 @@ def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
             raise NotRepresentable(
                 f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold",
                 file=file,
-                hint=None if tensor.has_content else _REMEDIES.get(tensor.kind),
+                hint=_remedy(tensor),
             )
+    _check_containers(root, file)
     return dict(tensors)
+
+
+def _check_containers(root: Any, file: str) -> None:
+    """Refuse what holds tensors beside its own elements: packed parameters, objects, attributes.
+
+    Raises:
+        NotRepresentable: naming them, with the quantiser where that is known.
+    """
+    holders = {
+        str(key): inside
+        for key, value in root.items()
+        for inside in [dict(attributes_of(value)) if isinstance(value, TensorRef) else value]
+        if holds_tensors(inside)
+    }
+    if not holders:
+        return
+    known = quantised(holders)
+    own = frozenset(wrapped_names(root))
+    texts = (
+        f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
+        f"{counted(sum(1 for _ in find_tensors(value)), 'tensor')} inside)"
+        for name, value in holders.items()
+    )
+    globs = dict.fromkeys(
+        f"*{name.rpartition('.')[2]}" if name in known else name if name in own else f"{name}/*"
+        for name in holders
+    )
+    raise NotRepresentable(
+        f"safetensors holds tensors alone, and no containers of them: {listed(texts)}",
+        file=file,
+        hint="write a .pth file, or leave it out: "
+        + " ".join(f"--exclude '{printable(glob)}'" for glob in globs),
+    )
 
 
 def _name_fault(key: Any) -> str | None:
@@ -67,14 +105,27 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
     if tensor.kind == "meta" or tensor.device == "meta":
         return "is on the meta device and has no bytes"
     if not tensor.has_content:
-        if tensor.kind == "subclass" and tensor.local is not None:
+        if tensor.is_spread:
             return "is a distributed tensor, of which this file has a part"
+        if tensor.kind == "subclass":
+            return f"is of the class {printable(tensor.class_name)}{_scheme(tensor)}"
         return f"is a {tensor.kind} tensor"
     if BY_NAME[tensor.dtype].safetensors is None:
         return f"has the dtype {tensor.dtype}"
     if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:
         return "is a pair of float4 without a dimension"
     return None
+
+
+def _scheme(node: Any) -> str:
+    scheme = class_scheme(node)
+    return f" ({scheme})" if scheme else ""
+
+
+def _remedy(tensor: TensorRef) -> str | None:
+    if tensor.has_content:
+        return None
+    return _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
 
 
 def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
@@ -126,8 +177,7 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
         if isinstance(value, Opaque):
             groups["objects"].append(f"{name} ({value.class_name})")
         elif isinstance(value, (dict, list, tuple)):
-            inside = sum(1 for _ in find_tensors(value))
-            groups["containers"].append(f"{name} ({counted(inside, 'tensor')} inside)")
+            groups["containers"].append(f"{name} (0 tensors inside)")
         else:
             groups["values"].append(name)
     for group, names in groups.items():

@@ -18,7 +18,7 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, FileSource
 from ckptool.limits import Limits
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = [
     "BITS",

@@ -20,7 +20,7 @@ from ckptool.formats.safetensors_content import (
 from ckptool.formats.safetensors_header import Entry, header_bytes
 from ckptool.formats.safetensors_metadata import FORMAT, RESERVED, metadata_of, plain_versions
 from ckptool.model import TensorRef
-from ckptool.paths import listed
+from ckptool.words import listed
 
 __all__ = ["Content", "content_of", "header_shape", "plan"]
 

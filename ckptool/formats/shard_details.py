@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.formats.identify_kinds import quoted
+from ckptool.formats.identify import quoted
 from ckptool.formats.safetensors_metadata import PLACES
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.model import OrderedMap, TensorRef, find_tensors
-from ckptool.paths import counted, listed
+from ckptool.words import counted, listed
 
 __all__ = ["details_of", "total_size_notes"]
 

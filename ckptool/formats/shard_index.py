@@ -18,10 +18,10 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import FileSource
 from ckptool.files.names import has_journal, journalled
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import Finding, few, quoted, shell
+from ckptool.formats.identify import Finding, few, quoted, shell
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["ShardIndex", "open_index", "shards_named_by"]
 

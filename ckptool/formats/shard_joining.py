@@ -13,7 +13,7 @@ from ckptool.errors import CorruptFile
 from ckptool.formats.safetensors_metadata import VERSIONS, restored
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.paths import listed, printable
+from ckptool.words import listed, printable
 
 __all__ = ["joined"]
 

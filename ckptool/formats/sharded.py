@@ -23,7 +23,7 @@ from ckptool.formats.shard_details import details_of
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.formats.shard_joining import joined
 from ckptool.limits import Limits
-from ckptool.paths import listed
+from ckptool.words import listed
 
 __all__ = ["SAFETENSORS_SHARDED", "TORCH_SHARDED", "Sharded"]
 
@@ -121,7 +121,7 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
         raise _missing(index) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-            error.hint = f"allow the process more open files: ulimit -n {_wanted(index)}"
+            error.advise(f"allow the process more open files: ulimit -n {_wanted(index)}")
         raise
     try:
         for known in candidates(shard):

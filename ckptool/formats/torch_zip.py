@@ -46,9 +46,12 @@ ALIGNMENT = 64
 class Storages:
     """The storages of an archive, made as a pickle names them; each key gives one object."""
 
-    def __init__(self, archive: Archive, byteorder: str) -> None:
-        """Look keys up in `archive`."""
+    def __init__(
+        self, archive: Archive, byteorder: str, folders: tuple[str, ...] = _PAYLOADS
+    ) -> None:
+        """Look keys up in `archive`, below the first of `folders` that has them."""
         self.archive = archive
+        self.folders = folders
         self.byteorder = byteorder
         self.by_key: dict[str, Storage] = {}
         self.used: set[str] = set()
@@ -91,7 +94,8 @@ class Storages:
         return record
 
     def _find(self, pid: StoragePid) -> Storage:
-        record = self.find(f"data/{pid.key}") or self.find(f"tensors/{pid.key}")
+        found = (self.find(f"{folder}{pid.key}") for folder in self.folders)
+        record = next((one for one in found if one is not None), None)
         if record is not None:
             self.used.add(record.name)
             return Storage(
@@ -101,7 +105,7 @@ class Storages:
             return Storage(pid.key, None, pid.nbytes, pid.device)
         raise CorruptFile(
             f"storage {pid.key!r} is missing: the pickle names it and there is no record "
-            f"'data/{pid.key}'",
+            f"'{self.folders[0]}{pid.key}'",
             file=self.archive.path,
         )
 

@@ -2,8 +2,9 @@
 
 Since 1.3 `data.pkl` holds the module tree as objects of classes whose source is in `code/`, and
 that source tells parameters and buffers from other tensors (torch/csrc/jit/serialization/
-python_print.cpp). 1.0 to 1.2 had `model.json` instead (caffe2/proto/torch.proto). The program
-itself is left alone: never run, never rewritten.
+python_print.cpp). A frozen module has none: its weights are constants of the program, with no names
+but those in its code (torch/csrc/jit/passes/freeze_module.cpp). 1.0 to 1.2 had `model.json` instead
+(caffe2/proto/torch.proto). The program itself is left alone: never run, never rewritten.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ckptool.formats.torch_zip import Storages, few, read_contents
 from ckptool.formats.torchscript_json import read_model_json
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.modules import holds_tensors
+from ckptool.symbolic import unpickle
 
 __all__ = ["TORCHSCRIPT", "TorchScript"]
 
@@ -29,6 +32,7 @@ _CLASS = re.compile(r"class ([^\s(:]+)(?:\((.*)\))?:")
 _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
+_CONSTANTS = "constants/"
 _KNOWN = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )
@@ -74,7 +78,10 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     contents = read_contents(archive, limits)
     unpickled = contents.unpickled
     names = _Collector(archive, limits).collect(unpickled.root)
-    listed = {id(tensor) for tensor in names.values()}
+    listed = {id(tensor) for tensor in find_tensors(names)}
+    frozen = "training" not in unpickled.root.attributes
+    if frozen:
+        names.update(_constants(archive, contents.storages.byteorder, limits))
     others = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
     sentence = f"{others:,} tensors that are neither parameters nor buffers are not listed"
     since = "2.1 or newer" if "byteorder" in contents.facts else "1.3 to 2.0"
@@ -82,12 +89,25 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
         archive,
         writer=f"torch.jit of torch {since}",
         left_behind=(sentence,) if others else (),
+        frozen=frozen,
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
         globals=unpickled.globals,
         opcodes=unpickled.opcodes,
     )
     return names, details
+
+
+def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
+    """What holds tensors among the constants of a frozen program, as its code names it."""
+    storages = Storages(archive, byteorder, (_CONSTANTS,))
+    record = storages.find("constants.pkl")
+    if record is None:
+        return
+    root = unpickle(record.data, persistent_load=storages.load, limits=limits).root
+    for number, value in enumerate(root if isinstance(root, tuple) else ()):
+        if holds_tensors(value):
+            yield f"CONSTANTS.c{number}", value
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +163,11 @@ class _Collector:
             if isinstance(tensor, TensorRef):
                 self.names[f"{prefix}{name}"] = tensor
         for name, child in attributes.items():
-            if isinstance(child, Opaque) and _is_scripted(child):
+            if not isinstance(child, Opaque) or not _is_scripted(child):
+                continue
+            if not isinstance(child.state, dict) and holds_tensors(child):  # packed parameters
+                self.names[f"{prefix}{name}"] = child.state
+            else:
                 self._module(child, f"{prefix}{name}.", depth + 1)
 
     def _source(self, module: Opaque) -> _ClassSource:
@@ -196,33 +220,39 @@ def _classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
 
 
 def _details(
-    archive: Archive, *, writer: str, left_behind: tuple[str, ...] = (), **facts: Any
+    archive: Archive,
+    *,
+    writer: str,
+    left_behind: tuple[str, ...] = (),
+    frozen: bool = False,
+    **facts: Any,
 ) -> Details:
-    weights = [r for name, r in archive.records.items() if name.startswith(_WEIGHTS)]
+    folders = (*_WEIGHTS, _CONSTANTS) if frozen else _WEIGHTS
+    weights = [r for name, r in archive.records.items() if name.startswith(folders)]
     return Details(
         size=archive.size,
         writer=writer,
         storage_bytes=sum(record.data.length for record in weights),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
-        left_behind=(*left_behind, *_left_behind(archive)),
+        left_behind=(*left_behind, *_left_behind(archive, folders)),
         **facts,
     )
 
 
-def _left_behind(archive: Archive) -> Iterator[str]:
-    """Sentences on what is in the archive beside the weights."""
+def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
+    """Sentences on what is in the archive beside the records of weights."""
     names = [
         name
         for name in archive.records
-        if name not in _KNOWN and not name.startswith((*_WEIGHTS, ".data/"))
+        if name not in _KNOWN and not name.startswith((*weights, ".data/"))
     ]
     code = [name for name in names if name.startswith("code/")]
     if code:
         yield f"the program ({len(code):,} records of code): only the weights are read"
-    constants = [name for name in names if name.startswith("constants/")]
+    constants = [name for name in names if name.startswith(_CONSTANTS)]
     if constants:
         yield f"{len(constants):,} constants of the program are not listed"
-    rest = [name for name in names if not name.startswith(("code/", "constants/"))]
+    rest = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
     if rest:
         yield f"{few(rest)} not part of the weights"

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ckptool.inspection.closeup import Shown, show
     from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
     from ckptool.inspection.diffing import diff
-    from ckptool.inspection.doctor import Complaint, Diagnosis, diagnose
     from ckptool.inspection.folding import TreeNode, tree
     from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
     from ckptool.inspection.reporting import Report, report
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changed",
-    "Complaint",
-    "Diagnosis",
     "Diff",
     "Info",
     "Listing",
@@ -41,7 +38,6 @@ __all__ = [
     "TreeNode",
     "ValueRow",
     "Verdict",
-    "diagnose",
     "diff",
     "info",
     "list_tensors",
@@ -55,7 +51,6 @@ _HOMES = {
     "closeup": ("Shown", "show"),
     "diff_result": ("Changed", "Diff", "Renamed", "Side"),
     "diffing": ("diff",),
-    "doctor": ("Complaint", "Diagnosis", "diagnose"),
     "folding": ("TreeNode", "tree"),
     "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
     "reporting": ("Report", "report"),

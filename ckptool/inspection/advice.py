@@ -8,10 +8,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptool.formats.identify_kinds import as_argument
-from ckptool.paths import counted, listed
+from ckptool.formats.identify import as_argument
+from ckptool.words import counted, listed
 
-__all__ = ["CHOICE", "Needs", "choice_notes", "load_commands", "waste_notes"]
+__all__ = ["CHOICE", "Needs", "choice_notes", "format_notes", "load_commands", "waste_notes"]
 
 CHOICE = "NAME"
 
@@ -38,10 +38,17 @@ class Needs:
     """The model state dicts, where there are several: which to take is the user's to say."""
     plain: bool = False
     """Objects block `weights_only=True`, and there is no model."""
+    averaged: bool = False
+    """The counter of an `AveragedModel` stands beside the wrapped names."""
+    resume: tuple[str, ...] = ()
+    """Options that make plain data of all there is, where a training saved it to resume."""
 
 
 def load_commands(needs: Needs) -> dict[str, str]:
-    """Shell commands for a machine with one GPU (`one_gpu`) and without (`cpu`); none is none."""
+    """Shell commands for a machine with one GPU (`one_gpu`) and without (`cpu`), and to `resume`.
+
+    A machine that needs no command is left out.
+    """
     commands: dict[str, str] = {}
     for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", _ANYWHERE)):
         away = [tag for tag in needs.devices if tag not in allowed]
@@ -49,7 +56,22 @@ def load_commands(needs: Needs) -> dict[str, str]:
         arguments = _arguments(needs, rules if away else [])
         if arguments:
             commands[machine] = shlex.join(["ckptool", *arguments])
+    if needs.resume:
+        target = _target(needs.file, "resume")
+        words = ["ckptool", "convert", as_argument(needs.file), target]
+        words += [*(["--wrappers", "strip"] if needs.strip else []), *needs.resume]
+        commands["resume"] = shlex.join(words)
     return commands
+
+
+def format_notes(file: str) -> tuple[str, ...]:
+    """What names the format in the header of a safetensors file, which some libraries ask for."""
+    stem = os.path.splitext(as_argument(file))[0]
+    words = ["ckptool", "convert", as_argument(file), f"{stem}.named.safetensors"]
+    return (
+        "its header does not say format: pt, which transformers and mlx ask for: "
+        f"{shlex.join(words)} adds it",
+    )
 
 
 def choice_notes(needs: Needs) -> tuple[str, ...]:
@@ -85,13 +107,20 @@ def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
     file = as_argument(needs.file)
     rules = list(rules)
     to_cpu = rules == ["*=cpu"]
-    if needs.rewrite or needs.model_only or needs.plain or (needs.strip and rules):
+    together = needs.strip and (bool(rules) or needs.averaged)
+    if needs.rewrite or needs.model_only or needs.plain or together:
         options = ["--wrappers", "strip"] if needs.strip else []
+        options += ["--exclude", "*n_averaged"] if needs.averaged else []
         options += ["--to", "cpu"] if to_cpu else _repeated("--device-map", rules)
         options += ["--model-only"] if needs.model_only else []
         options += ["--plain", "--drop-objects"] if needs.plain else []
         options += ["--key", CHOICE] if needs.model_only and needs.choices else []
-        return ["convert", file, _target(file, rules, to_cpu), *options]
+        return [
+            "convert",
+            file,
+            _target(file, "cpu" if to_cpu else "cuda0" if rules else "plain"),
+            *options,
+        ]
     if rules:
         return ["remap", *(["--to", "cpu"] if to_cpu else _repeated("--map", rules)), file]
     return ["strip-module", file] if needs.strip else []
@@ -101,7 +130,6 @@ def _repeated(option: str, rules: Iterable[str]) -> list[str]:
     return [word for rule in rules for word in (option, rule)]
 
 
-def _target(file: str, rules: list[str], to_cpu: bool) -> str:
+def _target(file: str, word: str) -> str:
     stem = _INDEX.sub("", file) if _INDEX.search(file) else os.path.splitext(file.rstrip("/"))[0]
-    word = "cpu" if to_cpu else "cuda0" if rules else "plain"
     return f"{stem}.{word}.pth"

@@ -18,10 +18,11 @@ from ckptool.inspection.diff_scope import Scope, in_scope, scopes
 from ckptool.inspection.equality import first_difference
 from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module
-from ckptool.paths import listed, name_of, printable
+from ckptool.paths import name_of
 from ckptool.statedict import MODEL_KINDS, Section, sections
 from ckptool.transforms.name_rules import Rule
 from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.words import listed, printable
 
 __all__ = ["Alignment", "Entry", "Pair", "align"]
 

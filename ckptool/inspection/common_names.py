@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptool.errors import NameCollision
-from ckptool.paths import printable
 from ckptool.statedict import Section, optimizer_names, wrapped_names
 from ckptool.transforms.name_rules import Rule
+from ckptool.words import printable
 from ckptool.wrappers import check_collisions, strip_names
 
 __all__ = ["NameUse", "Names", "Renamed", "SideNames"]

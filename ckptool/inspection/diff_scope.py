@@ -11,8 +11,9 @@ from ckptool.errors import AmbiguousName, NotFound
 from ckptool.inspection.diff_regions import Entry, Pair
 from ckptool.model import Opaque, Path
 from ckptool.modules import is_module
-from ckptool.paths import held_items, name_of, printable, resolve
+from ckptool.paths import held_items, name_of, resolve
 from ckptool.statedict import is_flat, sections
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     from ckptool.inspection.aligning import Alignment

@@ -27,8 +27,9 @@ from ckptool.inspection.renames import Renames
 from ckptool.inspection.values import is_value, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
-from ckptool.paths import counted, name_of
+from ckptool.paths import name_of
 from ckptool.transforms.name_rules import Rule
+from ckptool.words import counted
 
 __all__ = ["diff"]
 

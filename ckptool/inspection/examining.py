@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.files import InflatedSource, Source
 from ckptool.files.crc import crc32s
+from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Probe
 from ckptool.formats.model_folder import of_model_file
@@ -25,12 +28,14 @@ from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.shard_index import ShardIndex
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
+from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.usage import distinct
 from ckptool.inspection.verdict import Verdict, problem_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.paths import counted, listed, name_of
+from ckptool.paths import name_of
 from ckptool.tensors.nonfinite import is_floating, nonfinite
+from ckptool.words import counted, listed
 
 __all__ = ["Progress", "examine"]
 
@@ -99,11 +104,14 @@ class _Look:
     hashes: tuple[HashedTensor, ...] | None = None
     done: int = field(default=0)
     total: int = field(default=0)
+    is_shard: bool = False
+    """Whether it is one file of a set, which is looked at as a whole too."""
 
     def at_file(self, probe: Probe, *, values: bool, hashes: bool) -> None:
         """Look at one file, or the files of an unzipped one."""
         found = checks.structure(probe)
         self.add(found)
+        self.at_name(probe)
         wrong = self.sum_up(found.checksums)
         try:
             checkpoint = read_probe(probe)
@@ -112,6 +120,26 @@ class _Look:
             self.blame(error, contradicted=bool(self.verdict.problems))
             return
         self.at_content(checkpoint, probe, wrong, values=values, hashes=hashes)
+
+    def at_name(self, probe: Probe) -> None:
+        """Hold the file against the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
+
+        Digits alone may be a date, and letters alone a word.
+        """
+        named = re.fullmatch(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)", os.path.basename(probe.path))
+        if named is None or probe.source is None or named[1].isdigit() or named[1].isalpha():
+            return
+        size, digest = probe.source.size, hashlib.sha256()
+        self.begin(size)
+        for offset in range(0, size, BLOCK):
+            block = probe.source.read(offset, min(BLOCK, size - offset))
+            digest.update(block)
+            self.told(len(block))
+        found = digest.hexdigest()[: len(named[1])]
+        if found != named[1]:
+            text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
+            hint = "torch.hub names files so: download it again, unless it was changed on purpose"
+            self.add(Findings((Problem("name", "", text, hint),)))
 
     def at_set(self, probe: Probe, index: ShardIndex, *, values: bool, hashes: bool) -> None:
         """Look at an index and each of its shards, then at what they are together."""
@@ -132,7 +160,7 @@ class _Look:
         with closing(Probe(path, self.limits)) as probe:
             if probe.shard_index is not None:
                 return False
-            look = _Look(Verdict(path), self.limits, self.progress)
+            look = _Look(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
                 look.at_file(probe, values=False, hashes=False)
             except UnsupportedFormat:
@@ -175,6 +203,9 @@ class _Look:
         with checkpoint:
             self.add(_damaged(wrong, checkpoint))
             self.add(checks.content(checkpoint, probe))
+            part = None if self.is_shard else missing_weights(checkpoint)
+            if part is not None:
+                self.add(Findings((), (f"{part.text}; {part.remedy}",)))
             tensors = list(checkpoint.tensors())
             self.verdict = replace(
                 self.verdict,

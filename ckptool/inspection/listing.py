@@ -111,6 +111,8 @@ class Listing:
     values: tuple[ValueRow, ...]
     objects: tuple[ObjectRow, ...]
     hashed: bool = False
+    quantisers: tuple[str, ...] = ()
+    """The known quantisers of its weights."""
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.list/1`."""
@@ -181,6 +183,7 @@ def list_tensors(
         values=tuple(values),
         objects=tuple(_object_row(path, leaf, hashes) for path, leaf in objects),
         hashed=hash,
+        quantisers=tuple(dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)),
     )
 
 

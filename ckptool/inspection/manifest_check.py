@@ -10,7 +10,8 @@ from ckptool.errors import NameCollision
 from ckptool.formats.problems import Findings, Problem
 from ckptool.inspection.manifest import HashedTensor
 from ckptool.inspection.values import shape_text
-from ckptool.paths import counted, listed, name_of
+from ckptool.paths import name_of
+from ckptool.words import counted, listed
 from ckptool.wrappers import strip_names
 
 __all__ = ["held_against"]

@@ -1,18 +1,31 @@
-"""What in a file's layout `torch.load` refuses, and which devices it must find."""
+"""What keeps a file from loading, whatever it holds: its layout, its name, the files beside it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.model import StorageRef, TensorRef
 from ckptool.paths import everything
+from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.blockers import blocking
+from ckptool.words import counted, printable
 
-__all__ = ["REFUSED_FORMATS", "layout_blockers", "outdated_names", "restored_devices"]
+__all__ = [
+    "PLACEHOLDERS",
+    "REFUSED_FORMATS",
+    "Part",
+    "dangerous",
+    "layout_blockers",
+    "misnamed",
+    "missing_weights",
+    "outdated_names",
+    "restored_devices",
+]
 
 REFUSED_FORMATS = {
     "torch-tar": "the tar format of torch 0.1 is refused",
@@ -24,6 +37,130 @@ REFUSED_FORMATS = {
     "torch-sharded": "it is in shards, each of which torch.load opens by itself",
 }
 """Why not, by format, for `torch.load` as it is called by default."""
+PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
+_TORCH_NAMES = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
+_GATHER = "gather all parts where it was trained, and save the whole"
+_ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
+_OF_TOTAL = re.compile(
+    r"world_size_(?P<n>\d+)_rank_(?P<at>\d+)|(?P<at2>\d+)[-_]of[-_](?P<n2>\d+)", re.IGNORECASE
+)
+_COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
+"""Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
+_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+_RUNNING = frozenset({
+    "os", "posix", "nt", "subprocess", "sys", "runpy", "pty", "socket", "ctypes", "shutil", "pip",
+    "importlib", "webbrowser", "code", "timeit", "commands", "pdb", "bdb", "asyncio", "builtins",
+    "__builtin__", "pickle", "marshal", "multiprocessing", "urllib", "requests",
+})  # fmt: skip
+"""Packages of which a function, called by a pickle, does what its author wants."""
+_RUNNING_BUILTINS = frozenset({
+    "eval", "exec", "execfile", "compile", "open", "__import__", "getattr", "setattr", "breakpoint",
+    "input", "apply",
+})  # fmt: skip
+
+
+class Part(NamedTuple):
+    """What a file lacks of a model."""
+
+    text: str
+    """What it holds instead, one sentence, and how that is known."""
+    remedy: str
+    certain: bool = True
+    """False where nothing but the name of the file says so."""
+    kind: str = "part"
+    places: tuple[str, ...] = ()
+
+
+def dangerous(names: Iterable[str]) -> tuple[str, ...]:
+    """The functions among what a pickle names that run programs or code: `os.system`."""
+    found = []
+    for name in names:
+        home, _, last = name.rpartition(".")
+        top = home.partition(".")[0]
+        is_builtin = top in ("builtins", "__builtin__")
+        if top in _RUNNING and (not is_builtin or last in _RUNNING_BUILTINS):
+            found.append(f"os.{last}" if top in ("posix", "nt") else name)
+    return tuple(dict.fromkeys(found))
+
+
+def misnamed(checkpoint: Checkpoint) -> str | None:
+    """What a file is, where the ending of its name says otherwise; None where it agrees."""
+    name = checkpoint.path.lower()
+    if checkpoint.format == "safetensors" and name.endswith(_TORCH_NAMES):
+        ending = os.path.splitext(name)[1]
+        return f"it is a safetensors file, and its name ends in {ending} as torch's do"
+    if checkpoint.format.startswith("torch-") and name.endswith(".safetensors"):
+        return "torch.save wrote it, and its name ends in .safetensors"
+    return None
+
+
+def missing_weights(checkpoint: Checkpoint) -> Part | None:
+    """What a file lacks, which holds a part of a model's weights or none; None where all is there.
+
+    Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
+    torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
+    """
+    return _placeholders(checkpoint) or _flat_parameters(checkpoint) or _rank(checkpoint)
+
+
+def _placeholders(checkpoint: Checkpoint) -> Part | None:
+    """Tensors without elements in the place of weights, as ZeRO-3 leaves them."""
+    for section in checkpoint.sections:
+        tensors = section.tensors() if section.kind in MODEL_KINDS else []
+        empty = [str(path[-1]) for path, one in tensors if one.shape == (0,)]
+        if len(empty) * 2 > len(tensors):
+            text = (
+                f"it holds placeholders and no weights: {len(empty):,} of "
+                f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 leaves them"
+            )
+            return Part(text, PLACEHOLDERS, places=tuple(empty))
+    return None
+
+
+def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
+    names = [
+        name
+        for section in checkpoint.sections
+        if section.kind in MODEL_KINDS
+        for name in section.node
+        if isinstance(name, str) and _FLAT.search(name)
+    ]
+    if not names:
+        return None
+    text = "FSDP saved its flat parameters: the model's own names and shapes are gone"
+    remedy = "save it again with StateDictType.FULL_STATE_DICT where it was trained"
+    return Part(text, remedy, kind="flat-parameters", places=tuple(names))
+
+
+def _rank(checkpoint: Checkpoint) -> Part | None:
+    """One rank's file of several: its content, its name or the files beside it say so."""
+    folder, name = os.path.split(checkpoint.path.rstrip("/"))
+    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+    size, found = root.get("mp_world_size"), _COUNTED.search(name)
+    if _ZERO.search(name):
+        text = "it holds one process's part of an optimizer's state: its name says so"
+        return Part(text, PLACEHOLDERS)
+    if type(size) is int and size > 1:
+        return Part(f"it holds one part of {size}: its mp_world_size is {size}", _GATHER)
+    if type(size) is int:
+        return None
+    total = _OF_TOTAL.search(name)
+    if total and not checkpoint.format.endswith("-sharded"):
+        count = int(total["n"] or total["n2"])
+        if count > 1:
+            remedy = "open the index of the shards beside it, or gather all parts"
+            return Part(f"it holds one part of {count:,}: its name says so", remedy)
+    if not found:
+        return None
+    word, number = found[1], found[2]
+    other = f"{int(number) + (1 if int(number) == 0 else -1):0{len(number)}}"
+    beside = name[: found.start()] + word + other + name[found.end() :]
+    if os.path.lexists(os.path.join(folder, beside)):
+        return Part(f"it holds one part of several: {printable(beside)} lies beside it", _GATHER)
+    if int(number):
+        return Part(f"it holds one part of several: its name counts from 0 to {number}", _GATHER)
+    text = f"it may hold one part of several: its name counts ({word}{number})"
+    return Part(text, "look for the others where it comes from", certain=False)
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
@@ -32,6 +169,8 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield "it is a folder, which torch.load does not open"
     if checkpoint.format in REFUSED_FORMATS:
         yield REFUSED_FORMATS[checkpoint.format]
+    if checkpoint.format == "safetensors" and (text := misnamed(checkpoint)):
+        yield text
     if checkpoint.format == "torch-legacy":
         yield from _legacy_blockers(checkpoint)
     for note in checkpoint.details.notes:
@@ -44,8 +183,8 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
 def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
     """What the pickle names and `weights_only=True` refuses, though nothing in the tree needs it.
 
-    Functions by which older torch made tensors are such: a rewrite names today's. Where `objects`
-    block a file of the tree (`symbolic.encoder.blockers`) these are told instead.
+    Functions by which older torch made tensors are an example: a rewrite names today's. Empty where
+    `objects` block a file of the tree (`symbolic.encoder.blockers`), which are reported instead.
     """
     if objects or checkpoint.format in REFUSED_FORMATS:
         return ()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.listing import TensorRow
 from ckptool.inspection.values import shape_text
-from ckptool.paths import counted
 from ckptool.patterns import families
+from ckptool.words import counted
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures

@@ -11,7 +11,7 @@ from ckptool.errors import CheckpointError
 from ckptool.files import FileSource
 from ckptool.formats import candidates
 from ckptool.formats.base import Probe
-from ckptool.formats.identify_kinds import looks_like_checkpoint
+from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.shard_index import shards_named_by
 from ckptool.formats.tar_members import BLOCK, is_tar
 from ckptool.inspection.remains import should_be_one
@@ -111,7 +111,7 @@ def _identities(folder: str, names: Iterable[str]) -> set[_Identity]:
 
 def _may_be_one(path: str) -> bool:
     """Whether the name or the first bytes speak for it."""
-    if should_be_one(path) or _INDEX.fullmatch(path):
+    if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
     try:
         with closing(FileSource(path)) as source:

@@ -21,10 +21,11 @@ from ckptool.inspection.outliers import outliers, own_flags
 from ckptool.inspection.values import json_value
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.paths import listed, name_of, printable, resolve, selected, walk
+from ckptool.paths import name_of, resolve, selected, walk
 from ckptool.statedict import sections
 from ckptool.tensors.statistics import Measurer, Measures, measurable
 from ckptool.transforms.places import tie_key
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     from ckptool.tensors.moments import Number

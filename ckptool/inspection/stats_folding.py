@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckptool.paths import counted
 from ckptool.patterns import families
 from ckptool.tensors.moments import Moments
 from ckptool.tensors.statistics import Histogram, Measures
+from ckptool.words import counted
 
 if TYPE_CHECKING:
     from ckptool.inspection.stats import TensorStats

@@ -8,13 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.advice import Needs, choice_notes, load_commands, waste_notes
-from ckptool.inspection.obstacles import layout_blockers, outdated_names, restored_devices
+from ckptool.errors import CheckpointError
+from ckptool.inspection.advice import (
+    Needs,
+    choice_notes,
+    format_notes,
+    load_commands,
+    waste_notes,
+)
+from ckptool.inspection.obstacles import (
+    layout_blockers,
+    misnamed,
+    missing_weights,
+    outdated_names,
+    restored_devices,
+)
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
+from ckptool.transforms import to_plain
+from ckptool.words import counted
+from ckptool.wrappers import N_AVERAGED
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
 
@@ -86,7 +102,10 @@ class Info:
     ties: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
     commands: Mapping[str, str]
-    """Shell commands that make it load, by machine: `one_gpu`, `cpu`."""
+    """Shell commands that make it load, by machine: `one_gpu`, `cpu`; and for all that a training
+    needs to resume: `resume`."""
+    part: str = ""
+    """What the file holds instead of a model, where the weights are in other files too."""
 
     @property
     def weights_only(self) -> bool:
@@ -132,7 +151,11 @@ def info(checkpoint: Checkpoint) -> Info:
     held, reached = storage_use(checkpoint.root)
     objects = blockers(checkpoint.root)
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
-    needs = _needs(checkpoint, sections, rewrite=bool(layout), objects_in_the_way=bool(objects))
+    name, part = misnamed(checkpoint), missing_weights(checkpoint)
+    rewrite = bool(layout) or name is not None
+    needs = _needs(checkpoint, sections, rewrite=rewrite, objects_in_the_way=bool(objects))
+    stuck = bool(objects) and not (needs.model_only or needs.plain)
+    unnamed = checkpoint.format == "safetensors" and "format" not in details.header
     return Info(
         file=checkpoint.path,
         format=checkpoint.format,
@@ -147,18 +170,24 @@ def info(checkpoint: Checkpoint) -> Info:
         globals=details.globals,
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
-        reachable_bytes=reached,
+        # A bare pickle has its payloads in itself: all that it holds is reached.
+        reachable_bytes=details.storage_bytes if checkpoint.format == "pickle" else reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=(
+            *((f"{part.text}; {part.remedy}",) if part is not None else ()),
+            *((name,) if name is not None and name not in layout else ()),
+            *(format_notes(checkpoint.path) if unnamed and name is None else ()),
             *details.notes,
             *details.left_behind,
             *details.unreferenced,
             *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
             *choice_notes(needs),
+            *_quantised(sections),
             *_unread(sections),
         ),
-        commands=load_commands(needs),
+        commands={} if stuck or (part is not None and part.certain) else load_commands(needs),
+        part=part.text if part is not None and part.certain else "",
     )
 
 
@@ -172,8 +201,17 @@ def _section_info(section: Section) -> SectionInfo:
         wrappers=section.wrappers,
         tensors=len(tensors),
         parameters=_parameters(section.kind, once),
-        nbytes=sum(tensor.nbytes for _, tensor in once),
+        nbytes=sum(map(_bytes_here, (tensor for _, tensor in once))),
     )
+
+
+def _bytes_here(tensor: TensorRef) -> int:
+    """What this file has of it: one rank's part of a tensor that is spread, else all parts."""
+    if tensor.storage is not None or not tensor.parts:
+        return tensor.nbytes
+    if tensor.is_spread:
+        return tensor.local.nbytes if tensor.local else 0
+    return sum(part.nbytes for part in tensor.tensors_inside())
 
 
 def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
@@ -186,6 +224,12 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
         for path, tensor in tensors
         if str(path[-1] if path else "").rpartition(".")[2] not in BUFFER_NAMES
     )
+
+
+def _quantised(sections: tuple[Section, ...]) -> Iterator[str]:
+    for section in sections:
+        for scheme, count in section.quantisers.items():
+            yield f"{counted(count, 'tensor')} quantised: {scheme}"
 
 
 def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
@@ -203,13 +247,28 @@ def _needs(
 ) -> Needs:
     models = [section for section in sections if section.kind in MODEL_KINDS]
     # Leaving the rest behind helps only where nothing in a model itself is in the way.
-    alone = objects_in_the_way and any(not blockers(dict(model.node)) for model in models)
+    kinds = {section.kind for section in sections}
+    alone = objects_in_the_way and any(
+        not blockers(dict(model.node)) and not model.unread for model in models
+    )
+    plain = _plain(checkpoint) if objects_in_the_way else ()
     return Needs(
         file=checkpoint.path,
         devices=restored_devices(checkpoint.root),
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,
         model_only=alone,
-        plain=objects_in_the_way and not models,
+        plain=objects_in_the_way and not alone and (not models or plain == ("--plain",)),
         choices=tuple(model.name for model in models) if len(models) > 1 else (),
+        averaged=any(N_AVERAGED in model.node and model.wrappers for model in models),
+        resume=plain if alone and kinds & {"optimizer", "scheduler"} else (),
     )
+
+
+def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The options that make plain data of all there is, tried on the header."""
+    try:
+        to_plain(checkpoint)
+    except CheckpointError:
+        return ("--plain", "--drop-objects")
+    return ("--plain",)

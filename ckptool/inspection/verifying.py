@@ -116,20 +116,27 @@ class Verifier:
     def each(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[Verdict | CheckpointError]:
         """The verdict on every path, of folders on every checkpoint in them, or why there is none.
 
-        A folder in which there is no checkpoint is looked at as if it should be one.
+        A folder in which there is no checkpoint is looked at as if it should be one. What is not
+        read beside others (shards of DCP) is a problem of the folder that it lies in.
         """
         given = [os.fsdecode(path) for path in paths]
         for path in given:
             inside = checkpoints_in(path, self.limits) if os.path.isdir(path) else [path]
             alone = len(given) == len(inside) == 1
-            told = False
+            told, unread = False, dict[str, list[Problem]]()
             for one in inside:
                 result = self._tried(one, alone=alone)
                 if one == path or should_be_one(one) or not _is_other(result):
                     told = True
                     yield result
+                elif isinstance(result, UnsupportedFormat):
+                    folder, name = os.path.split(one)
+                    text = f"not looked at: it {result.message.removeprefix(one).lstrip()}"
+                    unread.setdefault(folder, []).append(Problem("unread", name, text, result.hint))
             if not told:
                 yield self._tried(path, alone=alone)
+            else:
+                yield from (Verdict(name, problems=tuple(found)) for name, found in unread.items())
 
     def _tried(self, path: str, *, alone: bool) -> Verdict | CheckpointError:
         try:

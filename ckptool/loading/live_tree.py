@@ -21,8 +21,8 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage, TensorRef
-from ckptool.paths import printable
 from ckptool.tensors.storages import memory_view
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,10 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
-from ckptool.paths import name_of, printable
+from ckptool.paths import name_of
 from ckptool.tensors import Materialiser, is_one_part, set_attributes
 from ckptool.tensors.placement import MapLocation
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

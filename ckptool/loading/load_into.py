@@ -34,10 +34,10 @@ from ckptool.loading.target import (
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.report import counted
-from ckptool.paths import listed, printable
 from ckptool.tensors import require_torch
 from ckptool.tensors.placement import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

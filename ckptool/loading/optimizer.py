@@ -31,10 +31,11 @@ from ckptool.matching.slots import holds
 from ckptool.model import Shape, TensorRef
 from ckptool.optimizers import OPTIONS, groups_of, model_of, options_of
 from ckptool.optimizers import shape_of as shape_kept
-from ckptool.paths import counted, listed, name_of, printable, resolve, walk
+from ckptool.paths import name_of, resolve, walk
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
 from ckptool.tensors import is_one_part
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import strip_names
 
 if TYPE_CHECKING:

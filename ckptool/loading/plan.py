@@ -22,12 +22,13 @@ from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, Overlap, matched
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.paths import listed, printable, walk
+from ckptool.paths import walk
 from ckptool.tensors import materialise, require_torch, torch_dtype
 from ckptool.tensors.floats import FLOATS
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.metadata import moved_metadata
 from ckptool.transforms.name_rules import Rule, rules_of
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

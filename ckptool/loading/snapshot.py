@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import warn
 from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import is_spread
-from ckptool.paths import printable
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,6 @@ from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef, TensorRef
-from ckptool.paths import listed, printable
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
     OF_THE_MODEL,
@@ -32,6 +31,7 @@ from ckptool.statedict import (
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
+from ckptool.words import listed, printable
 from ckptool.wrappers import N_AVERAGED
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from ckptool.errors import UsageError, warn
 from ckptool.formats import opened
 from ckptool.loading.load import made_tree
 from ckptool.model import OrderedMap, TensorRef
-from ckptool.paths import listed
 from ckptool.statedict import model_state_dict, values_inside, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.placement import MapLocation
 from ckptool.transforms.selection import plain_state_dict
+from ckptool.words import listed
 from ckptool.wrappers import N_AVERAGED
 
 if TYPE_CHECKING:

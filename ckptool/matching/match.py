@@ -30,8 +30,8 @@ from ckptool.matching.report import (
     counted,
 )
 from ckptool.matching.slots import Slot
-from ckptool.paths import printable
 from ckptool.transforms.name_rules import Rule, prefix_regex, regex_rule
+from ckptool.words import printable
 from ckptool.wrappers import WRAPPERS, check_collisions
 
 __all__ = ["Match", "matched"]

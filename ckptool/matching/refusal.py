@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.errors import MatchError
 from ckptool.matching.align import common_module, escaped
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
-from ckptool.paths import counted, listed, printable
 from ckptool.patterns import families
 from ckptool.remedies import Remedy, together
+from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
     from ckptool.matching.allowance import Allowance

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ckptool.inspection.obstacles import dangerous
 from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, runnable, shorten, size
+from ckptool.render.text import count, runnable, shorten, size
+from ckptool.words import clean
 
 __all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
 
@@ -26,7 +28,8 @@ def info_lines(info: Info, look: Look) -> Iterator[str]:
     if look.fmt:
         yield from _sections(info.sections, look)
         return
-    yield look.bold(clean(info.file))
+    runs = ", ".join(dangerous(info.globals)[:_MOST_LISTED])
+    yield look.bold(clean(info.file)) + (f": {look.alarm(clean(f'would run {runs}'))}" * bool(runs))
     yield _fact("format", format_text(info))
     yield _fact("size", size_text(info))
     yield _fact("devices", counts_text(info.devices))
@@ -108,14 +111,18 @@ def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
 
 
 def _commands(info: Info, look: Look) -> Iterator[str]:
-    commands = info.commands
-    if not commands:
+    commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
+    if info.part:
+        yield f"no command makes it load: {clean(info.part)}"
+    elif not commands:
         yield "loads as it is" if info.weights_only else "no command makes it load"
-        return
-    if len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
+    elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
         yield look.bold("to make it load")
         yield f"  {runnable(next(iter(commands.values())))}"
-        return
-    yield look.bold("to make it load on a machine with")
-    for machine, words in _MACHINES.items():
-        yield f"  {words:<{_INDENT - 4}}  {runnable(commands.get(machine, 'loads as it is'))}"
+    else:
+        yield look.bold("to make it load on a machine with")
+        for machine, words in _MACHINES.items():
+            yield f"  {words:<{_INDENT - 4}}  {runnable(commands.get(machine, 'loads as it is'))}"
+    if "resume" in info.commands:
+        yield look.bold("to resume the training, with optimizer, epoch and schedule")
+        yield f"  {runnable(info.commands['resume'])}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from ckptool.inspection.closeup import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
+from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
 from ckptool.inspection.values import shape_text
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, label, plural, shorten, size
+from ckptool.render.text import count, fit_names, label, number, shorten, size
+from ckptool.words import clean, clean_lines, counted
 
-__all__ = ["listing_lines"]
+__all__ = ["listing_lines", "shown_lines", "tree_lines"]
 
 _VALUE_WIDTH = 60
 
@@ -30,12 +34,14 @@ def totals(listing: Listing) -> str:
     elements = sum(row.numel for row in listing.tensors)
     nbytes = sum(row.nbytes for row in listing.tensors)
     parts = [
-        f"{plural(len(listing.tensors), 'tensor')}, {plural(elements, 'element')}, {size(nbytes)}"
+        f"{counted(len(listing.tensors), 'tensor')}, {counted(elements, 'element')}, {size(nbytes)}"
     ]
     if listing.values:
-        parts.append(plural(len(listing.values), "value"))
+        parts.append(counted(len(listing.values), "value"))
     if listing.objects:
-        parts.append(plural(len(listing.objects), "object"))
+        parts.append(counted(len(listing.objects), "object"))
+    if listing.quantisers:
+        parts.append(f"quantised: {', '.join(listing.quantisers)}")
     return "; ".join(parts)
 
 
@@ -80,16 +86,12 @@ def _marks(row: TensorRow) -> str:
 
 
 def _values(listing: Listing, look: Look) -> Iterator[str]:
-    if look.fmt:
-        rows = [
-            [label(row.name, row.path), row.type, clean(_whole(row.value))]
-            for row in listing.values
-        ]
-        return table(["name", "type", "value"], rows, look)
+    shown = _whole if look.fmt else _short
     rows = [
-        [label(row.name, row.path), row.type, clean(_short(row.value))] for row in listing.values
+        [label(row.name, row.path), row.type, clean(shown(row.value))] for row in listing.values
     ]
-    return table(["value", "type", ""], rows, look, flexible=(0, 2))
+    headers = ["name", "type", "value"] if look.fmt else ["value", "type", ""]
+    return table(headers, rows, look, flexible=(0, 2))
 
 
 def _whole(value: object) -> str:
@@ -112,3 +114,139 @@ def _objects(listing: Listing, look: Look) -> Iterator[str]:
         headers.append("content")
         rows = [[*cells, _content(row)] for cells, row in zip(rows, listing.objects, strict=True)]
     return table(headers, rows, look, flexible=tuple(range(len(headers))))
+
+
+_WIDEST = 100
+_LEAST = 12
+"""Characters that a name keeps, however deep it stands."""
+
+
+class _Branch(NamedTuple):
+    lead: str
+    """The drawing before the name."""
+    label: str
+    node: TreeNode
+    siblings: tuple[str, ...]
+    """The labels below the same module, this one's too: short, they still differ."""
+
+
+def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
+    """Yield a line for each module and tensor, drawn as a tree, with its totals behind it.
+
+    Where the terminal is too narrow, modules go without their elements, then names are shortened.
+    """
+    rows = list(_branches(root, "", "", (_label(root),)))
+    own = max(len(row.lead) + len(row.label) for row in rows)
+    width, facts = min(_WIDEST, own), [_totals(row.node) for row in rows]
+    if look.width is not None:
+        if width + 2 + max(map(len, facts)) > look.width:
+            facts = [_totals(row.node, brief=True) for row in rows]
+        deepest = max(len(row.lead) + min(len(row.label), _LEAST) for row in rows)
+        width = min(width, max(deepest, look.width - max(map(len, facts)) - 2))
+    short: dict[int, dict[str, str]] = {}
+    for row, told in zip(rows, facts, strict=True):
+        shown, room = row.label, max(width - len(row.lead), _LEAST)
+        if look.width is not None and len(shown) > room:
+            if id(row.siblings) not in short:
+                fitted = [shorten(label, room) for label in row.siblings]
+                if len(set(fitted)) < len(fitted):
+                    fitted = fit_names(row.siblings, room)
+                short[id(row.siblings)] = dict(zip(row.siblings, fitted, strict=True))
+            shown = short[id(row.siblings)][shown]
+        yield f"{row.lead + shown:<{width}}  {look.faint(told)}"
+
+
+def _branches(
+    node: TreeNode, lead: str, below: str, siblings: tuple[str, ...]
+) -> Iterator[_Branch]:
+    yield _Branch(lead, _label(node), node, siblings)
+    labels = tuple(map(_label, node.children))
+    last = len(node.children) - 1
+    for index, child in enumerate(node.children):
+        branch, deeper = ("`- ", "   ") if index == last else ("|- ", "|  ")
+        yield from _branches(child, below + branch, below + deeper, labels)
+
+
+def _label(node: TreeNode) -> str:
+    return clean(node.label) or "''"
+
+
+def _totals(node: TreeNode, *, brief: bool = False) -> str:
+    own = node.tensor
+    if own is None or node.children:
+        totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
+        return ", ".join((*totals[: 1 if brief else 2], size(node.nbytes)))
+    times = f"{count(node.count)} x " if node.count > 1 else ""
+    return f"{times}{own.dtype} {shape_text(own.shape)}  {size(node.nbytes)}"
+
+
+def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
+    """One value, tensor, object or container."""
+    if look.fmt:
+        yield from _as_table(shown, look)
+        return
+    if isinstance(shown, ShownValue):
+        # The value itself and nothing else, for $(ckptool show FILE epoch).
+        yield clean_lines(shown.value) if isinstance(shown.value, str) else str(shown.value)
+        return
+    yield look.bold(clean(shown.name) or "(the whole file)")
+    if isinstance(shown, ShownTensor):
+        yield from _one_tensor(shown)
+    elif isinstance(shown, ShownObject):
+        yield from _object(shown, look)
+    elif isinstance(shown, ShownContainer):
+        yield _length(shown)
+        yield from _entries(shown.entries, look)
+
+
+def _as_table(shown: Shown, look: Look) -> Iterator[str]:
+    """What it holds, a row each; of a value itself, of a tensor its facts."""
+    if isinstance(shown, ShownContainer):
+        return _entries(shown.entries, look)
+    if isinstance(shown, ShownObject):
+        return _entries((*shown.attributes, *shown.items), look, "attribute or item")
+    skipped = ("schema", "file", "path")
+    facts = {key: fact for key, fact in shown.to_dict().items() if key not in skipped}
+    rows = [[key, clean(str(fact))] for key, fact in facts.items()]
+    return table(["fact", "value"], rows, look)
+
+
+def _length(shown: ShownContainer) -> str:
+    """`dict of 3 entries`."""
+    return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
+
+
+def _one_tensor(shown: ShownTensor) -> Iterator[str]:
+    row, stats = shown.row, shown.statistics
+    kind = "" if row.kind == "strided" else f", {row.kind}"
+    grad = ", requires_grad" if row.requires_grad else ""
+    yield f"{row.dtype} {shape_text(row.shape)} on {clean(row.device)}{kind}{grad}"
+    stride = "" if row.storage is None else f", stride {shape_text(row.stride)}"
+    yield f"{counted(row.numel, 'element')}, {size(row.nbytes)}{stride}"
+    for name, text in shown.parts:
+        yield f"  {clean(name)}: {clean(text)}"
+    if stats is None:
+        return
+    if shown.head:
+        more = " ..." if len(shown.head) < row.numel else ""
+        yield f"head  {' '.join(map(number, shown.head))}{more}"
+    if stats.minimum is not None:
+        facts = (("min", stats.minimum), ("max", stats.maximum), ("mean", stats.mean))
+        yield "  ".join(f"{name} {number(value)}" for name, value in facts)
+    for name, found in (("NaN", stats.nan), ("infinite", stats.infinite)):
+        if found:
+            yield f"{count(found)} {name}"
+
+
+def _object(shown: ShownObject, look: Look) -> Iterator[str]:
+    yield clean(shown.class_name)
+    if shown.arguments:
+        yield f"arguments: {', '.join(map(clean, shown.arguments))}"
+    yield from _entries(shown.attributes, look, "attribute")
+    yield from _entries(shown.items, look, "item")
+
+
+def _entries(entries: Iterable[tuple[str, str]], look: Look, heading: str = "key") -> Iterator[str]:
+    rows = [[clean(key), clean(text)] for key, text in entries]
+    if rows or look.fmt:
+        yield from table([heading, "value" if look.fmt else ""], rows, look, flexible=(0, 1))

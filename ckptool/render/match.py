@@ -12,11 +12,12 @@ from ckptool.matching.refusal import Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.patterns import families, numbered
 from ckptool.remedies import Remedy
-from ckptool.render.diff_rows import folded, share
+from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import clean, count, plural, shorten, wrapped
+from ckptool.render.text import count, share, shorten, wrapped
+from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_lines", "match_text", "note_lines"]
 
@@ -124,7 +125,7 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
     allowed = " with what is allowed" if taken and not report.fits else ""
     whole = max(report.parameters, 1)
     part = share(report.loaded if report.parameters else whole, whole)
-    tensors, parameters = plural(report.names, "tensor"), f"{part} of the parameters"
+    tensors, parameters = counted(report.names, "tensor"), f"{part} of the parameters"
     verb = "fits" if report.fitting == 1 else "fit"
     met = f"{count(report.fitting)} of its {tensors} {verb} ({parameters})"
     if report.fits:
@@ -333,7 +334,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     found = report.optimizer
     if found is None:
         return
-    state = f"{count(found.matched)} of {plural(found.parameters, 'parameter')}"
+    state = f"{count(found.matched)} of {counted(found.parameters, 'parameter')}"
     yield from wrapped(f"optimizer: the state of {state}, by {clean(found.by)}", look.width)
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ckptool.checkpoint import Change
-from ckptool.render.text import clean, plural, size
+from ckptool.render.text import size
+from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
 __all__ = ["receipt_lines"]
@@ -56,7 +57,7 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
             worst[outcome.kind] = max(left - 1, 0)
     for kind in ("overflow", "underflow"):
         if seen[kind] > WORST:
-            yield f"{kind} in {plural(seen[kind] - WORST, 'more tensor')} (--json names them)"
+            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json names them)"
 
 
 def _written(receipt: Receipt) -> Iterator[str]:
@@ -67,7 +68,7 @@ def _written(receipt: Receipt) -> Iterator[str]:
     if not receipt.written:
         present, past = "leave", "left"
     done = f"would {present}" if receipt.dry_run else past
-    facts = [receipt.format, plural(receipt.tensors, "tensor"), size(receipt.size)]
+    facts = [receipt.format, counted(receipt.tensors, "tensor"), size(receipt.size)]
     if receipt.edited:
         facts.append(f"{size(receipt.written)} of it new")
     if receipt.verified:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
-from ckptool.paths import listed
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, label, plural, wrapped
+from ckptool.render.text import count, label, share, wrapped
+from ckptool.words import clean, counted, listed
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures
@@ -97,7 +97,7 @@ def _columns(rows: Sequence[TensorStats], ramp: str) -> dict[str, list[str]]:
         "max": _figures(found, "maximum"),
         "mean": _figures(found, "mean"),
         "std": _figures(found, "std"),
-        "zeros": [_share(one.zeros, one.elements) if one else "" for one in found],
+        "zeros": [share(one.zeros, one.elements, none="0") if one else "" for one in found],
         "nan": [count(one.nan) if one and one.nan else "" for one in found],
         "inf": [count(one.infinite) if one and one.infinite else "" for one in found],
         "norm": _figures(found, "norm"),
@@ -116,14 +116,6 @@ def _figures(found: Sequence[Measures | None], field: str) -> list[str]:
 def _number(value: float | None) -> str:
     """Four digits of a float, all of an integer."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _share(part: int, whole: int) -> str:
-    """`0`, `<0.1%`, `12.5%`, `100%`."""
-    if part in (0, whole):
-        return "100%" if part else "0"
-    percent = 100 * part / whole
-    return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.1f}%"
 
 
 def _name(row: TensorStats) -> str:
@@ -159,9 +151,9 @@ def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
 
 def _totals(totals: Totals, look: Look) -> Iterator[str]:
     """`14 tensors, 330 elements, 12.5% zeros, 3 NaN, 1 infinite, norm 4.21`, and a line a type."""
-    facts = [plural(totals.tensors, "tensor"), plural(totals.elements, "element")]
+    facts = [counted(totals.tensors, "tensor"), counted(totals.elements, "element")]
     if totals.elements:
-        facts.append(f"{_share(totals.zeros, totals.elements)} zeros")
+        facts.append(f"{share(totals.zeros, totals.elements, none='0')} zeros")
     facts += [
         f"{count(n)} {what}"
         for n, what in ((totals.nan, "NaN"), (totals.infinite, "infinite"))
@@ -171,6 +163,6 @@ def _totals(totals: Totals, look: Look) -> Iterator[str]:
     yield from map(look.bold, wrapped(", ".join(facts), look.width))
     for one in totals.dtypes:
         reach = f", from {_number(one.minimum)} to {_number(one.maximum)}"
-        tensors, elements = plural(one.tensors, "tensor"), plural(one.elements, "element")
+        tensors, elements = counted(one.tensors, "tensor"), counted(one.elements, "element")
         said = f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
         yield from wrapped(said, look.width)

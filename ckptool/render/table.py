@@ -1,20 +1,17 @@
-"""Rows as a table: drawn by tabulate up to some thousands, then fixed columns that stream.
-
-Where a format is asked for (`Look.fmt`) it is drawn in that one, whatever its size.
-"""
+"""Rows as a table for people, which streams; or in one of tabulate's formats (`Look.fmt`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from ckptool.render.names import fit_names
+from ckptool.errors import UsageError
 from ckptool.render.terminal import Look
-from ckptool.render.text import shorten, wrapped
+from ckptool.render.text import fit_names, shorten, wrapped
 
-__all__ = ["apart", "table"]
+__all__ = ["apart", "formatted", "known_format", "known_formats", "table"]
 
-MOST_DRAWN = 2000
 _GAP = "  "
 _BAR = " | "
 _NARROWEST = 12
@@ -44,8 +41,6 @@ def table(
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
     if look.fmt:
-        from ckptool.render.table_formats import formatted
-
         return formatted(headers, rows, look.fmt, frozenset(right))
     widths = [
         max(len(header), max((len(row[column]) for row in rows), default=0))
@@ -65,11 +60,10 @@ def table(
         rows = _shortened(rows, fitted)
         missing = ["names in full", *missing] if fitted[0] < widths[0] else missing
     lines = _lines(
-        [headers[column] for column in kept],
-        rows,
-        fitted,
+        [[headers[column] for column in kept], *rows],
+        [min(width, _WIDEST) for width in fitted],
+        [column in right for column in kept],
         look,
-        frozenset(n for n, column in enumerate(kept) if column in right),
         gap,
     )
     return chain(lines, _not_shown(missing, look)) if missing else lines
@@ -109,20 +103,6 @@ def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[lis
     ]
 
 
-def _lines(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    look: Look,
-    right: frozenset[int],
-    gap: str,
-) -> Iterator[str]:
-    """The lines of a table of cells that fit."""
-    if gap == _BAR or len(rows) > MOST_DRAWN or max(widths) > _WIDEST:
-        return _streamed(headers, rows, [min(w, _WIDEST) for w in widths], right, look, gap)
-    return _drawn(headers, rows, right, look)
-
-
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
     """The lines of several tables or paragraphs, an empty line between them; empty ones go."""
     begun = False
@@ -150,38 +130,134 @@ def _fit(
     return fitted
 
 
-def _drawn(
-    headers: Sequence[str],
+def _lines(
     rows: Sequence[Sequence[str]],
-    right: frozenset[int],
-    look: Look,
-) -> Iterator[str]:
-    import tabulate  # 50 ms: only where a table is drawn
-
-    # The header is a row like the others: tabulate would make its columns wider than they need.
-    text = tabulate.tabulate(
-        [headers, *rows],
-        tablefmt="plain",
-        disable_numparse=True,
-        colalign=["right" if column in right else "left" for column in range(len(headers))],
-    )
-    first, *rest = text.split("\n")
-    yield look.bold(first.rstrip())
-    yield from (line.rstrip() for line in rest)
-
-
-def _streamed(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: list[int],
-    right: frozenset[int],
+    widths: Sequence[int],
+    right: Sequence[bool],
     look: Look,
     gap: str,
 ) -> Iterator[str]:
-    columns = (f"%{width}s" if n in right else f"%-{width}s" for n, width in enumerate(widths))
-    pattern = gap.join(columns)
-    yield look.bold((pattern % tuple(headers)).rstrip())
+    """Yield the rows, the first of them in bold."""
+    columns = zip(widths, right, strict=True)
+    pattern = gap.join(f"%{width}s" if at_right else f"%-{width}s" for width, at_right in columns)
+    lines = ((pattern % tuple(row)).rstrip() for row in rows)
+    yield look.bold(next(lines))
     if gap == _BAR:
         yield "-+-".join("-" * width for width in widths)
-    for row in rows:
-        yield (pattern % tuple(row)).rstrip()
+    yield from lines
+
+
+_OTHER_NAMES = {"markdown": "github"}
+_SEPARATED = ("csv", "tsv")
+"""Not padded, so that a program reads the cells as they are."""
+_ESCAPING_TWINS = {"unsafehtml": "html", "latex_raw": "latex"}
+"""Formats that take a cell for markup, and the same table with the cell escaped."""
+
+_MOST_PADDING = 32 << 20  # characters; one name of a megabyte would widen every row
+_MOST_PADDING_RATIO = 8
+
+
+class _Returned:
+    """A stream for `csv.writer`, whose `writerow` returns what `write` does."""
+
+    def write(self, text: str) -> str:
+        return text
+
+
+def known_format(word: str) -> str:
+    """The format of that name.
+
+    Raises:
+        UsageError: there is none; the message lists them all.
+    """
+    known = known_formats()
+    if word not in known:
+        raise UsageError(f"there is no table format {word!r}; there are {', '.join(known)}")
+    return _OTHER_NAMES.get(word, word)
+
+
+def known_formats() -> list[str]:
+    """Return the names of all formats, from A to Z."""
+    import tabulate  # 50 ms: only where a format is asked for
+
+    return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED})
+
+
+def formatted(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str, right: frozenset[int]
+) -> Iterator[str]:
+    """The lines of a table in a format that `known_format` returned.
+
+    Cells are clean already; what the format would take for its own syntax is escaped.
+
+    Raises:
+        UsageError: one long cell would pad all rows to a file of gigabytes.
+    """
+    if fmt == "tsv":  # has no quotes; no clean cell holds a tab
+        return ("\t".join(row) for row in (headers, *rows))
+    if fmt == "csv":
+        import csv
+
+        writer = csv.writer(_Returned(), lineterminator="")
+        return (str(writer.writerow(row)) for row in (headers, *rows))
+    import tabulate
+
+    escape = _ESCAPES.get(fmt)
+    if escape is not None:
+        headers, *rows = ([escape(cell) for cell in row] for row in (headers, *rows))
+    _check_padding(headers, rows, fmt)
+    text = tabulate.tabulate(
+        rows,
+        headers=headers,
+        tablefmt=_ESCAPING_TWINS.get(fmt, fmt),
+        disable_numparse=True,
+        colalign=["right" if column in right else "left" for column in range(len(headers))],
+    )
+    return (line.rstrip() for line in str(text).split("\n"))
+
+
+def _check_padding(headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str) -> None:
+    content = sum(len(cell) for row in rows for cell in row)
+    widest = sum(max((len(row[n]) for row in rows), default=0) for n in range(len(headers)))
+    if widest * len(rows) > _MOST_PADDING + _MOST_PADDING_RATIO * content:
+        raise UsageError(
+            f"the longest cell would make each of {len(rows):,} rows {widest:,} characters wide "
+            f"in the format {fmt}",
+            hint="--fmt csv pads nothing, and neither does --json",
+        )
+
+
+def _backslashed(characters: str) -> Callable[[str], str]:
+    pattern = re.compile(characters)
+    return lambda text: pattern.sub(r"\\\g<0>", text)
+
+
+def _entities(characters: str) -> Callable[[str], str]:
+    table = str.maketrans({character: f"&#{ord(character)};" for character in characters})
+    return lambda text: text.translate(table)
+
+
+_MARKDOWN = _backslashed(r"[\\|`*<&~]|(?<=\])\(")
+_MARKDOWN_EMPHASIS = _backslashed(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
+_EMPHASIS_ENDS = re.compile(r"_(?![^\W_])")
+
+
+def _markdown(text: str) -> str:
+    """Escaped for a cell of a Markdown table; `_` only where it may begin and end an emphasis."""
+    return (_MARKDOWN_EMPHASIS if _EMPHASIS_ENDS.search(text) else _MARKDOWN)(text)
+
+
+_ESCAPES: dict[str, Callable[[str], str]] = {
+    "github": _markdown,
+    "pipe": _markdown,
+    "rst": _backslashed(r"[\\|`*]|_(?![^\W_])"),
+    "orgtbl": lambda text: text.replace("|", "\\vert{}"),
+    "asciidoc": lambda text: text.replace("|", "\\|"),
+    "jira": _backslashed(r"[\\|\[{]"),
+    "youtrack": _backslashed(r"[\\|\[{]"),
+    "mediawiki": _entities("&<|[{'"),
+    "moinmoin": _entities("&<|[{'"),
+    "textile": _entities("&<|"),
+}
+"""How a cell is kept from being syntax; html and latex are escaped by tabulate itself, and the
+formats that are drawings need nothing."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, count, plural, runnable, size
+from ckptool.render.text import count, runnable, size
 from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced
+from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
     from ckptool.trainer.devices import Devices
@@ -62,8 +63,8 @@ def started_line(started: Started) -> str:
     if started.processes > 1:
         where = f"{started.processes} processes, {where}"
     return (
-        f"{started.strategy} on {where}: {plural(started.parameters, 'parameter')}, "
-        f"{plural(started.samples, 'sample')}, {plural(started.steps, 'step')} an epoch"
+        f"{started.strategy} on {where}: {counted(started.parameters, 'parameter')}, "
+        f"{counted(started.samples, 'sample')}, {counted(started.steps, 'step')} an epoch"
     )
 
 
@@ -114,7 +115,7 @@ def gpus_line(physical: Mapping[str, str]) -> str:
 
 def device_lines(devices: Devices, look: Look) -> Iterator[str]:
     """How many GPUs there are, and a row for each device; `*` is the one that `auto` takes."""
-    yield plural(devices.cuda, "GPU") if devices.cuda else "no GPU: this machine, or this torch"
+    yield counted(devices.cuda, "GPU") if devices.cuda else "no GPU: this machine, or this torch"
     rows = [
         [
             one.name,

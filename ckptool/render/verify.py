@@ -9,7 +9,8 @@ from ckptool.formats.problems import Problem
 from ckptool.inspection.verifying import ManifestOutcome, Verdict
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
-from ckptool.render.text import clean, plural, size
+from ckptool.render.text import size
+from ckptool.words import clean, counted
 
 __all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]
 
@@ -23,7 +24,7 @@ def verdict_lines(verdict: Verdict, look: Look) -> Iterator[str]:
     if verdict.ok:
         yield f"{name}: fine ({', '.join(_facts(verdict))})"
         return
-    yield f"{name}: {look.alarm(plural(len(verdict.problems), 'problem'))}"
+    yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
     yield from _problems(verdict.problems, look)
 
 
@@ -36,17 +37,17 @@ def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
             told.add(problem.hint)
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"
     if len(problems) > SCREEN:
-        yield f"  and {plural(len(problems) - SCREEN, 'problem')} more (--json names them)"
+        yield f"  and {counted(len(problems) - SCREEN, 'problem')} more (--json names them)"
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
     """How much was looked at, and how."""
     if verdict.shards:
-        yield plural(verdict.shards, "shard")
+        yield counted(verdict.shards, "shard")
     if verdict.records:
-        yield plural(verdict.records, "record")
+        yield counted(verdict.records, "record")
     else:
-        yield plural(verdict.tensors, "tensor")
+        yield counted(verdict.tensors, "tensor")
     yield size(verdict.size)
     if verdict.summed and verdict.checked:
         of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
@@ -65,10 +66,10 @@ def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
     parts = [f"{len(verdicts) - len(wrong):,} fine"]
     if wrong:
         count = sum(len(verdict.problems) for verdict in wrong)
-        parts.append(look.alarm(f"{len(wrong):,} with {plural(count, 'problem')}"))
+        parts.append(look.alarm(f"{len(wrong):,} with {counted(count, 'problem')}"))
     if errors:
         parts.append(f"{errors:,} not looked at")
-    return f"{plural(len(verdicts) + errors, 'file')}: {', '.join(parts)}"
+    return f"{counted(len(verdicts) + errors, 'file')}: {', '.join(parts)}"
 
 
 def manifest_line(outcome: ManifestOutcome) -> str:
@@ -78,7 +79,7 @@ def manifest_line(outcome: ManifestOutcome) -> str:
         return f"{name} not written: a manifest of what is damaged would say that it is fine"
     if outcome.reason == "error":
         return f"{name} not written: it would not list what could not be looked at"
-    held = f"{plural(outcome.tensors, 'tensor')} in {plural(outcome.files, 'file')}"
+    held = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
     if outcome.action == "written":
         without = (
             f"; {outcome.unhashed:,} of them without one, being sparse, quantised or the like"

@@ -14,12 +14,12 @@ from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
 from ckptool.model import Storage, TensorRef
-from ckptool.paths import printable
 from ckptool.tensors.cast_kernel import CHUNK, chunks
 from ckptool.tensors.casting import checked
 from ckptool.tensors.element_buffer import ElementBuffer
 from ckptool.tensors.floats import FLOATS, SATURATES
 from ckptool.tensors.runtime import require_torch, torch_dtype
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     import torch

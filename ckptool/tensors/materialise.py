@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CheckpointError, CorruptFile, DeviceError, UnsupportedFormat
-from ckptool.model import Global, StorageRef, TensorRef, Wrapping
+from ckptool.model import StorageRef, TensorRef, Wrapping
 from ckptool.rebuilding import everything
 from ckptool.tensors.assemble import PART_KINDS, assemble
 from ckptool.tensors.placement import MapLocation, Placement
@@ -93,7 +93,7 @@ class Materialiser:
             return known[1]
         if is_one_part(ref):
             raise only_a_part(ref, name)
-        made = self._assembled(ref, name, cast=cast)
+        made = self._assembled(ref.whole or ref, name, cast=cast)
         self._made[id(ref), cast] = (ref, made)
         for layer in ref.wrapping:
             set_attributes(made, self._attributes(layer), called(name))
@@ -204,14 +204,19 @@ def _with_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Whether it is a wrapper (DTensor, ShardedTensor) over the part that one rank had."""
-    return ref.kind == "subclass" and ref.storage is None
+    """Whether only its class makes a tensor of the parts that this file has."""
+    return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 
 
 def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
     """The error that such a tensor is: `name` is its own, for the message."""
-    cls = (ref.parts or {}).get("type")
-    shown = cls.qualified.rpartition(".")[2] if isinstance(cls, Global) else "wrapper"
+    shown = ref.class_name.rpartition(".")[2]
+    if not ref.is_spread:
+        return UnsupportedFormat(
+            f"{called(name)} is of the class {ref.class_name}, which alone can put it together",
+            file=_file(ref),
+            hint="make it plain in torch before saving: .dequantize()",
+        )
     return UnsupportedFormat(
         f"{called(name)} is a {shown}: spread over ranks, of which this file holds one rank's part",
         file=_file(ref),

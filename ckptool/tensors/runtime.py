@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError, warn
-from ckptool.paths import listed, printable
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,13 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.model import OrderedMap, Path, TensorRef
-from ckptool.paths import counted, listed, name_of, printable, rebuild
+from ckptool.paths import name_of, rebuild
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.elements import Originals, over_elements, tensors_placed
 from ckptool.transforms.means import Group, averaged_groups
 from ckptool.transforms.selection import single_state_dict
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import strip_names
 
 __all__ = ["average"]
@@ -28,7 +29,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     """The first checkpoint with the mean of all in each of its models' floating tensors.
 
     Every state dict and pickled module is averaged with that of the same name in the other files
-    (or with the only one there), tensor by tensor of the same name: accumulated in float64, or
+    (or with the only one there), by name without wrappers: accumulated in float64, or
     complex128, in the order of the files, and rounded to the type that the first has. `_metadata`,
     gradients' flags and order are the first's. Tensors that share memory in every file, ties among
     them, go on sharing it; where some file has them apart, each gets its own. What an optimizer or
@@ -40,6 +41,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
         key: The address of the state dict to average, alone.
 
     Raises:
+        NotRepresentable: quantised numbers, which mean something only with their companions.
         UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
             tensors that have no plain elements.
         NotFound: there is no model, or a name that not every file has.
@@ -54,6 +56,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     plan = _Plan(checkpoints, first, ints)
     for part, others in models:
         plan.add(part, others)
+    refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
     groups = averaged_groups(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
     made = _made(first, groups)
     changes = [*plan.changes(), *(warning for group in groups for warning in group.warnings)]
@@ -87,7 +90,8 @@ def _untied(
     groups: dict[tuple[int, ...], TensorRef] = {}
     met: set[int] = set()
     for part, others in models:
-        there = [_tensors(other) for other in others]
+        own = _tensors(part)
+        there = [_named_as(own, _tensors(other)) for other in others]
         for path, tensor in part.tensors():
             name = name_of(path[len(part.path) :])
             group = (id(tensor), *(id(names.get(name)) for names in there))
@@ -178,7 +182,8 @@ class _Plan:
         Raises:
             UsageError, NotFound: they do not fit together.
         """
-        names = [_tensors(one) for one in (part, *others)]
+        own = _tensors(part)
+        names = [own, *(_named_as(own, _tensors(other)) for other in others)]
         for at, other in enumerate(names[1:], start=1):
             self._check_names(part, names[0], other, self.checkpoints[at])
         before = len(self.averaged)
@@ -262,7 +267,7 @@ class _Plan:
     def _check_names(
         self, part: Section, names: Names, other: Names, checkpoint: Checkpoint
     ) -> None:
-        """Refuse files whose names differ; say so where only wrappers make the difference."""
+        """Refuse files whose names differ by more than wrappers."""
         if names.keys() == other.keys():
             return
         here, there = self.checkpoints[0].path, checkpoint.path
@@ -271,26 +276,23 @@ class _Plan:
         facts = [f"{has} has {listed(found, most=3)}, which {lacks} has not"
                  for found, has, lacks in ((missing, here, there), (extra, there, here))
                  if found]  # fmt: skip
-        wrapped = [
-            path for path, own in ((here, names), (there, other)) if _stripped(own) != set(own)
-        ]
-        hint = None
-        if wrapped and _stripped(names) == _stripped(other):
-            hint = "the names differ by wrappers: " + "; ".join(
-                f"ckptool strip-module {path}" for path in wrapped
-            )
-        raise NotFound("; ".join(facts), file=there, hint=hint)
+        raise NotFound("; ".join(facts), file=there)
 
     def _error(self, fact: str, at: int, hint: str | None = None) -> UsageError:
         return UsageError(fact, file=self.checkpoints[at].path, hint=hint)
 
 
-def _stripped(names: Names) -> set[str]:
+def _named_as(first: Names, other: Names) -> Names:
+    """Give the tensors of another file the names of the first, where wrappers alone differ."""
+    if first.keys() == other.keys():
+        return other
     try:
-        renamed = strip_names(names).renamed
+        mine, others = strip_names(first).renamed, strip_names(other).renamed
     except NameCollision:
-        renamed = {}
-    return {renamed.get(name, name) for name in names}
+        return other
+    names = {mine.get(name, name): name for name in first}
+    bare = {others.get(name, name): tensor for name, tensor in other.items()}
+    return {names[name]: bare[name] for name in bare} if names.keys() == bare.keys() else other
 
 
 def _digest(tensor: TensorRef) -> bytes:

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
-from ckptool.errors import UsageError
+from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
 from ckptool.model import SPARSE_KINDS, Path, Storage, StorageRef, TensorRef
-from ckptool.paths import counted, listed, name_of, printable, rebuild, selected
 from ckptool.paths import everything as every_node
+from ckptool.paths import name_of, rebuild, selected
+from ckptool.quantisers import Quantised, quantised
 from ckptool.tensors.cast_kernel import Losses
-from ckptool.tensors.casting import Caster
+from ckptool.tensors.casting import Caster, dequantized
 from ckptool.tensors.floats import FLOATS
 from ckptool.transforms.cast_scope import optimizer_tensors, unsaved_buffers, with_own
 from ckptool.transforms.elements import Originals, over_elements
+from ckptool.words import counted, listed, printable
 
-__all__ = ["FLOATING", "cast", "floating_type", "kept"]
+__all__ = ["FLOATING", "cast", "floating_type", "kept", "refuse_apart"]
 
 FLOATING = tuple(FLOATS)
 """The element types that are cast, from and to."""
 
 _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
 Keep = Mapping[str, Any] | Iterable[Any]
+_SCALED = "fp8"
+"""How the schemes begin whose weights can be dequantised."""
 
 
 def floating_type(word: Any) -> str:
@@ -51,11 +56,13 @@ def floating_type(word: Any) -> str:
 
 def cast(
     checkpoint: Checkpoint,
-    dtype: Any,
+    dtype: Any = None,
     *,
     keep: Keep = (),
     everything: bool = False,
     allow_overflow: bool = False,
+    dequantize: Any = None,
+    raw: bool = False,
 ) -> Checkpoint:
     """Every floating tensor in the element type `dtype` (`floating_type`), as `.to(dtype)` does it.
 
@@ -66,23 +73,32 @@ def cast(
 
     Args:
         checkpoint: Whose tensors are cast.
-        dtype: A name, or a `torch.dtype`.
+        dtype: A name, or a `torch.dtype`; None with `dequantize`: other tensors keep theirs.
         keep: Exceptions (`kept`). The first glob that matches a tensor decides.
         everything: Optimizers too.
         allow_overflow: Take what torch makes of elements that the type cannot hold. Otherwise
             writing them is an error (`NotRepresentable`).
+        dequantize: The type that 8-bit weights become, multiplied by scales that leave the result.
+        raw: Cast other quantised numbers as plain ones.
 
     Raises:
         UsageError: `dtype`, or one of `keep`, is no type that can be cast to; `keep` is no such.
+        NotRepresentable: quantised numbers would be cast without their companions, or cannot be
+            dequantised (`NotFound`: there are none).
     """
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
     spared = set() if everything else optimizer_tensors(checkpoint)
-    plan = _Plan(with_own(checkpoint, spared), floating_type(dtype), rules)
+    to = None if dtype is None and dequantize is not None else floating_type(dtype)
+    plan = _Plan(with_own(checkpoint, spared), to, rules)
+    if dequantize is not None:
+        plan.dequantize(floating_type(dequantize))
     plan.choose(spared)
+    if not raw:
+        refuse_apart(plan.checkpoint, plan.wanted)
     changes = list(plan.changes())
-    if not plan.wanted:
+    if not plan.wanted and not plan.scaled:
         told = [change for change in changes if change.kind == "warning" or not plan.has_fixed]
         return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
     work = _Work(plan, allow_overflow=allow_overflow)
@@ -119,6 +135,33 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
                     hint='keep={"*.norm.*": "float32", "*.bias": None}',
                 )
     return tuple(rules)
+
+
+def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int]) -> None:
+    """Refuse to change tensors (by their identities) that mean something only with others.
+
+    Raises:
+        NotRepresentable: one is quantised, or the companion of one that is.
+    """
+    for state, name, found in _quantised(checkpoint.root):
+        members = (state[one] for one in (name, *found.companions) if found.companions)
+        if any(isinstance(one, TensorRef) and id(_elements(one)) in chosen for one in members):
+            by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales; "
+            raise NotRepresentable(
+                f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
+                f"only with {listed(found.companions)}",
+                file=checkpoint.path,
+                hint=by_scales * found.scheme.startswith(_SCALED)
+                + "--raw takes them as plain numbers",
+            )
+
+
+def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
+    """Each quantised weight, with the dict that it and its companions are in."""
+    for node in every_node(root):
+        if isinstance(node, dict):
+            for name, found in quantised(node).items():
+                yield node, name, found
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
@@ -159,16 +202,50 @@ class _Plan:
     """Which tensor becomes what."""
 
     checkpoint: Checkpoint
-    dtype: str
+    dtype: str | None
+    """None: only what has been dequantised becomes another."""
     rules: dict[str, str | None]
     wanted: dict[int, _Wish] = field(default_factory=dict)
     """By the identity of what holds the elements."""
+    scaled: dict[int, str] = field(default_factory=dict)
+    """The types that dequantised storages are to have, by their identity."""
     _matches: Counter[str] = field(default_factory=Counter)
     _fixed: set[int] = field(default_factory=set)
     _left: list[str] = field(default_factory=list)
     _other: Counter[str] = field(default_factory=Counter)
     _optimizers: int = 0
     _disputed: list[str] = field(default_factory=list)
+
+    def dequantize(self, dtype: str) -> None:
+        """Put weights times their scales in the place of both; they are to be of `dtype`.
+
+        Raises:
+            NotRepresentable: a weight is quantised otherwise.
+            NotFound: none is quantised.
+        """
+        made: dict[tuple[int, int], TensorRef | None] = {}
+        copies: dict[int, dict[Any, Any]] = {}
+        for state, name, found in _quantised(self.checkpoint.root):
+            weight, scale = state[name], next((state[one] for one in found.companions), None)
+            pair, new = (id(weight), id(scale)), None
+            if found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef):
+                new = made[pair] = made.get(pair) or dequantized(weight, scale)
+            if new is None:
+                raise NotRepresentable(
+                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and "
+                    "only 8-bit floats with a scale for all, each row or 128 x 128 blocks can be",
+                    file=self.checkpoint.path,
+                )
+            self.scaled[id(new.storage)] = dtype
+            if id(state) not in copies:
+                copies[id(state)] = copy(state)
+            copies[id(state)][name] = new
+            del copies[id(state)][found.companions[0]]
+        if not copies:
+            raise NotFound("there are no 8-bit weights with scales", file=self.checkpoint.path)
+
+        root = rebuild(self.checkpoint.root, None, lambda old: copies.get(id(old), old))
+        self.checkpoint = self.checkpoint.with_root(root)
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""
@@ -184,8 +261,10 @@ class _Plan:
 
     def _decide(self, path: Path, tensor: TensorRef) -> None:
         glob = next((glob for glob in self.rules if selected(path, (glob,))), None)
-        wanted, name, elements = self.dtype, name_of(path), _elements(tensor)
-        if glob is not None:
+        wanted, name, elements = self.dtype or tensor.dtype, name_of(path), _elements(tensor)
+        if id(tensor.storage) in self.scaled:
+            wanted = self.scaled[id(tensor.storage)]
+        elif glob is not None:
             wanted = self.rules[glob] or tensor.dtype
             self._matches[glob] += 1
         obstacle = _obstacle(elements, wanted)
@@ -206,6 +285,9 @@ class _Plan:
 
     def changes(self) -> Iterator[Change]:
         """What is cast, what is not and why."""
+        if self.scaled:
+            count = len(self.scaled)
+            yield Change("dequantize", f"{_tensors(count)} multiplied by scales, which go", count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
             yield Change("cast", f"{_tensors(count, old)} {_become(count)} {new}", count)

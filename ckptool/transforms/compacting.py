@@ -13,10 +13,11 @@ from ckptool.files import ByteRange
 from ckptool.files.gathered import gathered
 from ckptool.files.joined import joined
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.paths import counted, everything, listed, name_of, rebuild, walk
+from ckptool.paths import everything, name_of, rebuild, walk
 from ckptool.transforms.cutting import Cut, cut
 from ckptool.transforms.places import Place, place_of
 from ckptool.transforms.refusals import CARRIER
+from ckptool.words import counted, listed
 
 __all__ = ["compact", "without_unseen"]
 
@@ -190,7 +191,8 @@ def _trimmed(storage: Storage, places: set[Place]) -> _Trimmed | None:
         position += piece.nbytes
     runs = [piece.data(storage.data) for piece, _ in pieces]
     data = joined(runs) if runs else storage.data.slice(0, 0)
-    new = replace(storage, data=data, nbytes=nbytes, crc32=None)
+    whole = storage.whole or storage.data
+    new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
     return _Trimmed(new, moved, sum(piece.packed is not None for piece, _ in pieces))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import DeviceError, UsageError
 from ckptool.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
-from ckptool.paths import everything, listed, name_of, printable, rebuild, walk
+from ckptool.paths import everything, name_of, rebuild, walk
+from ckptool.words import listed, printable
 
 __all__ = ["Rules", "device_tags", "remap", "visible_devices"]
 

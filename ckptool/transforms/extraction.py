@@ -8,12 +8,13 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.model import Opaque, Path, Storage, TensorRef
-from ckptool.paths import listed, name_of, printable, resolve, selected
+from ckptool.paths import name_of, resolve, selected
 from ckptool.statedict import model_state_dict
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.nearest import similar
 from ckptool.transforms.pruning import pruned
 from ckptool.transforms.selection import beside, weights_alone
+from ckptool.words import listed, printable
 
 __all__ = ["extract"]
 

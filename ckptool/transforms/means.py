@@ -10,8 +10,8 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import UsageError
 from ckptool.files import ByteRange
 from ckptool.model import Storage, TensorRef
-from ckptool.paths import listed, printable
 from ckptool.tensors.averaging import Averager, Elements, elements_of
+from ckptool.words import listed, printable
 
 __all__ = ["Group", "averaged_groups"]
 

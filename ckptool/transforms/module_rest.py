@@ -8,8 +8,9 @@ from typing import Any
 
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import DeviceValue, Global, Opaque, TensorRef, find_tensors
-from ckptool.modules import module_state, modules_below, own_tensors, unread_submodules
-from ckptool.paths import printable
+from ckptool.modules import held_apart, module_state, modules_below, own_tensors
+from ckptool.statedict import only_its_class
+from ckptool.words import printable
 
 __all__ = ["ModuleRest", "module_rest"]
 
@@ -37,9 +38,8 @@ def module_rest(module: Opaque) -> ModuleRest:
     """
     state = set(map(_bytes_of, find_tensors(dict(module_state(module) or {}))))
     lost, settings = [], dict[str, None]()
-    for path, child in unread_submodules(module).items():
-        cls = printable(child.class_name)
-        lost.append(f"the submodule {printable(path)} (only {cls} can tell its weights)")
+    for path, one in held_apart(module).items():
+        lost.append(only_its_class(path, one))
     for prefix, part in modules_below(module, DEFAULT_LIMITS):
         for name, value in _beside(part):
             tensors = list(find_tensors(value))

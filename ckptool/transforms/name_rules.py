@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = [
     "Rule",

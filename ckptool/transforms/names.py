@@ -7,10 +7,10 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections, wrapped_names
 from ckptool.transforms.naming import NamePlan, changed, distinct, place, stays
 from ckptool.transforms.unwrapping import unwrapped_modules
+from ckptool.words import counted, listed, printable
 from ckptool.wrappers import (
     COLLISION_HINT,
     add_name,

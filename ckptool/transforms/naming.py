@@ -8,9 +8,10 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.model import Opaque, OrderedMap
-from ckptool.paths import counted, printable, rebuild
+from ckptool.paths import rebuild
 from ckptool.statedict import Section, is_optimizer, optimizer_names
 from ckptool.transforms.metadata import moved_metadata
+from ckptool.words import counted, printable
 from ckptool.wrappers import Rename, check_collisions
 
 __all__ = ["NamePlan", "changed", "distinct", "place", "stays"]

@@ -17,12 +17,13 @@ from ckptool.model import (
     find_tensors,
 )
 from ckptool.modules import is_module, module_state
-from ckptool.paths import counted, everything, listed, name_of, printable, rebuild, walk
+from ckptool.paths import everything, name_of, rebuild, walk
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.transforms.module_rest import module_rest
 from ckptool.transforms.plain_forms import plain_form, plain_tensor, tuple_items
 from ckptool.transforms.refusals import class_of, is_refused, located, refusals
 from ckptool.transforms.selection import plain_state_dict
+from ckptool.words import counted, listed, printable
 
 __all__ = ["drop_objects", "to_plain"]
 

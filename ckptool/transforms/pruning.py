@@ -15,9 +15,10 @@ from ckptool.checkpoint import Change
 from ckptool.errors import UsageError
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import is_module
-from ckptool.paths import counted, listed, name_of, printable, rebuild, walk
+from ckptool.paths import name_of, rebuild, walk
 from ckptool.statedict import MODEL_KINDS, Section, sections, wrapped_names
 from ckptool.transforms.metadata import remaining_metadata
+from ckptool.words import counted, listed, printable
 
 __all__ = ["Pruned", "pruned"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
-from ckptool.paths import counted, listed, printable
 from ckptool.statedict import model_state_dict, sections, wrapped_names
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.naming import NamePlan, distinct, stays
 from ckptool.transforms.nearest import similar
+from ckptool.words import counted, listed, printable
 
 __all__ = ["rename"]
 
@@ -42,7 +42,7 @@ def rename(
     Raises:
         NameCollision: two entries would get one name.
         NotFound: nothing of that `key`.
-        UsageError: a text that is no rule, or nothing would be left of a name.
+        UsageError: a text that is no rule; nothing would be left of a name, or a `/` come in.
     """
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
     plan = NamePlan(checkpoint.path, _HINT)
@@ -89,6 +89,12 @@ class _Renaming:
                     f"nothing would be left of the name {printable(name)!r}",
                     file=self._file or None,
                     hint="every tensor needs a name: let the rules keep a part of it",
+                )
+            if "/" in new and "/" not in name:
+                raise UsageError(
+                    f"{printable(new)!r} has a / in it, and so has no address",
+                    file=self._file or None,
+                    hint="dots stand between the parts of a name",
                 )
             for step in self._steps[name]:
                 if step.old != step.new:

@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.paths import counted, listed, name_of, printable
+from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
+from ckptool.modules import holds_tensors
+from ckptool.paths import name_of
 from ckptool.statedict import OF_THE_MODEL, Section, model_state_dict, sections, values_inside
+from ckptool.transforms.places import tie_key
+from ckptool.words import counted, listed, printable
 
 __all__ = [
     "beside",
@@ -44,6 +47,11 @@ def single_state_dict(
 def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     """The checkpoint whose root is one section's state dict; what else there is, `left-out`."""
     root = plain_state_dict(checkpoint, chosen)
+    spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
+    spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
+    if spread:
+        text = f"{counted(spread, 'DTensor')}, all in this file, made plain"
+        checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, spread))
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
         return checkpoint if same else checkpoint.with_root(root)
@@ -53,7 +61,7 @@ def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     """As `state_dict_alone`, without the values among the tensors, which no model takes."""
     alone = state_dict_alone(checkpoint, chosen)
-    names = values_inside(alone.root)
+    names = [name for name in values_inside(alone.root) if not holds_tensors(alone.root[name])]
     if not names:
         return alone
     gone = frozenset(names)
@@ -67,16 +75,15 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     """A section's state dict as a mapping of its own.
 
     Of a module or an exported program the tensors are detached, as `state_dict()` detaches them;
-    what was saved as a state dict has what it was saved with.
+    what was saved as a state dict has what it was saved with. A DTensor of which the file has all
+    is the plain tensor.
     """
     of_module = chosen.kind == "module" or checkpoint.format in _PROGRAMS
     root = OrderedMap(chosen.node)
-    if of_module:
-        root.update(
-            (name, _detached(value))
-            for name, value in chosen.node.items()
-            if isinstance(value, TensorRef)
-        )
+    for name, value in chosen.node.items():
+        if isinstance(value, TensorRef):
+            plain = value.whole or value
+            root[name] = _detached(plain) if of_module else plain
     if isinstance(chosen.node, OrderedMap):
         held = chosen.node.attributes  # alone it is the model's without saying so
         root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}
@@ -102,9 +109,12 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
     """What is around and beside a state dict, and what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
-        yield Change("left-out", text, 1)
-    for text in chosen.unread:
-        yield Change("left-out", text, 1)
+        known = {tie_key(tensor) for _, tensor in chosen.tensors()}
+        hidden = {tie_key(tensor) for tensor in find_tensors(chosen.holder)} - known
+        more = f" ({counted(len(hidden), 'tensor')} beside it)" if hidden else ""
+        yield Change("left-out", f"{text}{more}", 1)
+    for text, tensors in chosen.apart.items():
+        yield Change("left-out", text, 1, needed=tensors > 0)
     yield from beside(root, chosen.path, chosen.holder)
 
 

@@ -19,11 +19,11 @@ from ckptool.files.locking import leads_to
 from ckptool.files.output import FileOutput, Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import EditPlan, WritePlan
-from ckptool.paths import listed
 from ckptool.symbolic.encoder import blockers
+from ckptool.words import listed
 from ckptool.writing.sharding import ShardPlan
 from ckptool.writing.target import check_still_there
-from ckptool.writing.verification import verify
+from ckptool.writing.verification import source_check, verify
 
 __all__ = ["Edited", "Job", "NewFile", "NewSet", "Plan", "Untouched"]
 
@@ -145,12 +145,14 @@ class NewFile:
         announce(sources)
 
         def check() -> None:
+            check_sources()
             if job.verify:
                 verify(job.checkpoint, output.name, output.streamed, job.progress)
             job.check_sources()
 
         with (
             job.reading(),
+            source_check(job.checkpoint, self.format) as check_sources,
             atomic_output(
                 job.path,
                 self.size,
@@ -182,6 +184,9 @@ class Edited:
             if job.verify:
                 verify(job.checkpoint, job.path, {}, job.progress)
 
+        header = job.checkpoint.with_root(None)
+        with job.reading(), source_check(header, self.format) as check_header:
+            check_header()
         apply_patch(job.checkpoint.sources[0], self._plan.patch, path=job.path, check=check)
 
 
@@ -237,6 +242,7 @@ class NewSet:
         written: list[FileOutput] = []
 
         def check() -> None:
+            check_sources()
             if job.verify:
                 for shard, output in zip(self._plan.shards, written, strict=True):
                     verify(shard.checkpoint, output.name, output.streamed, job.progress)
@@ -244,6 +250,7 @@ class NewSet:
 
         with (
             job.reading(),
+            source_check(job.checkpoint, self.format) as check_sources,
             atomic_set(
                 self._index,
                 dict(self.files),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable
@@ -13,8 +14,9 @@ from ckptool.files.output import Progress
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat
 from ckptool.formats.shard_index import shards_named_by
-from ckptool.paths import listed
+from ckptool.statedict import what_there_is
 from ckptool.transforms import single_state_dict
+from ckptool.words import listed
 from ckptool.writing.plans import Edited, Job, NewFile, NewSet, Plan, Untouched
 from ckptool.writing.receipt import Receipt
 from ckptool.writing.sharding import parse_size, plan_shards
@@ -86,6 +88,7 @@ def save(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS
     )
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
+    _refuse_hollow(checkpoint, plan)
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -211,6 +214,29 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         raise
     except NotFound:
         return checkpoint
+
+
+def _refuse_hollow(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Refuse a result without what was asked for: its numbers, or anything at all."""
+    needed = [one.text for one in checkpoint.changes if one.needed and not one.wanted]
+    if needed:
+        raise NotRepresentable(
+            f"a state dict would lack what only its class saves: {listed(needed)}",
+            file=checkpoint.path or None,
+            hint="load it where that class is and save its state_dict(); or --drop-objects leaves "
+            "it out",
+        )
+    empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
+    hollow = not plan.tensors and (empty or plan.format in FLAT)
+    if hollow and checkpoint.format != "memory":
+        was = replace(checkpoint, root=checkpoint.original)
+        there = [*what_there_is(was), *plan.left_out]
+        if not there:  # an empty file: its copy lacks nothing
+            return
+        raise NotRepresentable(
+            f"no tensor would be in the result; there is {listed(there)}",
+            file=checkpoint.path or None,
+        )
 
 
 def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> None:

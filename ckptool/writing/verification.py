@@ -1,10 +1,13 @@
-"""A file read back before it takes its name: all that it holds against what it should hold."""
+"""Sources checked while they are copied; a file read back before it takes its name."""
 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
@@ -12,17 +15,20 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.computed import may_be_shared
+from ckptool.files.crc import crc32s
 from ckptool.files.output import Progress, Streamed
+from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import open_checkpoint
-from ckptool.model import Storage, TensorRef
-from ckptool.paths import printable
+from ckptool.model import Storage, StorageRef, TensorRef
+from ckptool.rebuilding import everything
 from ckptool.symbolic.encoder import Encoded, encode
+from ckptool.words import printable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["verify"]
+__all__ = ["source_check", "verify"]
 
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
@@ -31,6 +37,84 @@ _SAMPLE = 4096
 """Bytes at either end that are computed again where a checksum of the whole is at hand."""
 _PART = 256 << 10
 """Bytes read at a time for a checksum: they are still in the processor's cache."""
+_HEADERS = (".pkl", ".json")
+"""How the records end that a tree is made of."""
+
+
+@contextmanager
+def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
+    """Check what a file of `format` takes over from the sources, by threads beside the writer.
+
+    What the block gets waits for them, and raises what they found. What a cast or a mean computes
+    is checked where it is computed; a CRC-32 that a zip hands on to a zip, by whoever reads that.
+
+    Raises:
+        CorruptFile: a record is damaged.
+        UnreadableFile: the system cannot read it.
+    """
+    records = _stated(checkpoint, format)
+    large = sum(data.length for _, data, _ in records) >= _LARGE
+    apart = [one for one in records if large and may_be_shared(one[1])]
+    _check([one for one in records if not (large and may_be_shared(one[1]))], lambda: False)
+    if not apart:
+        yield lambda: None
+        return
+    from concurrent.futures import ThreadPoolExecutor  # as in `_compare`
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = Event()
+        checking = pool.submit(_check, apart, ended.is_set)
+        try:
+            yield checking.result
+        finally:
+            ended.set()
+
+
+def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
+    def told(_: int) -> None:
+        if has_ended():
+            raise InterruptedError("nobody waits for the checksums any more")
+
+    found = crc32s([data for _, data, _ in records], told)
+    for (name, data, stated), crc32 in zip(records, found, strict=True):
+        if isinstance(crc32, CorruptFile):
+            raise crc32
+        if crc32 != stated:
+            raise CorruptFile(
+                f"record {name!r} is damaged: its bytes have CRC-32 {crc32:08x}, and the file says "
+                f"{stated:08x}",
+                file=data.source.name,
+                hint="fetch the file again, or take another copy of it; ckptool verify lists what "
+                "is damaged, ckptool convert --exclude leaves it out",
+            )
+
+
+def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
+    """The records whose bytes go into a file of `format` without the CRC-32 that is stated."""
+    handed_on = format in ("torch-zip", "torch-sharded")
+    starts: dict[int, list[int]] = {}
+    for node in everything(checkpoint.root):
+        storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
+        data = None if storage is None else storage.whole or storage.data
+        if storage is None or data is None or not data.length:
+            continue
+        plain = storage.byteorder == "little" and not storage.compressed
+        if not (handed_on and plain and storage.crc32 is not None):
+            starts.setdefault(id(data.source), []).append(data.offset)
+    for known in starts.values():
+        known.sort()
+
+    def is_read(data: ByteRange) -> bool:
+        known = starts.get(id(data.source), [])
+        first = bisect_left(known, data.offset)
+        return first < len(known) and known[first] < data.offset + data.length
+
+    return [
+        (name, data, crc32)
+        for source in checkpoint.sources
+        for name, data, crc32 in source.stated
+        if name.endswith(_HEADERS) or is_read(data)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

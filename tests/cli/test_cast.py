@@ -118,3 +118,33 @@ def test_torch_is_imported_only_where_something_is_cast(process, saved, tmp_path
         done = process("cast", source, *options, PYTHONPATH=str(shadow.parent))
         assert done.code == code, done.err
     assert "torch" in done.err
+
+
+def test_quantised_weights_are_refused_dequantised_or_cast_raw(ckptool, saved, tmp_path):
+    weight = torch.randn(3, 3).to(torch.float8_e4m3fn)
+    source = saved(w=weight, w_scale_inv=torch.full((1, 1), 0.5))
+    for verb in (
+        ("cast", source, "--dtype", "bf16"),
+        ("convert", source, tmp_path / "x.pth", "--cast", "bf16"),
+        ("average", source, source, "-o", tmp_path / "x.pth"),
+    ):
+        done = ckptool(*verb)
+        assert done.code == 2
+        assert "only with w_scale_inv" in done.err
+        assert "--dequantize bfloat16" in done.err
+        assert "--raw" in done.err
+    assert not (tmp_path / "x.pth").exists()
+    assert ckptool("cast", source, "--dequantize", "bf16").code == 0
+    made = torch.load(tmp_path / "m.bfloat16.pth")
+    assert list(made) == ["w"]
+    assert torch.equal(made["w"], (weight.float() * 0.5).bfloat16())
+    assert ckptool("convert", source, tmp_path / "x.pth", "--dequantize", "float16").code == 0
+    assert torch.load(tmp_path / "x.pth")["w"].dtype == torch.float16
+    assert ckptool("cast", source, "--dtype", "half", "--raw").code == 0
+    assert torch.equal(torch.load(tmp_path / "m.float16.pth")["w"], weight.half())
+
+
+def test_a_cast_without_a_type_is_wrong_usage(ckptool, saved):
+    done = ckptool("cast", saved(w=torch.ones(2)))
+    assert done.code == 2
+    assert "--dtype" in done.err

@@ -3,7 +3,10 @@
 import argparse
 import os
 import shlex
+import struct
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -274,3 +277,167 @@ def test_the_commands_that_info_proposes_work(ckptool, tagged, machine):
     assert "commands" in ckptool("info", made, "--json").document
     found = ckptool("info", made, "--json").document
     assert machine not in found["commands"]
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["strip-module"],
+        ["add-module"],
+        ["remap", "--to", "cpu"],
+        ["cast", "--dtype", "float16"],
+        ["rename", "--prefix", "module=net"],
+        ["extract", "--model-only"],
+        ["compact"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_second_file_is_written_where_there_is_none_yet(ckptool, model, tmp_path, verb):
+    target = tmp_path / "out.pth"
+    assert ckptool(*verb, model, target).code == 0
+    written, before = target.read_bytes(), model.read_bytes()
+    for more in ([], ["--force"]):
+        done = ckptool(*verb, model, target, *more)
+        assert done.code == 2
+        assert "is there already" in done.err
+        assert f"-o {target} --force" in done.err
+    for more in (["--in-place"], ["-o", tmp_path / "other.pth"]):
+        assert ckptool(*verb, model, tmp_path / "new.pth", *more).code == 2
+    assert (target.read_bytes(), model.read_bytes()) == (written, before)
+    assert set(os.listdir(tmp_path)) == {"model.pth", "out.pth"}
+
+
+def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
+    target = tmp_path / "out.safetensors"
+    assert ckptool("convert", model, "-o", target, "--model-only").code == 0
+    assert len(load_file(target)) == 9
+    for words in ([], [target, "-o", target]):
+        done = ckptool("convert", model, *words)
+        assert done.code == 2
+        assert "convert takes one file to write" in done.err
+
+
+LARGE, SMALL = 300_000, 30
+"""Elements of a tensor that threads check while it is copied, and of one that is read before."""
+
+
+@pytest.fixture(params=[LARGE, SMALL])
+def damaged(request, tmp_path):
+    """A torch zip of three tensors, a byte of the second one flipped."""
+    path = tmp_path / "in" / "m.pth"
+    path.parent.mkdir()
+    tensors = {name: torch.full((request.param + 1,), float(at)) for at, name in enumerate("abc")}
+    tensors["b"][7] = 12345.0
+    torch.save({f"module.{name}": tensor[1:] for name, tensor in tensors.items()}, path)
+    flip(path, tensors["b"][7:8].numpy().tobytes())
+    return path
+
+
+def flip(path, mark):
+    """Turn a bit of the one place where `mark` stands."""
+    content = bytearray(path.read_bytes())
+    assert content.count(mark) == 1
+    content[content.index(mark)] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("verb", "target", "options"),
+    [
+        ("convert", "o.safetensors", ()),
+        ("convert", "o.pth", ("--format", "torch-legacy")),
+        ("convert", "o.safetensors.index.json", ("--max-shard-size", "1MB")),
+        ("convert", "o.safetensors", ("--cast", "bfloat16")),
+        ("convert", "o.pth", ("--compact",)),
+        ("convert", "o.pth", ("--cast", "bfloat16", "--no-verify")),
+        ("convert", "o.safetensors", ("--no-verify",)),
+        ("strip-module", "o.safetensors", ()),
+        ("add-module", "o.safetensors", ()),
+        ("rename", "o.safetensors", ("--map", "b=>d")),
+        ("remap", "o.safetensors", ("--to", "cpu")),
+        ("extract", "o.safetensors", ("--include", "*b")),
+        ("compact", "o.pth", ()),
+        ("cast", "o.safetensors", ("--dtype", "float64")),
+        ("cast", "o.pth", ("--dtype", "float16")),
+    ],
+)
+def test_damage_is_told_and_nothing_is_written(ckptool, damaged, tmp_path, verb, target, options):
+    (tmp_path / "out").mkdir()
+    named = [tmp_path / "out" / target]
+    done = ckptool(verb, damaged, *(named if verb == "convert" else ["-o", *named]), *options)
+    assert done.code == 2
+    assert str(damaged) in done.err
+    assert "is damaged" in done.err
+    assert "data/1" in done.err or "storage '1'" in done.err
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_what_is_not_damaged_is_taken_out_of_a_damaged_file(ckptool, damaged, tmp_path):
+    target = tmp_path / "o.safetensors"
+    assert ckptool("convert", damaged, target, "--exclude", "*b").code == 0
+    assert set(load_file(target)) == {"a", "c"}
+
+
+def test_from_zip_to_zip_the_checksum_goes_along(ckptool, damaged, tmp_path):
+    assert ckptool("strip-module", damaged, "-o", tmp_path / "o.pth").code == 0
+    done = ckptool("verify", tmp_path / "o.pth")
+    assert done.code == 1
+    assert "data/1" in done.out
+
+
+def test_the_mean_of_a_damaged_file_is_refused(ckptool, damaged, tmp_path):
+    done = ckptool("average", damaged, damaged, "-o", tmp_path / "o.safetensors")
+    assert done.code == 2
+    assert "is damaged" in done.err
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+@pytest.mark.parametrize("options", [("-o", "o.pth"), ("--in-place",)])
+def test_a_damaged_pickle_is_told_by_who_writes_it_anew(ckptool, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "m.pth"
+    torch.save({"module.w": torch.ones(2), "epoch": 1234567.25}, path)
+    flip(path, struct.pack(">d", 1234567.25))
+    before = path.read_bytes()
+    done = ckptool("strip-module", path, *options)
+    assert done.code == 2
+    assert "record 'data.pkl' is damaged" in done.err
+    assert os.listdir(tmp_path) == ["m.pth"]
+    assert path.read_bytes() == before
+
+
+def test_a_checksum_that_was_not_computed_is_none(ckptool, tmp_path):
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save({"w": torch.ones(LARGE)}, tmp_path / "m.pth")
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    assert ckptool("convert", tmp_path / "m.pth", tmp_path / "o.safetensors").code == 0
+    assert load_file(tmp_path / "o.safetensors")["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_array_of_numpys_is_checked_by_the_record_that_it_is_in(ckptool, tmp_path, save):
+    values = np.random.default_rng(0).standard_normal(LARGE)
+    save(tmp_path / "m.npz", w=values)
+    content = bytearray((tmp_path / "m.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "m.npz").write_bytes(content)
+    done = ckptool("convert", tmp_path / "m.npz", tmp_path / "o.safetensors")
+    assert done.code == 2
+    assert "damaged" in done.err
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_big_endian_numbers_are_checked_though_they_are_turned(ckptool, tmp_path):
+    torch.save({"w": torch.arange(9.0)}, tmp_path / "m.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "m.pth") as old,
+        zipfile.ZipFile(tmp_path / "big.pth", "w") as new,
+    ):
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, b"big" if name.endswith("byteorder") else content)
+    flip(tmp_path / "big.pth", torch.arange(9.0).numpy().tobytes())
+    assert ckptool("convert", tmp_path / "big.pth", tmp_path / "o.pth").code == 2
+    assert not (tmp_path / "o.pth").exists()

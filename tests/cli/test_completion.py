@@ -81,6 +81,26 @@ def terminal(request, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("cast model.pth --dtype bf", "bfloat16"),
+        ("convert a b --cast float8_e5m2f", "float8_e5m2fnuz"),
+        ("list model.pth --fmt markd", "markdown"),
+        ("strip-module model.pth --only _orig", "_orig_mod"),
+        ("convert a b --like epoch", "file,"),  # the shell knows its files
+        ("average a b --ints fi", "first"),
+    ],
+)
+def test_values_are_completed(process, words, shown):
+    *before, begun = ["ckptool", *words.split()]
+    done = process(
+        **{"_CKPTOOL_COMPLETE": "bash_complete", "COMP_WORDS": " ".join([*before, begun])},
+        COMP_CWORD=str(len(before)),
+    )
+    assert shown in done.out
+
+
+@pytest.mark.parametrize(
     ("typed", "shown"),
     [
         ("ckptool strip-", "strip-module"),

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from tests.inspection.doctor.faults import (
+from tests.diagnosis.faults import (
     CPU,
     GPU,
     MENDED,
@@ -114,13 +114,11 @@ def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_pat
     done = ckptool("doctor", "model.pth", "--quick", "--devices", "cpu")
     assert done.code == 1
     assert done.out.startswith("model.pth: 2 reasons to fail, 1 reason to mislead, 1 note\n\n1. ")
-    plan = done.out.partition("to run, in this order\n")[2]
-    assert plan == (
-        "  ckptool strip-module model.pth -o model.mended.pth\n"
-        "  ckptool remap --in-place --to cpu model.mended.pth\n"
-        "or all at once\n"
-        "  ckptool convert model.pth model.mended.pth --wrappers strip --to cpu\n"
-    )
+    plan = done.out.partition("to run\n")[2]
+    assert plan == "  ckptool convert model.pth model.mended.pth --wrappers strip --to cpu\n"
+    for word in ("   where ", "   why ", "Unexpected key(s)", "Attempting to deserialize"):
+        assert word not in done.out
+    done = ckptool("doctor", "model.pth", "--quick", "--devices", "cpu", "--explain")
     for word in ("where", "why", "run", "Unexpected key(s)", "Attempting to deserialize"):
         assert word in done.out
 
@@ -221,16 +219,15 @@ def test_the_key_says_which_of_several_is_meant(ckptool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved({"model": healthy(), "ema": wrapped("module")(), "epoch": 3})(tmp_path)
     document = examined(ckptool, "model.pth", "--key", "ema")
-    assert document["commands"][0].startswith("ckptool extract --key ema --model-only model.pth")
+    assert "--key ema --model-only" in document["commands"][0]
     run(ckptool, document["commands"])
     Net().load_state_dict(torch.load("model.mended.pth"))
 
 
-def test_alternatives_go_on_from_what_the_plan_writes(ckptool, tmp_path, monkeypatch):
+def test_alternatives_do_what_the_plan_does_too(ckptool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved({"model": wrapped("module")(), "ema": wrapped("module")()})(tmp_path)
     document = examined(ckptool, "model.pth")
-    run(ckptool, document["commands"])
     (complaint,) = [one for one in document["complaints"] if one["kind"] == "several-models"]
     run(ckptool, complaint["alternatives"])
     Net().load_state_dict(torch.load("model.ema.pth"))
@@ -286,8 +283,8 @@ def test_names_that_a_safetensors_file_only_mentions_come_back(
         TiedNet().load_state_dict(load_file("tied.safetensors"))
     for options in ((), ("--like", "reference.pth")):
         document = examined(ckptool, "tied.safetensors", *options)
-        (complaint,) = document["complaints"]
-        assert (complaint["kind"], complaint["severity"]) == ("aliases", "fails")
+        (complaint,) = [one for one in document["complaints"] if one["kind"] == "aliases"]
+        assert complaint["severity"] == "fails"
         assert complaint["where"][0] in ("head.weight = emb.weight", "emb.weight = head.weight")
         assert complaint["commands"] == ["ckptool convert tied.safetensors tied.mended.pth"]
     run(ckptool, [*document["commands"], *complaint["alternatives"]])
@@ -307,7 +304,7 @@ def test_shards_with_names_that_are_only_mentioned_become_a_torch_file(ckptool, 
 
 
 @pytest.mark.parametrize("key", [None, "m"])
-def test_every_alternative_runs_after_the_plan(ckptool, tmp_path, monkeypatch, key):
+def test_every_alternative_runs_without_the_plan(ckptool, tmp_path, monkeypatch, key):
     monkeypatch.chdir(tmp_path)
     root = wrapped("module")()
     root["module.head.bias"] = torch.arange(100_000.0)[:4]
@@ -316,7 +313,8 @@ def test_every_alternative_runs_after_the_plan(ckptool, tmp_path, monkeypatch, k
     saved({"m": root})(tmp_path)
     document = examined(ckptool, "model.pth", *(("--key", key) if key else ()))
     alternatives = [one for found in document["complaints"] for one in found["alternatives"]]
-    assert alternatives == ["ckptool convert model.mended.pth model.safetensors"]
+    assert len(alternatives) == 1
+    assert alternatives[0].startswith("ckptool convert model.pth model.safetensors")
     run(ckptool, [*document["commands"], *alternatives])
     Net().load_state_dict(read("model.safetensors"))
 
@@ -362,7 +360,7 @@ def test_names_that_no_terminal_shows_are_printed_so_that_they_run(
     except OSError:
         pytest.skip("no such name on this file system")
     done = ckptool("doctor", "--quick", os.fsdecode(name))
-    command = done.out.partition("to run, in this order\n")[2].strip()
+    command = done.out.partition("   run    ")[2].strip()
     words = subprocess.run(
         ["bash", "-c", command.replace("ckptool", r"printf %s\\0", 1)], capture_output=True
     )

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from ckptool.cli.progress import Progress
+from ckptool.cli.console import Progress
 
 
 class Terminal(io.StringIO):
@@ -42,8 +42,25 @@ def test_then_bytes_done_of_total_and_in_the_end_nothing(clock):
         clock.now += 0.6
         bar(512, 1024)
         drawn = stream.getvalue()
-        assert drawn == "\r[############------------] 512 B of 1.0 KiB"
+        assert drawn == "\r[############------------] 512 B of 1.0 KiB, 1 s left"
     assert stream.getvalue() == drawn + "\r" + " " * (len(drawn) - 1) + "\r"
+
+
+def test_the_phase_and_the_time_that_is_left(clock):
+    stream = Terminal()
+    with Progress(stream=stream, clock=clock, phases=("writing", "reading back")) as bar:
+        for seconds, done in ((10, 1 << 29), (10, 1 << 30), (1, 1 << 20)):
+            clock.now += seconds
+            bar(done, 1 << 30)
+        clock.now += 10
+        bar(2 << 20, 1 << 30)
+    drawn = [line.rstrip().partition("] ")[2] for line in stream.getvalue().split("\r")[1:5]]
+    assert drawn == [
+        "writing 512.0 MiB of 1.0 GiB, 10 s left",
+        "writing 1.0 GiB of 1.0 GiB",
+        "reading back 1.0 MiB of 1.0 GiB",
+        "reading back 2.0 MiB of 1.0 GiB, 85 min left",
+    ]
 
 
 def test_a_text_stands_in_the_place_of_bytes_and_a_wiped_bar_comes_again(clock):

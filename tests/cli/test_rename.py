@@ -140,3 +140,9 @@ def test_a_dry_run_writes_nothing(ckptool, model):
     done = ckptool("rename", model, "--prefix", "module=", "--dry-run")
     assert (done.code, os.listdir(model.parent)) == (0, ["model.pth"])
     assert "module= changed " in done.err
+
+
+def test_a_name_with_a_slash_would_have_no_address(ckptool, model):
+    done = ckptool("rename", model, "--prefix", "module=a/b")
+    assert done.code == 2
+    assert "'a/b.conv1.weight' has a / in it" in done.err

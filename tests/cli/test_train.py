@@ -243,7 +243,7 @@ def test_on_a_terminal_a_bar_shows_the_step_and_is_gone_before_a_line_is_printed
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setattr("ckptool.cli.progress._PATIENCE", 0)
+    monkeypatch.setattr("ckptool.cli.console._PATIENCE", 0)
     for name in ("COLUMNS", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     one = teller()

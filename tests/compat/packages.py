@@ -1,9 +1,9 @@
 """Whether what is built installs and runs: `make packages`, or `python tests/compat/packages.py`.
 
 Builds a wheel and an sdist as `python -m build` does, installs each into a clean environment of
-each Python (found as `run.py` finds them), without torch and with it,
-and runs the main jobs there. Then the wheel by `pipx run`. Prints a table; exit code 1 where
-anything fails. Needs the package index.
+each Python (found as `run.py` finds them), without torch and with it, and runs the main jobs there;
+with torch every command of the README, beside what is declared and nothing else. Then the wheel by
+`pipx run`. Prints a table; exit code 1 where anything fails. Needs the package index.
 
     python tests/compat/packages.py [--python 3.10 ...] [--torch 3.13=2.9.0 ...] [--no-torch]
 """
@@ -37,13 +37,13 @@ class Failed(Exception):
     """A step that did not end well, and what it said."""
 
 
-def run(*words: object, cwd: Path) -> str:
+def run(*words: object, cwd: Path, **more: str) -> str:
     """The output of a program.
 
     Raises:
         Failed: it ended otherwise than with 0.
     """
-    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), **more}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
@@ -86,12 +86,14 @@ def try_without_torch(package: Path, programs: Path, folder: Path) -> str:
     return run(command, "--version", cwd=folder).strip()
 
 
-def try_with_torch(torch: str, programs: Path, folder: Path) -> str:
-    """Tensors, where it is."""
-    run(programs / "pip", "install", "-q", f"torch=={torch}", "safetensors", "numpy", cwd=folder)
+def try_with_torch(package: Path, torch: str, programs: Path, folder: Path) -> str:
+    """Tensors, and every command of the README, with what is declared and nothing else."""
+    declared = [package, f"torch=={torch}"]
+    run(programs / "pip", "install", "-q", *declared, cwd=folder)
     run(programs / "pip", "check", cwd=folder)
     run(programs / "python", "-c", LOADS, FIXTURE, cwd=folder)
-    run(programs / "ckptool", "stats", FIXTURE, cwd=folder)
+    readme = (sys.executable, "-m", "pytest", "-q", "-x", "tests/test_readme.py")
+    run(*readme, cwd=ROOT, CKPTOOL_PROGRAMS=str(programs))
     return torch
 
 
@@ -132,7 +134,8 @@ def main() -> int:
                 alone = tried(try_without_torch, package, programs, folder)
                 torch = "-"
                 if package.suffix == ".whl" and not options.no_torch:
-                    torch = tried(try_with_torch, versions.get(version, "2.13.0"), programs, folder)
+                    torch = versions.get(version, "2.13.0")
+                    torch = tried(try_with_torch, package, torch, programs, folder)
                 rows.append([version, package.name, alone, torch])
                 print(*rows[-1], file=sys.stderr)
         if not options.no_torch:

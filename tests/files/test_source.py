@@ -158,3 +158,23 @@ def test_a_compressed_record_that_ends_too_early():
 def test_a_compressed_record_that_is_damaged():
     with pytest.raises(CorruptFile, match="damaged"):
         inflated_source(CONTENT, packed=b"\xff" * 100).read(0, 10)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://host/model.pth", "hf://Qwen/Qwen2.5-7B", "https:/host/x", "Qwen/Qwen2.5-7B"],
+)
+def test_an_address_is_told_from_a_path(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileMissing, match="only local files are read") as caught:
+        FileSource(address)
+    assert "download" in caught.value.hint
+    with pytest.raises(FileMissing) as caught:
+        FileSource("runs/model.pth")
+    assert caught.value.hint is None
+
+
+def test_a_link_whose_target_is_gone_says_where_it_led(tmp_path):
+    (tmp_path / "model.pth").symlink_to(tmp_path / "blobs" / "0af")
+    with pytest.raises(FileMissing, match=r"is a link to .*/blobs/0af, where there is nothing"):
+        FileSource(tmp_path / "model.pth")

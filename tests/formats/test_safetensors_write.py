@@ -261,7 +261,7 @@ def test_what_is_left_out_is_named(tmp_path):
         epoch=3,
         best=0.5,
         size=torch.Size([1, 2]),
-        extra={"inner": torch.rand(2)},
+        extra={"inner": [2]},
         dtype=torch.float32,
         name=torch.device("cuda:1"),
         path=slice(1),
@@ -272,7 +272,7 @@ def test_what_is_left_out_is_named(tmp_path):
     assert receipt.left_out == (
         "values: epoch, best, dtype, name",
         "objects: path (builtins.slice)",
-        "containers: size (0 tensors inside), extra (1 tensor inside)",
+        "containers: size (0 tensors inside), extra (0 tensors inside)",
         "that it is a Parameter, of 1 tensor",
         "requires_grad, of 2 tensors",
         "attributes: note, _metadata of 'x'",
@@ -281,6 +281,10 @@ def test_what_is_left_out_is_named(tmp_path):
         assert checkpoint.root.metadata == {"": {"version": 1}}
     (tmp_path / "out.safetensors").unlink()
     assert "this would be left out: values: epoch" in refused(tmp_path, state, strict=True)
+    state.update(extra={"inner": torch.rand(2)}, note=torch.nn.Parameter(torch.rand(1)))
+    state["note"].scale = torch.rand(3)
+    said = "no containers of them: extra (1 tensor inside), note (1 tensor inside)"
+    assert said in refused(tmp_path, state)
 
 
 def test_device_tags_are_left_out(fixtures, tmp_path):

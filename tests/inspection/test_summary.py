@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,26 @@ def test_reachable_bytes_are_the_union_of_what_tensors_reach(saved):
     found = saved(views)
     assert found.storage_bytes == 4000
     assert found.reachable_bytes == 4 * (20 + 199)
+
+
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
+
+
+@pytest.mark.parametrize("name", ["arrays_protocol0.pkl", "arrays_protocol5.pkl"])
+def test_what_lies_in_a_bare_pickle_is_reachable(name):
+    with open_checkpoint(FIXTURES / "streams" / name) as checkpoint:
+        found = info(checkpoint)
+    assert found.reachable_bytes == found.storage_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("dtensor_0_of_1", 196), ("dtensor_0_of_2", 132), ("sharded_tensor_1_of_2", 16)],
+)
+def test_of_a_tensor_that_is_spread_the_bytes_here_count(name, nbytes):
+    with open_checkpoint(FIXTURES / "distributed" / f"{name}.pth") as checkpoint:
+        parts = info(checkpoint).sections
+    assert sum(part.nbytes for part in parts) == nbytes
 
 
 def test_reachable_bytes_include_parts_objects_and_whole_storages(saved):

@@ -1,5 +1,6 @@
 """What `verify` finds in files of every format, and what it leaves alone."""
 
+import hashlib
 import json
 import math
 import os
@@ -665,6 +666,36 @@ class TestFolders:
         (tmp_path / ".metadata").write_bytes(b"")
         (error,) = Verifier().each([tmp_path])
         assert isinstance(error, UnsupportedFormat)
+
+    def test_what_is_not_read_is_not_called_fine(self, tmp_path):
+        torch.save({}, tmp_path / "ranks.pth")
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+            (tmp_path / name).write_bytes(b"")
+        fine, unread = Verifier().each([tmp_path])
+        assert fine.ok
+        assert unread.file == str(tmp_path)
+        assert [(one.kind, one.place) for one in unread.problems] == [
+            ("unread", "__0_0.distcp"),
+            ("unread", "__1_0.distcp"),
+        ]
+        assert unread.problems[0].text.startswith("not looked at: it is one shard of")
+
+
+class TestNamesWithAHash:
+    @pytest.mark.parametrize("suffix", [".pth", ".pt"])
+    def test_the_name_that_torch_hub_checks_is_held_against_the_content(self, tmp_path, suffix):
+        torch.save(torch.ones(2), tmp_path / "made")
+        digest = hashlib.sha256((tmp_path / "made").read_bytes()).hexdigest()
+        right, wrong = digest[:8], digest[1:9]
+        if wrong.isdigit() or wrong.isalpha():
+            wrong = "5c106cde"
+        for name in (f"net-{right}", f"net-{digest}", "net-20240131", "net-defaced", "net"):
+            shutil.copy(tmp_path / "made", tmp_path / f"{name}{suffix}")
+            assert verify(tmp_path / f"{name}{suffix}").ok
+        shutil.copy(tmp_path / "made", tmp_path / f"net-{wrong}{suffix}")
+        (problem,) = verify(tmp_path / f"net-{wrong}{suffix}").problems
+        assert problem.kind == "name"
+        assert f"begins with {right}, not with {wrong}" in problem.text
 
 
 def test_a_hostile_pickle_is_not_run(tmp_path):

@@ -16,7 +16,7 @@ print(*[name for name in sys.modules if name.startswith("ckptool.")])
 """
 SELDOM = {
     "what does not fit": ["ckptool.matching.refusal", "ckptool.patterns"],
-    "files that are none": ["ckptool.formats.identify_tar"],
+    "files that are none": ["ckptool.formats.identify"],
     "optimizers": ["ckptool.loading.optimizer"],
     "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.output"],
     "writers": ["ckptool.writing", "ckptool.symbolic.encoder"],

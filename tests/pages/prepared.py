@@ -3,6 +3,7 @@
 import gzip
 import os
 import shutil
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -75,9 +76,11 @@ def loads(path: Path):
 
 
 def prepare(folder: Path) -> None:
-    """Put all of them there."""
+    """Put all of them there; what else is in the folder goes."""
     import torch
 
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for name, source in COPIES.items():
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.oracle.json"))
@@ -121,3 +124,7 @@ def _flipped(content: bytes) -> bytes:
     name, extra = (int.from_bytes(content[start - n : start - n + 2], "little") for n in (4, 2))
     place = start + name + extra
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

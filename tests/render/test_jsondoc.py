@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ckptool.render.jsondoc import json_lines
+from ckptool.render.text import json_lines
 
 DOCUMENT = {
     "schema": "x/1",

@@ -5,7 +5,7 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.render.names import fit_names
+from ckptool.render.text import fit_names
 
 WORDS = st.text(string.ascii_lowercase + "_", min_size=1, max_size=20)
 NAMES = st.lists(

@@ -1,5 +1,6 @@
 """What list, info, show and a receipt look like."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,9 @@ from ckptool.checkpoint import Change
 from ckptool.inspection import info, list_tensors, show, tree
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines
-from ckptool.render.listing import listing_lines
+from ckptool.render.listing import listing_lines, shown_lines, tree_lines
 from ckptool.render.receipt import receipt_lines
-from ckptool.render.show import shown_lines
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.tree import tree_lines
 from ckptool.writing import Receipt
 from tests.inspection.handmade import checkpoint, floats, tensor
 
@@ -127,6 +126,19 @@ def test_a_tree_shows_folds_and_totals():
 def test_a_tree_fits_a_terminal():
     found = listing({"a" * 300: tensor(floats(1.0), [1])})
     assert max(map(len, tree_lines(tree(found), Look(width=60)))) <= 60
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_tree_keeps_its_drawing_and_tells_the_matrices_of_a_layer_apart(width):
+    below = "model.decoder.transformer.blocks.layers.0.attention.projections"
+    ends = [f"{one}_projection_of_every_head_{kind}" for one in "qkvo" for kind in ("w_a", "w_b")]
+    found = listing({f"{below}.{end}": tensor(floats(1.0), [1]) for end in ends})
+    whole = list(tree_lines(tree(found), PLAIN))
+    narrow = list(tree_lines(tree(found), Look(width=width)))
+    drawn = [re.match(r"[|` -]*", line)[0] for line in whole]
+    assert all(line.startswith(lead) for line, lead in zip(narrow, drawn, strict=True))
+    assert len({line.split()[-5] for line in narrow[-8:]}) == 8
+    assert width < 60 or max(map(len, narrow)) <= width
 
 
 def test_info_answers_on_one_screen():

@@ -183,5 +183,5 @@ def test_shares_of_zeros_never_round_to_none_or_all(drawn):
     some[0], most[0] = 0, 1
     lines = drawn({"some": some, "most": most, "all": torch.zeros(2)})
     assert [word for line in lines[1:4] for word in line.split() if "%" in word] == [
-        "<0.1%", "99.9%", "100%",
+        "<0.1%", ">99.9%", "100%",
     ]  # fmt: skip

@@ -191,13 +191,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, second, error, said):
     assert caught.value.file.endswith("1.pth")
 
 
-def test_names_that_differ_by_wrappers_come_with_the_remedy(tmp_path):
-    net = torch.nn.Linear(2, 2)
-    roots = net.state_dict(), torch.nn.DataParallel(net).state_dict()
-    with opened(tmp_path, *roots) as found, pytest.raises(NotFound) as caught:
+def test_names_that_differ_by_wrappers_are_the_same_and_stay_as_in_the_first(tmp_path):
+    nets = [torch.nn.Linear(2, 2) for _ in range(3)]
+    bare, *wrapped = [net.state_dict() for net in nets]
+    wrapped = [{f"module.{name}": value for name, value in one.items()} for one in wrapped]
+    wanted = (nets[0].weight + nets[1].weight + nets[2].weight) / 3
+    for roots, name in (((bare, *wrapped), "weight"), ((*wrapped, bare), "module.weight")):
+        with opened(tmp_path, *roots) as found:
+            save(average(found), tmp_path / "mean.pth", overwrite=True)
+        assert torch.allclose(torch.load(tmp_path / "mean.pth")[name], wanted)
+    both = {**bare, "module.weight": bare["weight"]}
+    with opened(tmp_path, both, wrapped[0]) as found, pytest.raises(NotFound):
         average(found)
-    assert f"ckptool strip-module {tmp_path / '1.pth'}" in caught.value.hint
-    assert "0.pth" not in caught.value.hint
 
 
 def test_arrays_and_single_files_have_no_mean(tmp_path):

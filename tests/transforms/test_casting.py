@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CorruptFile, NotRepresentable, UsageError
+from ckptool.errors import CorruptFile, NotFound, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import cast, floating_type, single_state_dict
@@ -474,3 +478,196 @@ def test_zeros_of_a_type_without_zero_have_a_word_of_their_own(tmp_path):
         "a: 1 of 3 elements become 5.9e-39 for want of a zero in float8_e8m0fnu"
     ]
     assert len(texts(receipt.outcomes, "precision")) == 1
+
+
+def scaled(weight, scale):
+    """What `weight_dequant` of DeepSeek-V3 makes, in float32: a program for each block."""
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        made = torch.empty(weight.shape)
+        for m in range(scale.shape[0]):
+            for n in range(scale.shape[1]):
+                block = slice(128 * m, 128 * m + 128), slice(128 * n, 128 * n + 128)
+                made[block] = weight[block].float() * scale[m, n].float()
+        return made
+    return weight.float() * scale.float().reshape(-1, *[1] * (weight.dim() - 1))
+
+
+SCALES = [
+    ((128, 128), (1, 1)),
+    ((256, 384), (2, 3)),
+    ((300, 200), (3, 2)),
+    ((129, 127), (2, 1)),
+    ((1, 129), (1, 2)),
+    ((2, 40_000), (1, 313)),
+    ((700, 300), (6, 3)),
+    ((5, 7), ()),
+    ((5, 7), (1,)),
+    ((300, 200), (1, 1)),
+    ((300, 200), (300,)),
+    ((300, 200), (300, 1)),
+    ((6, 3, 3, 2), (6, 1, 1, 1)),
+    ((9,), (1,)),
+    ((9,), (9,)),
+    ((0, 4), (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "scales"), SCALES)
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+def test_weights_times_their_scales_as_their_makers_have_them(
+    tmp_path, shape, scales, kind, target, name
+):
+    weight, scale = torch.randn(shape).to(kind), torch.rand(scales) + 0.5
+    if scales == (2, 1):
+        scale = scale.bfloat16()
+    state = {"a.weight": weight, "a.weight_scale_inv": scale, "n.weight": torch.ones(3).half()}
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        made = cast(checkpoint, dequantize=target)
+        save(made, tmp_path / name)
+    found = torch.load(tmp_path / name) if name == "out.pth" else load_file(tmp_path / name)
+    assert set(found) == {"a.weight", "n.weight"}
+    if scales == (2, 1):  # two blocks in one column
+        scale = scale.repeat_interleave(128, 0)[: shape[0]]
+    assert found["a.weight"].dtype == target
+    assert torch.equal(found["a.weight"], scaled(weight, scale).to(target))
+    assert found["n.weight"].dtype == torch.float16
+
+
+@given(
+    rows=st.integers(0, 300), columns=st.integers(0, 300), start=st.integers(0, 2),
+    kind=st.sampled_from(["blocks", "rows", "one"]),
+)  # fmt: skip
+def test_any_part_of_dequantised_weights_is_that_part_of_all(rows, columns, start, kind):
+    scales = {"blocks": (-(-rows // 128), -(-columns // 128)), "rows": (rows, 1), "one": ()}[kind]
+    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scale = torch.rand(scales)
+    if kind == "blocks":
+        wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    else:
+        wide = scale
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"w": weight, "w_scale": scale}
+        with saved(f"{folder}/m.pth", state) as checkpoint:
+            ref = cast(checkpoint, dequantize="float32")["w"]
+            assert torch.equal(ref.torch(), weight.float() * wide)
+            data = ref.data
+            step = start + 4 * (columns // 2) + 1
+            parts = [
+                data.read(at, min(step, data.length - at)) for at in range(0, data.length, step)
+            ]
+            assert b"".join(parts) == data.read()
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": ["*.weight"]}, {"keep": ["*_inv"]}])
+def test_quantised_numbers_are_not_cast_without_what_they_mean_something_with(tmp_path, options):
+    state = {
+        "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(1, 1),
+    }
+    with saved(tmp_path / "m.pth", {"model": state}) as checkpoint:
+        with pytest.raises(NotRepresentable, match=r"only with a\.weight_scale_inv") as caught:
+            cast(checkpoint, "float16", **options)
+        made, _ = written(cast(checkpoint, "float16", raw=True), tmp_path / "raw.pth")
+    assert "--dequantize" in caught.value.hint
+    assert "--raw" in caught.value.hint
+    assert {value.dtype for value in made["model"].values()} == {torch.float16}
+
+
+def test_both_kept_or_without_scales_they_are_cast_as_ever(tmp_path):
+    weight = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    with saved(
+        tmp_path / "m.pth", {"a": weight, "a_scale": torch.ones(()), "b": weight.clone()}
+    ) as one:
+        made, _ = written(cast(one, "float16", keep=["a", "a_scale"]), tmp_path / "o.pth")
+    assert [made[name].dtype for name in "ab"] == [torch.float8_e4m3fn, torch.float16]
+    assert made["a_scale"].dtype == torch.float32
+
+
+def test_the_rest_is_cast_to_another_type_than_what_is_dequantised(tmp_path):
+    state = {
+        "a": torch.ones(2, 2).to(torch.float8_e4m3fn), "a_scale": torch.full((), 3.0),
+        "n": torch.ones(2), "i": torch.ones(2, dtype=torch.int64),
+    }  # fmt: skip
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        change = cast(checkpoint, "float16", dequantize="bfloat16")
+        made, receipt = written(change, tmp_path / "o.pth", strict=True)
+    assert {name: str(one.dtype)[6:] for name, one in made.items()} == {
+        "a": "bfloat16", "n": "float16", "i": "int64"
+    }  # fmt: skip
+    assert made["a"].eq(3).all()
+    assert texts(receipt.changes, "dequantize") == ["1 tensor multiplied by scales, which go"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_weight_under_two_names_has_the_scale_of_each(tmp_path, tied):
+    weight, scale = torch.ones(2, 2).to(torch.float8_e4m3fn), torch.full((), 2.0)
+    other = scale if tied else torch.full((), 5.0)
+    state = {"a": weight, "a_scale": scale, "b": weight, "b_scale": other}
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+    assert made["a"].eq(2).all()
+    assert made["b"].eq(2 if tied else 5).all()
+    assert (made["a"].data_ptr() == made["b"].data_ptr()) is tied
+
+
+@pytest.mark.parametrize("scales", [(2,), (3, 2), (1, 7), (2, 2), (1, 1, 2)])
+def test_scales_laid_out_otherwise_are_refused(tmp_path, scales):
+    state = {"w": torch.ones(5, 7).to(torch.float8_e4m3fn), "w_scale": torch.ones(scales)}
+    with (
+        saved(tmp_path / "m.pth", state) as checkpoint,
+        pytest.raises(NotRepresentable, match="'w' cannot be dequantised"),
+    ):
+        cast(checkpoint, dequantize="bfloat16")
+
+
+def test_other_quantised_weights_are_refused_by_name(tmp_path):
+    state = {
+        "l.qweight": torch.ones(2, 2, dtype=torch.int32),
+        "l.g_idx": torch.zeros(2, dtype=torch.int32),
+        "l.qzeros": torch.ones(1, 2, dtype=torch.int32),
+        "l.scales": torch.ones(1, 2).half(),
+    }  # fmt: skip
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        for options in ({"dtype": "bfloat16"}, {"dequantize": "bfloat16"}):
+            with pytest.raises(NotRepresentable, match=r"'l.qweight' .*GPTQ"):
+                cast(checkpoint, **options)
+        made = cast(checkpoint, "bfloat16", raw=True)
+        assert made["l.scales"].dtype == "bfloat16"
+
+
+def test_what_overflows_once_it_is_scaled_is_refused(tmp_path):
+    state = {
+        "w": torch.full((2, 2), 400.0).to(torch.float8_e4m3fn),
+        "w_scale": torch.full((), 400.0),
+    }
+    with saved(tmp_path / "m.pth", state) as checkpoint:
+        with pytest.raises(NotRepresentable, match="4 of its 4 elements do not fit float16"):
+            save(cast(checkpoint, dequantize="float16"), tmp_path / "o.pth")
+        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+    assert torch.equal(made["w"], (state["w"].float() * 400).bfloat16())
+
+
+@pytest.mark.parametrize("which", ["w", "w_scale"])
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_damaged_weights_or_scales_are_told_and_nothing_written(tmp_path, which, target):
+    state = {"w": torch.randn(1200, 1200).to(torch.float8_e4m3fn), "w_scale": torch.rand(1200, 1)}
+    torch.save(state, tmp_path / "m.pth")
+    content = bytearray((tmp_path / "m.pth").read_bytes())
+    mark = state[which].view(torch.uint8).numpy().tobytes()
+    content[content.index(mark) + 99] ^= 1
+    (tmp_path / "m.pth").write_bytes(content)
+    with open_checkpoint(tmp_path / "m.pth") as checkpoint:
+        made = cast(checkpoint, dequantize="bfloat16")
+        with pytest.raises(CorruptFile, match="is damaged"):
+            save(made, tmp_path / target)
+    assert not (tmp_path / target).exists()
+
+
+def test_dequantize_is_refused_where_there_is_nothing_for_it(tmp_path):
+    with saved(tmp_path / "m.pth", {"w": torch.ones(2)}) as checkpoint:
+        with pytest.raises(NotFound, match="no 8-bit weights with scales"):
+            cast(checkpoint, dequantize="bfloat16")
+        with pytest.raises(UsageError):
+            cast(checkpoint)

@@ -12,7 +12,7 @@ from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.problems import Checksum, Findings, Problem
 from ckptool.formats.torch_offsets import Laid, alignment_of, computed_offsets
 from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version
-from ckptool.paths import counted, listed
+from ckptool.words import counted, listed
 
 __all__ = ["archive_findings", "torch_zip_findings"]
 

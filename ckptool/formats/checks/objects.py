@@ -14,9 +14,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats.problems import Problem
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
-from ckptool.paths import printable
 from ckptool.rebuilding import everything
 from ckptool.symbolic.calls import RECOGNISED
+from ckptool.words import printable
 
 __all__ = ["frame_problems", "pickle_problems"]
 

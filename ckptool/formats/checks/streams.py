@@ -25,8 +25,8 @@ from ckptool.formats.problems import Findings, Problem
 from ckptool.formats.safetensors_header import LENGTH
 from ckptool.formats.tar_members import BLOCK, read_members
 from ckptool.limits import Limits
-from ckptool.paths import counted
 from ckptool.symbolic import unpickle
+from ckptool.words import counted
 
 __all__ = ["legacy_findings", "pickle_findings", "safetensors_findings", "tar_findings"]
 

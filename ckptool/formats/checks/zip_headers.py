@@ -22,7 +22,7 @@ from ckptool.formats.checks.zip_entries import (
 )
 from ckptool.formats.problems import Problem
 from ckptool.formats.zip_directory import DEFLATED, REFUSED, STORED, End, find_end
-from ckptool.paths import counted, listed
+from ckptool.words import counted, listed
 
 __all__ = ["header_problems"]
 

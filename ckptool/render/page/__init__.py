@@ -1,6 +1,118 @@
 """A report as one HTML page that needs nothing but itself."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.files.atomic import atomic_output
 from ckptool.render.page.document import page
-from ckptool.render.page.writing import PageReceipt, check_page_target, page_lines, write_page
+from ckptool.render.text import size
+from ckptool.words import clean, counted
+from ckptool.writing.target import check_target
+
+if TYPE_CHECKING:
+    from ckptool.inspection.reporting import Report
 
 __all__ = ["PageReceipt", "check_page_target", "page", "page_lines", "write_page"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageReceipt:
+    """What one page tells of, and where it is."""
+
+    path: str
+    """The page."""
+    size: int
+    """Bytes of the page."""
+    source: str
+    """The file that it is about."""
+    other: str | None
+    """The file that it is compared with."""
+    tensors: int
+    """How many tensors it tells of."""
+    measured: int
+    """Of those, the ones whose values were read."""
+    identical: bool | None
+    """Whether the two files agree; None where there is one only."""
+    structure: bool | None
+    """Whether only their headers were compared, and no values; None where there is one file only.
+    """
+    notes: tuple[str, ...] = ()
+    """Sentences worth telling the user."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.report/1`."""
+        return {
+            "schema": "ckptool.report/1",
+            "source": self.source,
+            "other": self.other,
+            "file": self.path,
+            "size": self.size,
+            "tensors": self.tensors,
+            "measured": self.measured,
+            "identical": self.identical,
+            "structure": self.structure,
+            "notes": list(self.notes),
+        }
+
+
+def check_page_target(
+    checkpoints: Sequence[Checkpoint], path: str | os.PathLike[str], *, overwrite: bool
+) -> None:
+    """Refuse a target before anything is read for it.
+
+    Raises:
+        UsageError: it names no file.
+        TargetExists: it is there and not to be overwritten, or is one of the checkpoints.
+        WriteDenied: it is a device, a pipe or the like.
+    """
+    for checkpoint in checkpoints:
+        check_target(checkpoint, path, overwrite=overwrite, in_place=False)
+
+
+def write_page(
+    report: Report,
+    path: str | os.PathLike[str],
+    checkpoints: Sequence[Checkpoint],
+    *,
+    overwrite: bool = False,
+) -> PageReceipt:
+    """Write the page about `checkpoints`, which are those of the report.
+
+    Raises:
+        UnreadableFile: a checkpoint was written to meanwhile.
+        CheckpointError: as `check_page_target`, and whatever `atomic_output` meets.
+    """
+    check_page_target(checkpoints, path, overwrite=overwrite)
+    content = page(report)
+
+    def check() -> None:
+        for checkpoint in checkpoints:
+            for source in checkpoint.sources:
+                source.check_unchanged()
+
+    with atomic_output(path, len(content), overwrite=overwrite, check=check) as output:
+        output.write(content)
+    return PageReceipt(
+        path=os.fspath(path),
+        size=len(content),
+        source=report.info.file,
+        other=None if report.other is None else report.other.file,
+        tensors=len(report.tensors),
+        measured=sum(tensor.measures is not None for tensor in report.tensors),
+        identical=None if report.diff is None else report.diff.identical,
+        structure=None if report.diff is None else report.diff.structure,
+        notes=report.notes,
+    )
+
+
+def page_lines(receipt: PageReceipt) -> Iterator[str]:
+    """What was written, for people."""
+    for note in receipt.notes:
+        yield f"note: {clean(note)}"
+    tensors = counted(receipt.tensors, "tensor")
+    yield f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"

@@ -6,32 +6,234 @@ and no address at all.
 
 from __future__ import annotations
 
+import json
 import os
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import sha256
+from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
-from ckptool.render.page.columns import columns
-from ckptool.render.page.markup import element, script_json, words
-from ckptool.render.page.summary import (
-    changes_at_a_glance,
-    facts,
-    first_changes,
-    first_tensors,
-    notes,
-    sections,
-)
-from ckptool.render.text import shorten
+from ckptool.inspection.summary import Info, SectionInfo
+from ckptool.inspection.values import shape_text
+from ckptool.render.info import NAMELESS, counts_text, format_text, size_text
+from ckptool.render.page.data import change_rows, columns
+from ckptool.render.text import count, shorten, size
+from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptool.inspection.diff_result import Diff
     from ckptool.inspection.reporting import Report
 
-__all__ = ["SCRIPTS", "page"]
+__all__ = [
+    "SCRIPTS",
+    "changes_at_a_glance",
+    "element",
+    "facts",
+    "first_changes",
+    "first_tensors",
+    "notes",
+    "page",
+    "script_json",
+    "sections",
+    "table",
+    "words",
+]
+
+_IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def words(text: str) -> str:
+    """Text of the file as HTML: what a screen might obey or hide spelled out, markup escaped."""
+    return escape(clean(text))
+
+
+def element(tag: str, content: str, **attributes: str) -> str:
+    """An element around `content`, which is HTML already; `class_` is the attribute `class`."""
+    given = "".join(
+        f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items() if value
+    )
+    return f"<{tag}{given}>{content}</{tag}>"
+
+
+def table(
+    headers: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    right: set[int],
+    class_: str,
+    caption: str = "",
+) -> str:
+    """A table of cells that are HTML already, as the caption is; `right`: columns of numbers."""
+    head = "".join(
+        element("th", header, scope="col", class_="right" if column in right else "")
+        for column, header in enumerate(headers)
+    )
+    body = "".join(
+        element(
+            "tr",
+            "".join(
+                element("td", cell, class_="right" if column in right else "")
+                for column, cell in enumerate(row)
+            ),
+        )
+        for row in rows
+    )
+    drawn = element("thead", element("tr", head)) + element("tbody", body)
+    if caption:
+        drawn = element("caption", caption) + drawn
+    return element("div", element("table", drawn, class_=class_), class_="scroll")
+
+
+def script_json(document: Any) -> str:
+    """JSON for a `script` element: ASCII, and no character that could end the element.
+
+    Raises:
+        ValueError: a float that JSON has no word for.
+    """
+    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate(_IN_SCRIPT)
+
+
+FIRST = 100
+"""Rows of a table that is there without the script."""
+_MOST_LISTED = 12
+_LONGEST = 200
+_STATUSES = {
+    "M": "changed",
+    "T": "of another type or shape",
+    "A": "only in the second",
+    "D": "only in the first",
+    "R": "renamed",
+}
+
+
+def facts(infos: Sequence[Info]) -> str:
+    """What each file is, side by side."""
+    rows = [
+        ("file", [words(one.file) for one in infos]) if len(infos) > 1 else None,
+        ("format", [escape(format_text(one)) for one in infos]),
+        ("size", [escape(size_text(one)) for one in infos]),
+        ("tensors", [count(sum(one.dtypes.values())) for one in infos]),
+        ("types", [escape(counts_text(one.dtypes)) for one in infos]),
+        ("devices", [escape(counts_text(one.devices)) for one in infos]),
+        ("ties", [_listed(" = ".join(names) for names in one.ties) for one in infos]),
+        ("weights_only", [_weights_only(one) for one in infos]),
+    ]
+    body = "".join(
+        element("tr", element("th", name, scope="row") + "".join(map(_cell, cells)))
+        for name, cells in filter(None, rows)
+        if any(cells)
+    )
+    return element("div", element("table", body, class_="facts"), class_="scroll")
+
+
+def _cell(content: str) -> str:
+    return element("td", content)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """Lines of text of the file; of many the first ones, and how many more there are."""
+    every = list(texts)
+    shown = [words(shorten(text, _LONGEST)) for text in every[:_MOST_LISTED]]
+    if len(every) > _MOST_LISTED:
+        shown.append(f"and {count(len(every) - _MOST_LISTED)} more")
+    return "<br>".join(shown)
+
+
+def _weights_only(info: Info) -> str:
+    return "accepts it" if info.weights_only else f"refuses it: {_listed(info.blockers)}"
+
+
+def sections(info: Info, caption: str = "") -> str:
+    """The named parts of a file; `caption` is text."""
+    headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
+    rows = [_section(one) for one in info.sections]
+    if not rows:
+        return ""
+    return table(headers, rows, right={2, 3, 4}, class_="sections", caption=words(caption))
+
+
+def _section(section: SectionInfo) -> list[str]:
+    return [
+        words(shorten(section.name, _LONGEST)) or NAMELESS.get(section.kind, "(the whole file)"),
+        section.kind,
+        count(section.tensors) if section.tensors else "",
+        count(section.parameters) if section.parameters else "",
+        size(section.nbytes) if section.tensors else "",
+        words(" ".join(section.wrappers)),
+    ]
+
+
+def notes(report: Report) -> str:
+    """What is worth knowing of the files, of what was looked at, and of what was not."""
+    infos = [report.info] if report.other is None else [report.info, report.other]
+    named = [
+        note if note.startswith(one.file) or len(infos) == 1 else f"{one.file}: {note}"
+        for one in infos
+        for note in one.notes
+    ]
+    every = [*report.notes, *named, *(report.diff.notes if report.diff else ())]
+    items = "".join(element("li", words(shorten(note, 2 * _LONGEST))) for note in every)
+    return element("ul", items, class_="notes") if items else ""
+
+
+def changes_at_a_glance(diff: Diff) -> str:
+    """How many tensors and values differ, and in what way."""
+    values = "; values were not compared" if diff.structure else ""
+    if diff.identical:
+        where = "the headers of " if diff.structure else ""
+        return f"No difference in {where}{counted(diff.common, 'entry')}{values}."
+    parts = [
+        f"{count(diff.counts[status])} {text}"
+        for status, text in _STATUSES.items()
+        if diff.counts.get(status)
+    ]
+    alike = "have the same header" if diff.structure else "are equal"
+    equal = f"{count(diff.equal)} of {count(diff.common)} in common {alike}"
+    return f"{', '.join(parts)}; {equal}{values}."
+
+
+def first_tensors(report: Report) -> str:
+    """The first rows of the table of tensors."""
+    rows = [
+        [
+            words(shorten(one.row.name, _LONGEST)),
+            one.row.dtype,
+            shape_text(one.row.shape),
+            words(one.row.device),
+            size(one.row.nbytes),
+        ]
+        for one in report.tensors[:FIRST]
+    ]
+    drawn = table(["name", "dtype", "shape", "device", "size"], rows, right={4}, class_="first")
+    return drawn + _rest(len(report.tensors))
+
+
+def first_changes(report: Report) -> str:
+    """The first rows of the table of changes."""
+    every = change_rows(report)
+    rows = [
+        [row.status, words(shorten(row.name, _LONGEST)), words(row.what)]
+        for row in islice(every, FIRST)
+    ]
+    if not rows:
+        return ""
+    drawn = table(["", "name", "what"], rows, right=set(), class_="first")
+    return drawn + _rest(len(rows) + sum(1 for _ in every))
+
+
+def _rest(all_of_them: int) -> str:
+    if all_of_them <= FIRST:
+        return ""
+    return element("p", f"The first {FIRST} of {count(all_of_them)}; the others need the script.")
+
 
 SCRIPTS = (
     "dom.js",

@@ -7,10 +7,10 @@ import difflib
 import torch
 
 from ckptool.errors import TrainingError
-from ckptool.paths import printable
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data.datasets import Rows, TrainData, split
 from ckptool.trainer.data.tables import Table, read_table
+from ckptool.words import printable
 
 __all__ = ["csv_columns"]
 

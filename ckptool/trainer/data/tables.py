@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckptool.errors import FileDenied, FileMissing, TrainingError
-from ckptool.paths import printable
+from ckptool.words import printable
 
 __all__ = ["Table", "read_table"]
 

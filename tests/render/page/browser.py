@@ -48,7 +48,7 @@ def looked_at(page, folder, *, size=(1280, 2000), **state):
     return Page(done.stdout)
 
 
-def used(page, folder, steps):
+def used(page, folder, steps, *, size=(1280, 2000)):
     """What `steps`, lines of JavaScript, give by `tell(name, value)` as somebody who uses the page.
 
     The policy of the page, which allows no other script than its own, is taken out for it.
@@ -68,4 +68,4 @@ def used(page, folder, steps):
     </script></body>"""
     policy = re.compile(rb'<meta http-equiv="Content-Security-Policy"[^>]*>')
     open_page = policy.sub(b"", page).replace(b"</body>", script.replace("STEPS", steps).encode())
-    return json.loads(looked_at(open_page, folder).one("title").text)
+    return json.loads(looked_at(open_page, folder, size=size).one("title").text)

@@ -162,7 +162,7 @@ def test_it_follows_whoever_uses_it(tmp_path):
         tell("hint", at("#hint").textContent);
         const frame = at(".frame"); frame.scrollTop = 6000; fire(frame, new Event("scroll"));
         tell("row", Number(at(".long tr:nth-child(2)").getAttribute("aria-rowindex")));
-        const size = at("th:nth-child(5) button");
+        const size = at("th:nth-child(4) button");
         click(size); tell("falling", at("tbody a").title);
         click(size); tell("rising", at("tbody a").title);
         const input = at("input"); input.value = "LAYER.29?.*"; fire(input, new Event("input"));
@@ -183,3 +183,30 @@ def test_it_follows_whoever_uses_it(tmp_path):
     assert told["closer"] == "ema/layer.290.weight"
     assert told["address"] == "#sort=size&q=LAYER.29%3F.*&tensor=ema%2Flayer.290.weight"
     assert told["closed"] is True
+
+
+DEEP = "transformer.encoder_blocks.layers.{}.self_attention_with_a_long_name.output.weight"
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_is_cut_and_no_layer_loses_its_number(tmp_path, width):
+    names = [DEEP.format(n) for n in range(24)]
+    over = {name: floats(*range(1000), key=name) for name in names}
+    made = checkpoint({"model_ema": {name: tensor(over[name], (10, 10, 10)) for name in names}})
+    told = used(
+        page(report(made)),
+        tmp_path,
+        """
+        await soon(); await soon();
+        const shown = (one) => one.getClientRects().length > 0;
+        const cut = (one) => shown(one) && one.scrollWidth > one.clientWidth;
+        tell("cut", [...document.querySelectorAll(".scroll, .frame, .long th, .long td")].filter(cut).map((one) => one.textContent));
+        tell("names", [...document.querySelectorAll(".long a")].map((one) => [one.title, one.textContent]));
+        tell("map", [...document.querySelectorAll(".map text")].map((one) => one.textContent));
+        """,  # noqa: E501 - one statement each
+        size=(width, 1500),
+    )
+    assert told["cut"] == []
+    assert all(title.split(".")[3] in shown.split(".") for title, shown in told["names"])
+    assert len({shown for _, shown in told["names"]}) == len(told["names"]) > 9
+    assert {str(n) for n in range(24)} <= set(told["map"])

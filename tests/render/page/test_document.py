@@ -1,11 +1,12 @@
 """The page as markup: whole, its own, and nothing fetched."""
 
+import re
+
 import pytest
 
 from ckptool.inspection.reporting import report
 from ckptool.render.page import page
-from ckptool.render.page.document import SCRIPTS
-from ckptool.render.page.summary import FIRST
+from ckptool.render.page.document import FIRST, SCRIPTS
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.pages import ADDRESS, Page, digest, names
 from tests.render.page.test_markup import HOSTILE
@@ -126,3 +127,29 @@ def test_an_empty_file_has_a_page():
 def test_the_same_file_gives_the_same_page():
     root = {"state_dict": state("a", "b")}
     assert drawn(root).source == drawn(root).source
+
+
+def luminance(colour):
+    """As WCAG 2 has it."""
+    shares = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def contrast(one, other):
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_text_stands_out():
+    style = (ASSETS / "page.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6});", block))
+        for block in re.findall(r":root \{\n(.*?)\n *(?:font|\})", style, re.DOTALL)[:2]
+    )
+    for colours in (light, {**light, **dark}):
+        for ground in (colours["page"], colours["card"]):
+            for name in ("text", "faint", "link", *"MTADR"):
+                assert contrast(colours[name], ground) >= 4.5, name
+        for hue in range(8):
+            assert contrast(colours[f"hue{hue}"], "#ffffff") >= 4.5

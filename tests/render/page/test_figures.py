@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.render.page.figures import DIGITS, bars, figure
+from ckptool.render.page.data import DIGITS, bars, figure
 from ckptool.tensors.statistics import Histogram
 
 

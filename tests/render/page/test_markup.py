@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.render.page.markup import element, script_json, table, words
+from ckptool.render.page.document import element, script_json, table, words
 from tests.render.page.pages import Page
 
 HOSTILE = [

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.paths import name_of
-from ckptool.render.page.names import Names
-from ckptool.render.text import clean
+from ckptool.render.page.data import Names
+from ckptool.words import clean
 from tests.render.page.pages import names
 
 

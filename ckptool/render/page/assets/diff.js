@@ -106,15 +106,15 @@ function merged(groups) {
 
 function changeColumns(changes, full) {
   const figure = (id, title) => ({
-    id, title, width: 7, right: true, text: (i) => number(changes[id][i]), value: (i) => numeric(changes[id][i]),
+    id, title, width: 7.5, right: true, text: (i) => number(changes[id][i]), value: (i) => numeric(changes[id][i]),
   });
   const mark = (i) => make("span", { class: `mark status${changes.status[i]}`, title: WORDS[changes.status[i]] }, changes.status[i]);
   return [
-    { id: "status", title: "", width: 3, cell: mark, value: (i) => changes.status[i] },
+    { id: "status", title: "", width: 2.5, cell: mark, value: (i) => changes.status[i] },
     nameColumn(full, (_, attributes, text) => make("span", attributes, text)),
-    { id: "what", title: "what", width: 18, text: (i) => changes.what[i], value: (i) => changes.what[i] },
+    { id: "what", title: "what", width: 14, text: (i) => changes.what[i], value: (i) => changes.what[i] },
     ...(changes.change ? [
-      figure("change", "relative"), figure("max_rel", "max rel"), figure("max_abs", "max abs"), figure("mean_abs", "mean abs"), figure("cosine", "cosine"),
+      { ...figure("change", "relative"), keep: true }, figure("max_rel", "max rel"), figure("max_abs", "max abs"), figure("mean_abs", "mean abs"), figure("cosine", "cosine"),
       { ...figure("share", "elements"), text: (i) => (changes.share[i] === null ? "" : percent(changes.share[i], 1)) },
     ] : []),
   ];

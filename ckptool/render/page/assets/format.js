@@ -22,7 +22,7 @@ function number(value) {
   if (typeof value === "string") return value;
   const magnitude = Math.abs(value);
   if (Number.isInteger(value) && magnitude < 1e7) return String(value);
-  const plain = magnitude >= 1e-4 && magnitude < 1e7;
+  const plain = magnitude >= 1e-3 && magnitude < 1e7;
   return plain ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 
@@ -33,9 +33,33 @@ function percent(part, whole) {
   return share > 99.99 && part < whole ? "> 99.99 %" : `${Number(share.toPrecision(3))} %`;
 }
 
-/** At most `most` characters, the middle left out: both ends of a name tell most. */
+const isNumber = (part) => /^\d+$/.test(part);
+
+/** At most `most` characters: parts of a name before the layer go, the longest others lose their ends, numbers stay. */
 function shorten(text, most) {
   if (text.length <= most) return text;
-  const tail = Math.ceil((most - 1) / 2);
-  return `${text.slice(0, most - 1 - tail)}…${text.slice(text.length - tail)}`;
+  const parts = text.length > 1000 ? [text] : text.split(/([./])/);
+  const long = () => parts.reduce((sum, part) => sum + part.length, 0) - most;
+  while (long() > 0 && parts.length > 3 && ![0, 2].includes(parts.findIndex(isNumber))) parts.splice(0, 3, `…${parts[2].replace("…", "")}`);
+  while (long() > 0) {
+    const lengths = parts.map((part) => (isNumber(part) ? 0 : part.length));
+    const longest = Math.max(...lengths);
+    if (longest < 4) break;
+    parts[lengths.indexOf(longest)] = `${parts[lengths.indexOf(longest)].slice(0, parts.length > 1 ? -2 : most - 1)}…`;
+  }
+  return long() > 0 ? `${parts.join("").slice(0, most - 1)}…` : parts.join("");
+}
+
+const pen = document.createElement("canvas").getContext("2d");
+
+/** As much of a name as is `room` pixels wide in letters of so many pixels; a number whole or not at all. */
+function fitted(text, room, letters) {
+  pen.font = `${letters}px ${getComputedStyle(document.body).fontFamily}`;
+  const start = text.length > 1000 ? shorten(text, 1000) : text;
+  if (pen.measureText(start).width * 1.03 <= room) return start;
+  for (let most = isNumber(text) ? 0 : Math.min(start.length - 1, Math.floor(room / 3)); most > 2; most -= 1) {
+    const short = shorten(start, most);
+    if (pen.measureText(short).width * 1.03 <= room) return short;
+  }
+  return "";
 }

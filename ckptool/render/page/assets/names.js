@@ -46,11 +46,9 @@ function leafNames(names, { label, module }) {
   };
 }
 
-/** A column of names, as wide as they are up to some length. */
+/** A column of names, which has what room the others leave. */
 function nameColumn(full, cell) {
-  const longest = full.reduce((most, name) => Math.max(most, name.length), 0);
-  const width = Math.min(38, Math.max(14, longest * 0.62));
-  return { id: "name", title: "name", width, cell: (i) => cell(i, { title: full[i] }, shorten(full[i], 60)), value: (i) => full[i] };
+  return { id: "name", title: "name", grows: true, cell: (i, room) => cell(i, { title: full[i] }, fitted(full[i], room, LETTERS)), value: (i) => full[i] };
 }
 
 /** The way to a node as links; `key` is what holds it in the address. */

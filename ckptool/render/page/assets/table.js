@@ -1,13 +1,19 @@
 /* A table of any length: the rows in sight are drawn, the others are room above and below. */
 
 const ROW = 30; // px, as in the style sheet
+const LETTERS = 12.75; // px
+const NAMES = 20; // em that a column of names has at least
 const SPARE = 10; // rows drawn beyond either edge
 const PRINTED = 500;
 
+const spare = (column) => !column.grows && !column.keep && column.title;
+
+const classes = (column) => [column.right ? "right" : "", spare(column) ? "spare" : ""].join(" ").trim() || null;
+
 class LongTable {
   /**
-   * columns: {id, title, width (em), text(i), value(i) to sort by, cell(i) where it is no text,
-   * right}; names: what is searched; keys: what holds search and order in the address; chosen(i)
+   * columns: {id, title, width (em), text(i), value(i) to sort by, cell(i, room) where it is no
+   * text, right, grows: has what room is left, keep: on a narrow screen too}; names: what is searched; keys: what holds search and order in the address; chosen(i)
    * tells the row that is marked.
    */
   constructor(host, { title, columns, names, keys, chosen = () => false }) {
@@ -28,11 +34,12 @@ class LongTable {
       make("thead", {}, make("tr", { "aria-rowindex": 1 }, ...this.heads)),
       this.body,
     );
-    table.style.width = `${columns.reduce((sum, column) => sum + column.width, 0)}em`;
+    table.style.minWidth = `${columns.reduce((sum, column) => sum + (column.width || NAMES), 0)}em`;
     this.frame = make("div", { class: "frame", tabindex: "0", role: "region", "aria-label": title }, table);
     this.frame.addEventListener("scroll", () => this.draw(), { passive: true });
     this.cut = make("p", { class: "printed" });
-    host.append(make("div", { class: "tools" }, this.input, this.found), this.frame, this.cut);
+    const more = make("p", { class: "narrow" }, `A wider window has ${columns.filter(spare).map(({ title: one }) => one).join(", ")}.`);
+    host.append(make("div", { class: "tools" }, this.input, this.found), this.frame, more, this.cut);
     whenResized(this.frame, () => this.draw());
     addEventListener("beforeprint", () => this.draw(PRINTED));
     addEventListener("afterprint", () => this.draw());
@@ -48,8 +55,8 @@ class LongTable {
       const now = state.get(this.keys.sort);
       state.set({ [this.keys.sort]: now in next ? next[now] : first });
     });
-    const cell = make("th", { scope: "col", class: column.right ? "right" : null }, button);
-    cell.style.width = `${column.width}em`;
+    const cell = make("th", { scope: "col", class: classes(column) }, button);
+    if (column.width) cell.style.width = `${column.width}em`;
     return cell;
   }
 
@@ -88,14 +95,16 @@ class LongTable {
     const all = this.order.length;
     const first = most ? 0 : Math.max(0, Math.floor(this.frame.scrollTop / ROW) - SPARE);
     const last = Math.min(all, most || first + Math.ceil(this.frame.clientHeight / ROW) + 2 * SPARE);
+    const names = this.heads[this.columns.findIndex(({ grows }) => grows)];
+    this.room = most ? Infinity : names.clientWidth - 1.3 * LETTERS;
     const rows = Array.from(this.order.subarray(first, last), (i, n) => this.row(i, first + n));
     const rest = most ? 0 : all - last;
     this.cut.textContent = all > last ? `The first ${count(last)} of ${count(all)}.` : "";
-    this.body.replaceChildren(this.room(first), ...rows, this.room(rest));
+    this.body.replaceChildren(this.gap(first), ...rows, this.gap(rest));
   }
 
-  room(rows) {
-    const cell = make("td", { colspan: this.columns.length });
+  gap(rows) {
+    const cell = make("td");
     cell.style.height = `${rows * ROW}px`;
     return make("tr", { class: "room", "aria-hidden": "true" }, cell);
   }
@@ -103,8 +112,8 @@ class LongTable {
   row(i, position) {
     const row = make("tr", { "aria-rowindex": position + 2, class: this.chosen(i) ? "chosen" : null });
     for (const column of this.columns) {
-      const content = column.cell ? column.cell(i) : column.text(i);
-      row.append(make("td", { class: column.right ? "right" : null }, content ?? ""));
+      const content = column.cell ? column.cell(i, this.room) : column.text(i);
+      row.append(make("td", { class: classes(column) }, content ?? ""));
     }
     return row;
   }

@@ -5,7 +5,7 @@ const TERMS = { minimum: "min", maximum: "max", mean: "mean", std: "std", norm: 
 class Tensors {
   /** Words that repeat come as numbers into lists of them. */
   constructor({ tensors, values, words }) {
-    Object.assign(this, tensors, { values });
+    Object.assign(this, tensors, { values, words });
     for (const [column, list] of Object.entries(words)) this[column] = this[column].map((i) => list[i]);
     this.tie = new Map(tensors.tie);
     /** What each adds to the whole: what has several names counts once. */
@@ -16,22 +16,26 @@ class Tensors {
     return `${this.dtype[i]} ${this.shape[i]} on ${this.device[i]}`;
   }
 
+  /** Columns that would say the same of all tensors are left out. */
   columns(leaves) {
-    const words = (id, title, width) => ({ id, title, width, text: (i) => this[id][i], value: (i) => this[id][i] });
+    const words = (id) => {
+      const longest = this.words[id].reduce((most, word) => Math.max(most, word.length), id.length);
+      return { id, title: id, width: Math.min(14, 1.5 + 0.6 * longest), text: (i) => this[id][i], value: (i) => this[id][i] };
+    };
     return [
       nameColumn(leaves.full, (i, attributes, text) => leadTo(make("a", attributes, text), { tensor: leaves.full[i] })),
-      words("dtype", "dtype", 7),
-      { ...words("shape", "shape", 9), value: (i) => this.elements[i] },
-      words("device", "device", 6),
-      { id: "size", title: "size", width: 7, right: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
+      words("dtype"),
+      { ...words("shape"), value: (i) => this.elements[i] },
+      ...(this.words.device.length > 1 ? [words("device")] : []),
+      { id: "size", title: "size", width: 6.5, right: true, keep: true, text: (i) => size(this.bytes[i]), value: (i) => this.bytes[i] },
       ...(this.values ? this.figures() : []),
-      { ...words("marks", "marks", 12), value: (i) => this.marks[i] || null },
+      ...(this.words.marks.some(Boolean) ? [{ ...words("marks"), value: (i) => this.marks[i] || null }] : []),
     ];
   }
 
   figures() {
     const { values } = this;
-    const figure = (id, title, width = 7.5) => ({
+    const figure = (id, title, width = 6.2) => ({
       id, title, width, right: true, text: (i) => number(values[id][i]), value: (i) => numeric(values[id][i]),
     });
     const zeros = {
@@ -46,7 +50,7 @@ class Tensors {
     };
     return [
       spread, figure("minimum", TERMS.minimum), figure("maximum", TERMS.maximum), figure("mean", TERMS.mean),
-      figure("std", TERMS.std), zeros, figure("nan", TERMS.nan, 5), figure("infinite", TERMS.infinite, 5),
+      figure("std", TERMS.std), ...[zeros, figure("nan", TERMS.nan, 5), figure("infinite", TERMS.infinite, 5)].filter(({ id }) => values[id].some(Boolean)),
     ];
   }
 

@@ -97,10 +97,9 @@ class Treemap {
     if (cell.changes) leadTo(link, cell.changes);
     link.append(shape("rect", { x: x + 0.5, y: y + 0.5, width: Math.max(0.5, w - 1.5), height: Math.max(0.5, h - 1.5), rx: 2 }));
     if (cell.node !== undefined && w > 24 && h > 40) link.append(...this.parts(cell.node, { x: x + 4, y: y + 21, w: w - 9, h: h - 26 }, 1));
-    const room = Math.floor((w - 10) / 7.3);
-    if (room >= 3 && h > 18) link.append(shape("text", { x: x + 6, y: y + 15 }, shorten(cell.label, room)));
-    if (cell.node === undefined && room >= 8 && h > 34) {
-      link.append(shape("text", { x: x + 6, y: y + 30, class: "faint" }, size(cell.bytes)));
+    if (h > 18) link.append(shape("text", { x: x + 6, y: y + 15 }, fitted(cell.label, w - 10, 12)));
+    if (cell.node === undefined && h > 34 && fitted(size(cell.bytes), w - 10, 12) === size(cell.bytes)) {
+      link.append(shape("text", { x: x + 6, y: y + 30 }, size(cell.bytes)));
     }
     explain(link, () => lines);
     return link;
@@ -113,9 +112,8 @@ class Treemap {
       if (w < 3 || h < 3) return [];
       const { label, node: inner } = cells[i];
       const drawn = [shape("rect", { class: "part", x, y, width: w - 1, height: h - 1, rx: 1 })];
-      const room = Math.floor((w - 8) / 6.6);
-      const named = h > 18 && room >= Math.min(label.length, 6);
-      if (named) drawn.push(shape("text", { class: "small", x: x + 4, y: y + 13 }, shorten(label, room)));
+      const named = h > 18 && fitted(label, w - 8, 11);
+      if (named) drawn.push(shape("text", { class: "small", x: x + 4, y: y + 13 }, named));
       if (inner === undefined || depth === DEPTH || w < 24 || h < 40) return drawn;
       const below = named ? 18 : 4;
       return [...drawn, ...this.parts(inner, { x: x + 4, y: y + below, w: w - 9, h: h - below - 5 }, depth + 1)];

@@ -1,0 +1,206 @@
+"""Complaints, what mends each of them, and the patient that the checks examine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NameCollision
+from ckptool.model import OrderedMap, TensorRef
+from ckptool.patterns import families
+from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
+from ckptool.symbolic.encoder import blockers
+from ckptool.words import printable
+from ckptool.wrappers import strip_names
+
+__all__ = [
+    "Choice",
+    "Complaint",
+    "Found",
+    "Options",
+    "Patient",
+    "Severity",
+    "below",
+    "metadata_of",
+    "names_of",
+    "quoted_names",
+    "tensors_of",
+    "unwrapped",
+]
+
+Severity = Literal["fails", "misleads", "note"]
+Options = Mapping[str, Any]
+"""Arguments of `Conversion`; `format` is that of the target."""
+
+_MOST_PLACES = 8
+_MOST_QUOTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One reason why a plain `torch.load` and `load_state_dict` fail or mislead.
+
+    `severity` is `fails` (an exception somewhere on the way), `misleads` (it seems to work), or
+    `note` (works, and worth knowing).
+    """
+
+    kind: str
+    """One word for programs: `wrappers`, `adapter`, ..."""
+    severity: Severity
+    what: str
+    """What the file is or has, one sentence without a full stop."""
+    where: tuple[str, ...]
+    """Addresses, repeated layers folded, at most some; `and 12 more` where there are more."""
+    why: str
+    """What happens, with the text of torch's own error."""
+    commands: tuple[str, ...] = ()
+    """The command of the plan, where it mends this."""
+    alternatives: tuple[str, ...] = ()
+    """Commands apart from the plan, of which one may be chosen."""
+    remedy: str = ""
+    """What helps where no command does, or beside it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The complaint as `ckptool.doctor/1` has it."""
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "what": self.what,
+            "where": list(self.where),
+            "why": self.why,
+            "commands": list(self.commands),
+            "alternatives": list(self.alternatives),
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A conversion apart from the plan, and the word that its target has before its ending.
+
+    Without a word the target is a safetensors file of the source's name.
+    """
+
+    options: Options
+    word: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complaint before there is a plan, and the conversion that mends it.
+
+    `fix` is None where no command helps, and empty where any rewrite does.
+    """
+
+    complaint: Complaint
+    fix: Options | None = None
+    choices: tuple[Choice, ...] = field(default=())
+
+
+@dataclass(frozen=True, eq=False)
+class Patient:
+    """A checkpoint, with what the user said of it."""
+
+    checkpoint: Checkpoint
+    key: str | None = None
+    """The state dict that is meant, where there are several."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Device tags for which this machine has a device."""
+    reference: Checkpoint | None = None
+    """A checkpoint of the architecture that it is to load into."""
+    planned: bool = False
+    """Whether it is what a plan would write, which has the source's storages in memory."""
+
+    @cached_property
+    def blocked(self) -> tuple[str, ...]:
+        """What keeps `weights_only=True` from loading a file of this tree (`encoder.blockers`)."""
+        return blockers(self.checkpoint.root)
+
+    @cached_property
+    def models(self) -> tuple[Section, ...]:
+        """The state dicts and modules; one that the file has under two names, once."""
+        return self._once(MODEL_KINDS)
+
+    @cached_property
+    def optimizers(self) -> tuple[Section, ...]:
+        """The states of optimizers, each once."""
+        return self._once(("optimizer",))
+
+    def _once(self, kinds: Iterable[str]) -> tuple[Section, ...]:
+        found: dict[int, Section] = {}
+        for section in self.checkpoint.sections:
+            if section.kind in kinds:
+                found.setdefault(id(section.holder), section)
+        return tuple(found.values())
+
+    @cached_property
+    def model(self) -> Section | None:
+        """The state dict to load: the one of `key`, or the only one; None where that is open.
+
+        Raises:
+            NotFound: nothing, or several things (`AmbiguousName`), answer to `key`.
+        """
+        if self.key is not None:
+            return model_state_dict(self.checkpoint, self.key)
+        return self.models[0] if len(self.models) == 1 else None
+
+    @cached_property
+    def is_training(self) -> bool:
+        """Whether a training saved it to resume: an optimizer or scheduler lies beside a model."""
+        kinds = {section.kind for section in self.checkpoint.sections}
+        return bool(self.models) and not kinds.isdisjoint(("optimizer", "scheduler"))
+
+    def is_compared(self, section: Section) -> bool:
+        """Whether the names of a state dict are judged by the reference, and by nothing else."""
+        model = self.model
+        return self.reference is not None and model is not None and section.holder is model.holder
+
+
+def tensors_of(section: Section) -> dict[str, TensorRef]:
+    """The tensors of a model's section by their own names, as in the file."""
+    return {
+        name: value
+        for name, value in section.node.items()
+        if isinstance(name, str) and isinstance(value, TensorRef)
+    }
+
+
+def unwrapped(section: Section) -> dict[str, str]:
+    """The names of a model's section as in the file, each with what it is without wrappers.
+
+    They stay as they are where two of them would become one.
+    """
+    names = wrapped_names(section.node)
+    try:
+        renamed = strip_names(names).renamed
+    except NameCollision:
+        renamed = {}
+    return {name: renamed.get(name, name) for name in names}
+
+
+def metadata_of(section: Section) -> dict[str, object] | None:
+    """The `_metadata` of a state dict, None where it has none."""
+    found = section.node.metadata if isinstance(section.node, OrderedMap) else None
+    return found if isinstance(found, dict) else None
+
+
+def below(path: str, name: str) -> str:
+    """`layer.weight`, and `weight` for an empty path."""
+    return f"{path}.{name}" if path else name
+
+
+def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
+    """Names as a complaint shows them: repeated layers folded, of many the first."""
+    labels = [family.label for family in families((name, None) for name in names)]
+    more = (f"and {len(labels) - most:,} more",) if len(labels) > most else ()
+    return (*map(printable, labels[:most]), *more)
+
+
+def quoted_names(names: Iterable[str]) -> str:
+    """Names as torch quotes them in its errors, the first few."""
+    given = list(names)
+    shown = ", ".join(f'"{printable(name)}"' for name in given[:_MOST_QUOTED])
+    return shown + (", ..." if len(given) > _MOST_QUOTED else "")

@@ -1,0 +1,331 @@
+"""Complaints about bytes, values and devices: damage, waste, shared storages, device tags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from ckptool.diagnosis.complaint import (
+    Choice,
+    Complaint,
+    Found,
+    Patient,
+    Severity,
+    names_of,
+    quoted_names,
+    tensors_of,
+)
+from ckptool.formats.problems import Problem
+from ckptool.formats.safetensors_content import overlapping_names
+from ckptool.inspection.obstacles import restored_devices
+from ckptool.inspection.usage import storage_use, ties
+from ckptool.limits import Limits
+from ckptool.paths import name_of
+from ckptool.words import counted, listed, printable
+
+__all__ = ["damage", "memory", "placement"]
+
+Progress = Callable[[int, int], None]
+
+_DAMAGE = frozenset({"checksum", "corrupt", "truncated", "missing", "limit"})
+"""Kinds of problem after which nothing that loads can be trusted."""
+_AROUND: tuple[tuple[str, Severity, frozenset[str], str], ...] = (
+    (
+        "offsets",
+        "misleads",
+        frozenset({"offsets"}),
+        "torch.load(map_location='meta') and FakeTensorMode take other bytes, without an error",
+    ),
+    (
+        "container",
+        "misleads",
+        frozenset({"header", "end"}),
+        "torch.load reads over it; another program may refuse the file, or read other bytes",
+    ),
+    (
+        "remains",
+        "note",
+        frozenset({"trailing", "padding", "total-size"}),
+        "torch.load does not look at it, and a rewrite does not carry it over",
+    ),
+)
+"""What may be wrong around the tensors, which leaves them right: kind, kinds of problem, why."""
+_MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
+"""A name whose last part says so; a mask of -inf is one that is added to attention scores."""
+_NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
+_LEAST_UNSEEN = 1 << 10
+_LEAST_DEAD = 1 << 16
+"""Less than this many bytes is no waste: every edit in place leaves a header behind."""
+_SHARE = 20
+"""Waste is one part in so many, or more."""
+_ANYWHERE = frozenset({"cpu", "meta"})
+"""Tags that load on every machine."""
+_NAMED = ("hpu", "xpu", "mtia")
+"""Kinds of device for which torch's error is worded as for cuda."""
+_WITHOUT_STORAGE = ("xla", "maia", "ort")
+
+
+def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
+    """Yield what is wrong with the bytes, all of which are read."""
+    from ckptool.inspection.verifying import verify  # reading takes more than a header
+
+    path = patient.checkpoint.path
+    problems = verify(path, values=True, progress=progress, limits=limits).problems
+    wrong = [one for one in problems if one.kind in _DAMAGE]
+    if wrong:
+        yield _of_bytes(
+            wrong,
+            "damaged",
+            "fails",
+            "it is damaged: ",
+            "torch.load checks no checksum: it loads other numbers than were saved, or fails",
+            "nothing brings the bytes back: download or copy it again (ckptool verify lists all)",
+        )
+    nan = [one for one in problems if one.kind == "nan" and _counts(patient, one.place)]
+    if nan:
+        yield _not_numbers("nan", "NaN", nan)
+    yield from _infinite(patient, problems)
+    for kind, severity, kinds, why in _AROUND:
+        found = [one for one in problems if one.kind in kinds]
+        if found:
+            yield _of_bytes(found, kind, severity, "", why)
+
+
+def _of_bytes(
+    found: Sequence[Problem], kind: str, severity: Severity, front: str, why: str, remedy: str = ""
+) -> Found:
+    more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
+    complaint = Complaint(
+        kind, severity, f"{front}{found[0].text}{more}", _places(found), why, remedy=remedy
+    )
+    return Found(complaint, None if remedy else {})
+
+
+def _not_numbers(kind: str, word: str, problems: Sequence[Problem]) -> Found:
+    complaint = Complaint(
+        kind,
+        "misleads",
+        f"{counted(len(problems), 'tensor')} with {word}: {problems[0].text}",
+        _places(problems),
+        "it loads without a word, and what is computed with these weights becomes NaN",
+        remedy="no command brings the numbers back: take an earlier checkpoint",
+    )
+    return Found(complaint)
+
+
+def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
+    """Infinities: in weights, and where they may be meant."""
+    found = [one for one in problems if one.kind == "inf" and _counts(patient, one.place)]
+    found = [one for one in found if not _MASK.search(one.place)]
+    meant = _meant(patient, [one.place for one in found]) if found else set()
+    wrong = [one for one in found if one.place not in meant]
+    if wrong:
+        yield _not_numbers("infinite", "infinite values", wrong)
+    if meant:
+        complaint = Complaint(
+            "infinite",
+            "note",
+            f"{counted(len(meant), 'buffer')} of infinities and zeros alone",
+            names_of(one.place for one in found if one.place in meant),
+            "so is a mask that is added to scores, and the range of an observer that has seen no "
+            "data yet; elsewhere what is computed with it becomes NaN",
+        )
+        yield Found(complaint)
+
+
+def _meant(patient: Patient, places: Collection[str]) -> set[str]:
+    """Those that are buffers of a model, and have nothing but infinities and zeros."""
+    from ckptool.tensors.nonfinite import is_infinity_or_zero
+
+    tensors = {
+        name_of(path): tensor
+        for part in patient.models
+        for path, tensor in part.tensors()
+        if str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
+    }
+    return {one for one in places if one in tensors and is_infinity_or_zero(tensors[one])}
+
+
+def _counts(patient: Patient, name: str) -> bool:
+    """Whether a tensor is one of a model or an optimizer: a best score so far may be infinite."""
+    parts = [part.name for part in (*patient.models, *patient.optimizers)]
+    return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
+
+
+def _places(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return names_of(dict.fromkeys(one.place for one in problems if one.place))
+
+
+def memory(patient: Patient) -> Iterator[Found]:
+    """Yield what takes more bytes than it should, or shares them."""
+    if patient.checkpoint.format.startswith("safetensors"):
+        if not patient.planned:
+            yield from _aliases(patient)
+        return
+    yield from _bloat(patient)
+    yield from _not_for_safetensors(patient)
+
+
+def _bloat(patient: Patient) -> Iterator[Found]:
+    details = patient.checkpoint.details
+    held, reached = storage_use(patient.checkpoint.root)
+    unseen, dead = held - reached, details.dead_bytes
+    facts = []
+    if unseen >= _LEAST_UNSEEN and unseen * _SHARE >= held:
+        facts.append(f"{unseen:,} of the {held:,} bytes of its storages no tensor sees")
+    if dead >= _LEAST_DEAD and dead * _SHARE >= details.size:
+        facts.append(f"{dead:,} of the {details.size:,} bytes of the file are dead")
+    if facts:
+        views = (
+            name_of(path)
+            for path, one in patient.checkpoint.tensors()
+            if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNSEEN
+        )
+        complaint = Complaint(
+            "bloat",
+            "misleads",
+            " and ".join(facts),
+            names_of(views),
+            "torch.save writes the whole storage of a view (big[:10] takes what big takes), and "
+            "torch.load reads all of it into memory",
+        )
+        yield Found(complaint, {"compact": True})
+
+
+def _aliases(patient: Patient) -> Iterator[Found]:
+    """Names that the file mentions as tied to another, and has no tensor under."""
+    kept = {
+        name: str(one.storage.key)
+        for section in patient.models
+        for name, one in tensors_of(section).items()
+        if one.storage is not None and one.storage.key != name
+    }
+    if kept:
+        complaint = Complaint(
+            "aliases",
+            "fails",
+            f"{counted(len(kept), 'name')} stored only as tied to another",
+            names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
+            "load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
+            f"state_dict: {quoted_names(kept)}; safetensors.torch.load_model knows of them",
+        )
+        yield Found(complaint, {"format": "torch-zip"}, (Choice({"ties": "copy"}),))
+
+
+def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
+    """What `safetensors.torch.save_file` refuses of the weights."""
+    model = patient.model
+    if model is None:
+        return
+    tensors = {name: one for name, one in tensors_of(model).items() if one.has_content}
+    tied = list(ties(((name,), one) for name, one in tensors.items()))
+    keyed = {"key": model.name} if model.path and patient.key is not None else {}
+    choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
+    if tied:
+        complaint = Complaint(
+            "ties",
+            "note",
+            "names are tied: one tensor under several",
+            names_of(" = ".join(map(printable, names)) for names in tied),
+            "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
+            "memory, this will lead to duplicate memory on disk and potential differences when "
+            "loading them again",
+        )
+        yield Found(complaint, None, choices)
+    several = {name for names in tied for name in names}
+    scattered = [name for name, one in tensors.items() if not one.is_contiguous]
+    shared = [name for name in overlapping_names(tensors) if name not in several]
+    if scattered or shared:
+        texts = ["some are not contiguous"] * bool(scattered)
+        texts += ["some share bytes with others"] * bool(shared)
+        complaint = Complaint(
+            "views",
+            "note",
+            f"tensors are views: {', '.join(texts)}",
+            names_of(dict.fromkeys((*scattered, *shared))),
+            "torch.load keeps them as they are; safetensors.torch.save_file refuses them",
+        )
+        yield Found(complaint, None, choices)
+
+
+def placement(patient: Patient) -> Iterator[Found]:
+    """Yield what is wrong with where the tensors are to be restored.
+
+    The texts are those of torch/serialization.py (`_deserialize`, `validate_cuda_device`).
+    """
+    if patient.checkpoint.format.startswith("safetensors"):
+        return
+    tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in _ANYWHERE]
+    missing = [tag for tag in tags if _device_of(tag) not in patient.devices]
+    if missing:
+        names = _names(patient, missing)
+        gpus = sum(tag.startswith("cuda:") for tag in patient.devices)
+        complaint = Complaint(
+            "device",
+            "fails",
+            f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
+            f"{listed(patient.devices)}",
+            names_of(names),
+            f"torch.load says: {_error(missing[0], gpus)}",
+        )
+        yield Found(complaint, {"to": "cpu"})
+    if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
+        tag = printable(tags[0])
+        complaint = Complaint(
+            "one-gpu",
+            "misleads",
+            f"everything is on {tag}",
+            names_of(_names(patient, tags)),
+            f"without map_location every rank of a DDP run restores the file onto {tag}: its "
+            "memory runs full (CUDA out of memory after a resume), the others' do not",
+        )
+        yield Found(complaint, {"to": "cpu"})
+    names = _names(patient, ["meta"])
+    if names:
+        complaint = Complaint(
+            "meta",
+            "misleads",
+            f"{counted(len(names), 'tensor')} on the meta device: shapes without values",
+            names_of(names),
+            "torch.load succeeds; load_state_dict then copies nothing into these parameters, with "
+            "no more than a warning",
+            remedy="save it again from a model whose tensors have values",
+        )
+        yield Found(complaint)
+
+
+def _device_of(tag: str) -> str:
+    return f"{tag}:0" if tag == "cuda" else tag
+
+
+def _names(patient: Patient, tags: list[str]) -> list[str]:
+    return [name_of(path) for path, one in patient.checkpoint.tensors() if one.device in tags]
+
+
+def _error(tag: str, gpus: int) -> str:
+    """What torch says about a tag for which there is no device."""
+    kind, _, index = tag.partition(":")
+    word = kind.upper()
+    if kind == "cuda" and gpus:
+        return (
+            f"Attempting to deserialize object on CUDA device {index or 0} but "
+            f"torch.cuda.device_count() is {gpus}. Please use torch.load with map_location to map "
+            "your storages to an existing device."
+        )
+    if kind == "cuda" or kind in _NAMED:
+        return (
+            f"Attempting to deserialize object on a {word} device but torch.{kind}.is_available() "
+            "is False. If you are running on a CPU-only machine, please use torch.load with "
+            "map_location=torch.device('cpu') to map your storages to the CPU."
+        )
+    if kind == "mps":
+        return "torch.UntypedStorage(): Storage device not recognized: mps"
+    if kind in _WITHOUT_STORAGE:
+        return (
+            "Could not run 'aten::empty.memory_format' with arguments from the "
+            f"'{word}' backend; map_location does not help against it"
+        )
+    return (
+        "don't know how to restore data location of torch.storage.UntypedStorage (tagged with "
+        f"{printable(tag)})"
+    )

@@ -1,0 +1,178 @@
+"""A file's whole diagnosis: every complaint, and the plan that mends what can be mended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.diagnosis.complaint import Complaint, Found, Patient
+from ckptool.diagnosis.contents import damage, memory, placement
+from ckptool.diagnosis.files import is_finding, layout, unopened
+from ckptool.diagnosis.machine import devices_here, parsed_devices
+from ckptool.diagnosis.models import level, naming, objects, versions
+from ckptool.diagnosis.plan import Plan, Planner
+from ckptool.diagnosis.training import fit, reference_model, training
+from ckptool.errors import CheckpointError
+from ckptool.formats import open_checkpoint
+from ckptool.limits import DEFAULT_LIMITS, Limits
+
+__all__ = ["Diagnosis", "diagnose"]
+
+Progress = Callable[[int, int], None]
+_CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
+_RANK = {"fails": 0, "misleads": 0, "note": 1}
+_FIRST = {"malicious": -3, "damaged": -2, "part": -1}
+_UNMENDED = "no command mends it"
+_HOPELESS = frozenset({"damaged", "part"})
+"""Kinds of complaint after which no command is worth running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Every complaint about a file, and the command that mends them."""
+
+    file: str
+    """The path as it was given."""
+    format: str | None
+    """None of a file that does not open."""
+    devices: tuple[str, ...]
+    """The devices of the machine that it was held against."""
+    complaints: tuple[Complaint, ...]
+    """Those that the plan mends, then the others, notes last."""
+    commands: tuple[str, ...] = ()
+    """The plan, for who wants the weights: one command, or several that fetch the file."""
+    all_at_once: str | None = None
+    """The one command that does what the plan does."""
+    target: str | None = None
+    """The file that the plan writes; the source is never changed."""
+    resume: str | None = None
+    """The command for who resumes the training: optimizer, epoch and schedule stay."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing fails or misleads; notes do not count."""
+        return all(complaint.severity == "note" for complaint in self.complaints)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document `ckptool.doctor/1`."""
+        return {
+            "schema": "ckptool.doctor/1",
+            "file": self.file,
+            "format": self.format,
+            "ok": self.ok,
+            "devices": list(self.devices),
+            "complaints": [complaint.to_dict() for complaint in self.complaints],
+            "commands": list(self.commands),
+            "all_at_once": self.all_at_once,
+            "target": self.target,
+            "resume": self.resume,
+        }
+
+
+def diagnose(
+    path: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    key: str | None = None,
+    quick: bool = False,
+    devices: str | Iterable[object] | None = None,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Diagnosis:
+    """Find every reason why a plain `torch.load` and `load_state_dict` fail or mislead.
+
+    Torch is not imported, and nothing of the file is run.
+
+    Args:
+        path: The file or folder; one that does not open has a diagnosis too.
+        like: A checkpoint of the architecture that it is to load into.
+        key: The state dict that is meant, by its address, where there are several.
+        quick: Look at the header alone: neither checksums nor NaN.
+        devices: The devices that the machine has (`cuda:0,cuda:1`, or a list of words or of
+            `torch.device`); None: those that this machine seems to have.
+        progress: Called with the bytes done and in all, of what is read.
+        limits: What a hostile file may cost.
+
+    Raises:
+        FileMissing: there is no such file (a missing shard is a finding).
+        UnreadableFile: the system refuses it, or it asks for more than `limits`; or the reference
+            cannot be read.
+        UsageError: the reference holds no state dict, or several; or a word is no device.
+        NotFound: nothing answers to `key`.
+    """
+    file = os.fsdecode(path)
+    here = devices_here() if devices is None else parsed_devices(devices)
+    with ExitStack() as stack:
+        reference = None
+        if like is not None:
+            reference = stack.enter_context(open_checkpoint(like, limits=limits))
+            reference_model(reference)
+        try:
+            checkpoint = stack.enter_context(open_checkpoint(file, limits=limits))
+        except CheckpointError as error:
+            if not is_finding(error, file):
+                raise
+            complaint = unopened(error, file)
+            return Diagnosis(file, None, here, (complaint,), complaint.commands)
+        patient = Patient(checkpoint, key, here, reference)
+        found = list(_checked(patient))  # before all of it is read: the key may name nothing
+        harm = [] if quick else list(damage(patient, limits, progress))
+        return _assembled(patient, [*harm, *found])
+
+
+def _checked(patient: Patient) -> Iterator[Found]:
+    for check in _CHECKS:
+        yield from check(patient)
+
+
+def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
+    """The complaints with their commands; a damaged file, or a part of one, is not worth any."""
+    hopeless = any(one.complaint.kind in _HOPELESS for one in found)
+    planner = Planner(patient, [] if hopeless else found, _checked)
+    plan = planner.plan()
+    complaints = [_answered(one, planner, plan, hopeless) for one in found]
+    if any(one.remedy.startswith(_UNMENDED) for one in complaints):
+        rest = "other complaints have no command: a plan would not make the file load"
+        complaints = [
+            replace(one, commands=(), remedy=one.remedy or rest) if one.commands else one
+            for one in complaints
+        ]
+        plan = Plan()
+    fails = any(one.severity != "note" for one in complaints)
+    resume = planner.plan(resume=True) if fails and patient.is_training else Plan()
+    commands = (plan.command,) if plan.command is not None else ()
+    return Diagnosis(
+        patient.checkpoint.path,
+        patient.checkpoint.format,
+        patient.devices,
+        tuple(sorted(complaints, key=_place)),
+        commands,
+        plan.command,
+        plan.target or None,
+        resume.command if commands else None,
+    )
+
+
+def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Complaint:
+    """A complaint with the commands that mend it, or with the reason why none does."""
+    complaint = found.complaint
+    if hopeless:
+        remedy = "get the whole file first" if found.fix is not None else ""
+        return replace(complaint, remedy=complaint.remedy or remedy)
+    tried = [planner.choice(one, plan) for one in found.choices]
+    others = tuple(dict.fromkeys(command for command in tried if command is not None))
+    if plan.command is not None and complaint.kind in plan.mended:
+        return replace(complaint, commands=(plan.command,), alternatives=others)
+    remedy = complaint.remedy
+    if found.fix is not None and not others and not remedy:
+        remedy = _UNMENDED + (f": {plan.obstacle}" if plan.obstacle else "")
+    return replace(complaint, alternatives=others, remedy=remedy)
+
+
+def _place(complaint: Complaint) -> tuple[int, int, bool]:
+    """Where a complaint stands: the worst first, then what the plan mends, notes last."""
+    first = _FIRST.get(complaint.kind, 0)
+    return first, _RANK[complaint.severity], not complaint.commands

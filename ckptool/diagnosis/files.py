@@ -1,0 +1,339 @@
+"""Complaints about the file itself: what does not open, what torch refuses about its layout."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+
+from ckptool.checkpoint import TORCH_REFUSES
+from ckptool.diagnosis.complaint import Complaint, Found, Patient, Severity, names_of
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileMissing,
+    NotACheckpoint,
+    TruncatedFile,
+    UnsupportedFormat,
+)
+from ckptool.inspection.obstacles import (
+    dangerous,
+    layout_blockers,
+    misnamed,
+    missing_weights,
+    outdated_names,
+)
+from ckptool.model import ByteString
+from ckptool.paths import name_of, walk
+from ckptool.words import listed, printable
+
+__all__ = ["is_finding", "layout", "unopened"]
+
+_COMMAND = re.compile(
+    r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
+)
+"""A hint that is a command, or ends with one, which gets the checkpoint itself."""
+_HEADER = "safetensors says: Error while deserializing header: "
+_CENTRAL = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+_NO_DATA = "PytorchStreamReader failed locating file data.pkl: file not found"
+_A_FOLDER = "torch.load says: [Errno 21] Is a directory"
+_FORMATS: dict[str, tuple[str, str, str]] = {
+    "torch-tar": (
+        "tar",
+        "it is a tar as torch 0.1 wrote them",
+        "torch.load says: Cannot use ``weights_only=True`` with files saved in the legacy .tar "
+        "format",
+    ),
+    "pickle": (
+        "bare-pickle",
+        "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
+        "torch.load says: Weights only load failed",
+    ),
+    "torchscript": (
+        "torchscript",
+        "it is a TorchScript archive: a program with its weights",
+        "torch.load says: Cannot use ``weights_only=True`` with TorchScript archives passed to "
+        "``torch.load``; torch.jit.load gives a module, not a state dict",
+    ),
+    "pt2": (
+        "exported-program",
+        "it is an exported program (torch.export), with its weights",
+        f"torch.load says: {_NO_DATA}; torch.export.load gives a program, not a state dict",
+    ),
+    "npz": (
+        "numpy",
+        "it is an archive of numpy's (numpy.savez), not a file of torch.save",
+        "torch.load refuses archives that it did not write; numpy.load opens this one",
+    ),
+    **dict.fromkeys(
+        ("safetensors-sharded", "torch-sharded"),
+        (
+            "shards",
+            "it is an index of shards: the tensors are in several files",
+            "torch.load opens one file at a time, and of the index torch.load says: Weights only "
+            "load failed. ... Unsupported operand 123",
+        ),
+    ),
+}
+"""Kind, what and why, by format."""
+
+
+def layout(patient: Patient) -> Iterator[Found]:
+    """Yield what is wrong with how the file is named and laid out."""
+    yield from _malicious(patient)
+    yield from _part(patient)
+    yield from _misnamed(patient)
+    checkpoint = patient.checkpoint
+    known = _FORMATS.get(checkpoint.format)
+    if known is not None:
+        yield _rewritten(known[0], "fails", known[1], known[2])
+    elif os.path.isdir(checkpoint.path):
+        what = "it is a folder: a checkpoint that was unzipped"
+        yield _rewritten("folder", "fails", what, _A_FOLDER)
+    yield from _refused(patient)
+    yield from _compressed(patient)
+    if checkpoint.details.byteorder == "big":
+        yield _rewritten(
+            "big-endian",
+            "misleads",
+            "its numbers are stored big-endian",
+            "torch before 2.1, and programs that read the records by themselves, take them as they "
+            "lie: wrong values without an error",
+        )
+    if checkpoint.format == "torch-legacy":
+        yield _rewritten(
+            "legacy",
+            "note",
+            "it is a stream as torch wrote them before 1.6",
+            "torch.load reads all of it into memory; torch.load(mmap=True) says: mmap can only be "
+            "used with files saved with `torch.save(..., _use_new_zipfile_serialization=True)",
+        )
+    yield from _python2(patient)
+    for text in checkpoint.details.left_behind:
+        why = "torch.load does not look at it, and a rewrite does not carry it over"
+        yield Found(Complaint("beside", "note", text, (), why))
+
+
+def _rewritten(
+    kind: str, severity: Severity, what: str, why: str, where: tuple[str, ...] = ()
+) -> Found:
+    return Found(Complaint(kind, severity, what, where, why), {})
+
+
+def _malicious(patient: Patient) -> Iterator[Found]:
+    names = dangerous(patient.checkpoint.details.globals)
+    if names:
+        complaint = Complaint(
+            "malicious",
+            "fails",
+            f"it would run {listed(names)}: its pickle names what no checkpoint needs",
+            names_of(names),
+            "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
+            remedy="take the weights alone, or none of it",
+        )
+        yield Found(complaint, {"plain": True})
+
+
+def _part(patient: Patient) -> Iterator[Found]:
+    """Weights that are in other files, or nowhere."""
+    part = missing_weights(patient.checkpoint)
+    if part is not None and not patient.planned:
+        severity: Severity = "fails" if part.certain else "note"
+        why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
+        complaint = Complaint(
+            part.kind, severity, part.text, names_of(part.places), why, remedy=part.remedy
+        )
+        yield Found(complaint)
+
+
+def _misnamed(patient: Patient) -> Iterator[Found]:
+    """A name that promises another format, and a safetensors file that does not name its own."""
+    checkpoint = patient.checkpoint
+    what = misnamed(checkpoint)
+    if what is None:
+        if checkpoint.format == "safetensors" and "format" not in checkpoint.details.header:
+            why = (
+                "safetensors loads it; transformers says: The safetensors archive passed at ... "
+                "does not contain the valid metadata, and mlx asks for it too"
+            )
+            complaint = Complaint(
+                "format-unnamed", "note", "its header does not say format: pt", (), why
+            )
+            yield Found(complaint, {})
+    elif checkpoint.format == "safetensors":
+        why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
+        yield Found(Complaint("misnamed", "fails", what, (), why), {"format": "torch-zip"})
+    else:
+        why = f"{_HEADER}header too large; torch.load opens it"
+        fix = {"format": "torch-zip" if patient.is_training else "safetensors"}
+        yield Found(Complaint("misnamed", "fails", what, (), why), fix)
+
+
+def _refused(patient: Patient) -> Iterator[Found]:
+    """What torch refuses about a zip's records, and about the pickle whatever it holds."""
+    checkpoint, details = patient.checkpoint, patient.checkpoint.details
+    for note in details.notes:
+        if note.startswith(TORCH_REFUSES):
+            reason = note.removeprefix(TORCH_REFUSES).strip()
+            yield _rewritten("records", "fails", reason, "torch.load refuses the archive")
+    texts = [text for text in layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
+    if texts:
+        operand = " 149" if (details.protocol or 0) >= 4 else ""
+        yield _rewritten(
+            "protocol",
+            "fails",
+            f"the pickle is of protocol {details.protocol}, written in a way that "
+            f"weights_only=True does not read ({'; '.join(texts)})",
+            f"torch.load says: Weights only load failed. ... Unsupported operand{operand}",
+        )
+    names = outdated_names(checkpoint, patient.blocked)
+    if names:
+        yield _rewritten(
+            "outdated",
+            "fails",
+            f"its pickle names what today's torch does not allow: {listed(names)}",
+            "torch.load says: Weights only load failed. ... Unsupported global: GLOBAL "
+            f"{printable(names[0])} was not an allowed global by default",
+        )
+
+
+_ABOUT_PICKLE = ("pickle ", "no torch loads ")
+
+
+def _compressed(patient: Patient) -> Iterator[Found]:
+    """Records that somebody's zip program has deflated."""
+    names = [
+        name_of(path)
+        for path, tensor in patient.checkpoint.tensors()
+        if tensor.storage is not None and tensor.storage.compressed
+    ]
+    if names and not patient.planned and patient.checkpoint.format != "npz":
+        yield _rewritten(
+            "compressed",
+            "misleads",
+            "its records are compressed, as torch.save never writes them",
+            "torch.load(mmap=True) takes the compressed bytes for the numbers: garbage, without an "
+            "error",
+            names_of(names),
+        )
+
+
+def _python2(patient: Patient) -> Iterator[Found]:
+    """Strings of Python 2 that are no UTF-8."""
+    found = [
+        (path, text)
+        for path, leaf in walk(patient.checkpoint.root)
+        for text in (*path, leaf)
+        if type(text) is ByteString and not _is_utf8(text.raw)
+    ]
+    if found and not patient.planned:
+        byte = next(byte for byte in found[0][1].raw if byte > 127)
+        yield _rewritten(
+            "python2",
+            "fails",
+            "it was pickled by Python 2, with text that is no UTF-8",
+            f"torch.load says: 'utf-8' codec can't decode byte 0x{byte:02x}; encoding='latin1' "
+            "reads it",
+            names_of(dict.fromkeys(name_of(path) for path, _ in found)),
+        )
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def is_finding(error: CheckpointError, path: str) -> bool:
+    """Return whether an error in opening a file is about its content.
+
+    A file that is missing is none, a missing shard is one.
+    """
+    if isinstance(error, FileMissing):
+        return os.path.lexists(path)
+    return isinstance(error, (NotACheckpoint, UnsupportedFormat, CorruptFile))
+
+
+def unopened(error: CheckpointError, path: str) -> Complaint:
+    """Return the complaint about a file that does not open as a checkpoint."""
+    what = error.message.removeprefix(f"{path} is ")
+    command = _COMMAND.search(error.hint or "")
+    return Complaint(
+        _kind(error),
+        "fails",
+        what if what == error.message else f"it is {what}",
+        (error.file,) if error.file and error.file != path else (),
+        _says(error, path),
+        (command[1],) if command else (),
+        remedy="" if command else error.hint or "download, copy or save it again",
+    )
+
+
+def _kind(error: CheckpointError) -> str:
+    if isinstance(error, TruncatedFile):
+        return "truncated"
+    if isinstance(error, FileMissing):
+        return "missing-shard"
+    if isinstance(error, CorruptFile):
+        return "damaged"
+    return "unsupported" if isinstance(error, UnsupportedFormat) else "not-a-checkpoint"
+
+
+def _says(error: CheckpointError, path: str) -> str:
+    """What the library says that would be asked to load the file."""
+    if os.path.isdir(path):
+        return _A_FOLDER
+    if isinstance(error, FileMissing):
+        return "what is in the missing file stays as the model was initialised, or loading fails"
+    head = _head(path)
+    if path.lower().endswith(".safetensors"):
+        return _of_safetensors(path, head)
+    if not head:
+        return "torch.load raises an EOFError without a message (before 2.6: Ran out of input)"
+    if head.startswith(b"PK\x03\x04"):
+        kinds = NotACheckpoint, UnsupportedFormat, TruncatedFile
+        if isinstance(error, kinds) and zipfile.is_zipfile(path):
+            return (
+                f"torch.load says: {_NO_DATA}; of other zips: file in archive is not in a "
+                'subdirectory, or: Expected hasRecord("version") to be true'
+            )
+        return f"torch.load says: {_CENTRAL}; or it fails on the pickle"
+    if head[:1] == b"\x80":
+        return "torch.load fails on the pickle, or where a storage ends too early"
+    return _operand(head[:1])
+
+
+def _of_safetensors(path: str, head: bytes) -> str:
+    """The message of safetensors about a file that it does not open (safetensors/src/tensor.rs)."""
+    length, size = int.from_bytes(head[:8], "little"), os.path.getsize(path)
+    if size < 8:
+        text = "header too small"
+    elif length > 100_000_000:
+        text = "header too large"
+    elif 8 + length > size:
+        text = "invalid header length"
+    elif head[8:9] == b"{":
+        text = "incomplete metadata, file not fully covered"
+    else:
+        text = "invalid JSON in header"
+    return _HEADER + text
+
+
+def _operand(first: bytes) -> str:
+    byte = first[0] if first else 0
+    shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
+    return (
+        f"torch.load says: Weights only load failed. ... Unsupported operand {byte}; before torch "
+        f"2.6: invalid load key, {shown}. weights_only=False, which it proposes, never helps here"
+    )
+
+
+def _head(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(16)
+    except OSError:
+        return b""

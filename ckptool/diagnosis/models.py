@@ -1,0 +1,455 @@
+"""Complaints about the state dicts: where they are, their names, what stands among the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ckptool.diagnosis.complaint import (
+    Choice,
+    Complaint,
+    Found,
+    Patient,
+    Severity,
+    below,
+    metadata_of,
+    names_of,
+    quoted_names,
+    tensors_of,
+    unwrapped,
+)
+from ckptool.errors import NameCollision
+from ckptool.inspection.obstacles import missing_weights
+from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.modules import is_module
+from ckptool.paths import everything, name_of
+from ckptool.statedict import Section, values_inside, wrapped_names
+from ckptool.symbolic.blockers import blocking
+from ckptool.transforms.refusals import class_of, refusals
+from ckptool.words import counted, listed, printable
+from ckptool.wrappers import N_AVERAGED, counts, strip_names, wrapped_in_part
+
+__all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
+
+INTEGERS = frozenset(
+    {
+        "num_batches_tracked",
+        "n_averaged",
+        "position_ids",
+        "token_type_ids",
+        "relative_position_index",
+    }
+)
+"""Last name parts of buffers that count or index."""
+_PEFT = "base_model.model."
+_ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
+_BASE_LAYER = ".base_layer."
+_LIGHTNING = "pytorch-lightning_version"
+_MOST_PARTS = 50
+"""Submodules from which wrappers are taken off: each takes a rule."""
+_LONGEST = 1000
+"""Characters of a name of which every part is looked at."""
+_EVERYWHERE = ("torch", "builtins", "collections", "numpy")
+"""Packages whose classes are found wherever a file is loaded."""
+_SHARDED = ("DTensor", "ShardedTensor")
+_REFUSED = "torch.load says: Weights only load failed. ... Unsupported global: GLOBAL"
+_BLOCKED = ("sys", "os", "posix", "nt")
+"""Modules of which torch words its refusal otherwise (torch/_weights_only_unpickler.py)."""
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether it is a type of real or complex numbers with a fraction."""
+    return "float" in dtype or "complex" in dtype
+
+
+def level(patient: Patient) -> Iterator[Found]:
+    """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
+    model = patient.model
+    if model is None:
+        if patient.models:
+            yield _several(patient)
+        elif missing_weights(patient.checkpoint) is None:
+            yield _none(patient)
+        return
+    if model.path:
+        yield _one_level_down(patient, model)
+    names = [str(name) for name in values_inside(model.node)]
+    if names and model.kind == "state_dict":
+        complaint = Complaint(
+            "values-inside",
+            "fails",
+            f"values stand among the tensors of the state dict: {listed(names)}",
+            names_of(names),
+            "load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted_names(names[:1]),
+            remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+        )
+        yield Found(complaint, {"model_only": True})
+    held = unwrapped(model)
+    if N_AVERAGED in held and len(held) > 1 and not patient.is_compared(model):
+        complaint = Complaint(
+            "averaged",
+            "fails",
+            f"{N_AVERAGED} says that an AveragedModel was saved",
+            (N_AVERAGED,),
+            f'load_state_dict into the model says: Unexpected key(s) in state_dict: "{N_AVERAGED}"'
+            "; an AveragedModel loads it, with module. before the names",
+        )
+        yield Found(complaint, {"exclude": (name_of((*model.path, N_AVERAGED)),)})
+
+
+def _one_level_down(patient: Patient, model: Section) -> Found:
+    """The weights below a key: right for a training, a failure for `load_state_dict` alone."""
+    root = patient.checkpoint.root
+    keys = [str(key) for key in root] if isinstance(root, dict) else []
+    way = "".join(f"[{key!r}]" for key in model.path)
+    beside = patient.is_training
+    complaint = Complaint(
+        "level",
+        "note" if beside else "fails",
+        f"the weights are one level down, in {printable(model.name)}"
+        + (", beside the state of a training" if beside else ""),
+        (printable(model.name),),
+        "load_state_dict(torch.load(FILE)) says: Unexpected key(s) in state_dict: ... "
+        + quoted_names(keys[:1]),
+        remedy=f"in code: torch.load(FILE){printable(way)}",
+    )
+    key = {"key": patient.key} if patient.key is not None else {}
+    return Found(complaint, {**key, "model_only": True})
+
+
+def _several(patient: Patient) -> Found:
+    """Several candidates, between which the user has to choose."""
+    named = [section for section in patient.models if section.name]
+    shown = [
+        f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
+        for section in patient.models
+    ]
+    complaint = Complaint(
+        "several-models",
+        "note" if patient.is_training else "fails",
+        f"{len(shown)} state dicts are in it: choose the one to load",
+        names_of(shown, most=20),
+        "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
+        remedy="--key NAME chooses one, here and in ckptool convert",
+    )
+    choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
+    return Found(complaint, choices=tuple(choices))
+
+
+def _word(section: Section) -> str:
+    """The part of a section's name that fits into the name of a file."""
+    return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
+
+
+def _none(patient: Patient) -> Found:
+    """No model: right for the file of an optimizer or scheduler, a failure for anything else."""
+    root = patient.checkpoint.root
+    parts = [part for part in patient.checkpoint.sections if part.kind != "values"]
+    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
+    states = {part.kind for part in parts} & {"optimizer", "scheduler"}
+    tensors = sum(1 for _ in find_tensors(root))
+    harmless = bool(states) or (isinstance(root, dict) and not tensors)
+    if isinstance(root, dict):
+        says = "Missing key(s) in state_dict"
+    else:
+        says = "Expected state_dict to be dict-like"
+    if states:
+        remedy = f"{min(states)}.load_state_dict(torch.load(FILE)) takes what it is for"
+    else:
+        remedy = "take the file that has the weights"
+    complaint = Complaint(
+        "no-model",
+        "note" if harmless else "fails",
+        "there is no state dict of a model in it, but "
+        + (listed(kinds, most=4) if kinds else _held(root, tensors)),
+        names_of(
+            f"the {part.kind} {part.name or 'at the root'}" for part in patient.checkpoint.sections
+        ),
+        f"load_state_dict(torch.load(FILE)) says: {says}",
+        remedy=remedy,
+    )
+    return Found(complaint)
+
+
+def _held(root: Any, tensors: int) -> str:
+    """What a file holds that has no part with a name of its own."""
+    if isinstance(root, TensorRef):
+        return "one tensor"
+    if isinstance(root, (dict, list, tuple)):
+        kind = next(kind for kind in (dict, list, tuple) if isinstance(root, kind)).__name__
+        entries = f"{len(root):,} entr{'y' if len(root) == 1 else 'ies'}"
+        return f"a {kind} of {entries}, with {counted(tensors, 'tensor')}"
+    if isinstance(root, Opaque):
+        return f"an object of class {printable(class_of(root))}"
+    return f"a value of type {type(root).__name__}"
+
+
+def objects(patient: Patient) -> Iterator[Found]:
+    """Yield what `torch.load` refuses of the tree, or can make only where certain classes are."""
+    refused = list(refusals(patient.checkpoint.root))
+    modules = [(name_of(path), node) for path, node in refused if is_module(node)]
+    others = [(name_of(path), class_of(node)) for path, node in refused if not is_module(node)]
+    names = patient.checkpoint.details.globals
+    first = next(iter(blocking(names)), None) or next(iter(patient.blocked), "")
+    says = f"{_REFUSED} {printable(first)} was not an allowed global by default"
+    if first.partition(".")[0] in _BLOCKED:
+        home = first.rpartition(".")[0]
+        says = (
+            "torch.load says: Weights only load failed. ... Trying to load unsupported GLOBAL "
+            f"{printable(first)} whose module {printable(home)} is blocked"
+        )
+    if modules:
+        classes = dict.fromkeys(class_of(node) for _, node in modules)
+        known = [*classes, *patient.blocked]
+        own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
+        absent = f"; where the class {printable(own)} is not, nothing else loads it" if own else ""
+        complaint = Complaint(
+            "module",
+            "fails",
+            f"the model itself was pickled, not its state_dict: {listed(classes)}",
+            names_of(name or "the root" for name, _ in modules),
+            says + absent,
+        )
+        alone = patient.model is not None and patient.model.kind == "module"
+        yield Found(complaint, {"model_only": True} if alone else {"plain": True})
+    if others or (patient.blocked and not modules):
+        classes = dict.fromkeys([kind for _, kind in others] or patient.blocked)
+        complaint = Complaint(
+            "objects",
+            "fails",
+            f"it holds objects that weights_only=True refuses: {listed(classes)}",
+            names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
+            f"{says}; weights_only=False, which it proposes, runs all that the file says",
+            remedy="gather the full tensors where it was trained, and save those"
+            if any(kind.rpartition(".")[2] in _SHARDED for kind in classes)
+            else "",
+        )
+        yield Found(complaint, {"plain": True})
+    texts = [text for section in patient.models for text in section.unread]
+    if texts:
+        complaint = Complaint(
+            "unread",
+            "misleads",
+            "a state dict made of the pickled model would lack weights",
+            names_of(texts),
+            "a class with a __getstate__ of its own keeps them in a form that only it reads; "
+            "load_state_dict then says: Missing key(s) in state_dict",
+            remedy="load it with torch.load(weights_only=False) where its classes are, and save "
+            "model.state_dict()",
+        )
+        yield Found(complaint)
+    numpy = [name for name in names if name.startswith("numpy._core.")]
+    if numpy:
+        complaint = Complaint(
+            "numpy",
+            "note",
+            f"numpy 2 pickled something in it ({listed(numpy)})",
+            (),
+            "torch.load(weights_only=False) with numpy 1 ends with: No module named 'numpy._core'",
+        )
+        yield Found(complaint, {"plain": True})
+
+
+def naming(patient: Patient) -> Iterator[Found]:
+    """Yield what is wrong with the names; a reference says more than these checks know."""
+    models = [one for one in patient.models if not patient.is_compared(one)]
+    yield from _wrappers([section for section in models if section.wrappers])
+    yield from _submodules(models)
+    for section in models:
+        within, others = wrapped_in_part(unwrapped(section).values())
+        if within:
+            complaint = Complaint(
+                "wrapped-in-part",
+                "note",
+                f"module. is before {counted(len(within), 'name')}, and not before "
+                f"{printable(others[0])}",
+                names_of(within),
+                "strip-module leaves it there, as it may be a layer of that name",
+                remedy="where it is a wrapper's: ckptool rename with --prefix module.=",
+            )
+            yield Found(complaint)
+        yield from _adapters(section)
+    yield from _lightning(patient)
+
+
+def _wrappers(sections: list[Section]) -> Iterator[Found]:
+    if not sections:
+        return
+    kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
+    names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
+    complaint = Complaint(
+        "wrappers",
+        "fails",
+        f"names carry the wrapper{'s' if len(kinds) > 1 else ''} "
+        f"{' '.join(f'{word}.' for word in kinds)} of "
+        f"{listed(section.name or 'the root' for section in sections)}",
+        names_of(names),
+        "load_state_dict into the bare model says: Missing key(s) in state_dict: ... Unexpected "
+        f"key(s) in state_dict: {quoted_names(names[:1])}; with strict=False it loads nothing of "
+        "it, without an error",
+        remedy=_collision(sections),
+    )
+    yield Found(complaint, {"wrappers": "strip"})
+
+
+def _collision(sections: Iterable[Section]) -> str:
+    """Why the wrappers cannot come off, where they cannot."""
+    try:
+        for section in sections:
+            strip_names(wrapped_names(section.node))
+    except NameCollision as error:
+        return f"{error.message}: load the one that is meant by itself (ckptool extract --include)"
+    return ""
+
+
+def _submodules(models: list[Section]) -> Iterator[Found]:
+    """Submodules below which there is nothing but `module.`."""
+    names = [name for section in models for name in unwrapped(section).values()]
+    paths = _parallel(filter(counts, names))[:_MOST_PARTS]
+    if not paths:
+        return
+    before = tuple(f"{path}.module." for path in paths)
+    own = [name for name in names if name.startswith(before)]
+    complaint = Complaint(
+        "submodule-wrapper",
+        "fails",
+        f"below {listed(map(printable, paths), most=3)} there is nothing but module.: DataParallel "
+        "around a part of the model",
+        names_of(own),
+        "load_state_dict into the bare model says: Unexpected key(s) in state_dict: ... "
+        f"{quoted_names(own[:1])}; a model that has a layer of that name loads it (--like "
+        "REFERENCE knows)",
+    )
+    yield Found(complaint, {"rename": tuple(_without(f"{path}.module.", path) for path in paths)})
+
+
+def _parallel(names: Iterable[str]) -> list[str]:
+    """Paths below which every name goes on with `module`, outermost ones first."""
+    parts: dict[str, set[str]] = {}
+    for name in names:
+        path = ""
+        for part in name.split(".") if len(name) <= _LONGEST else ():
+            parts.setdefault(path, set()).add(part)
+            path = below(path, part)
+    return [p for p, held in parts.items() if p and held == {"module"} and f"{p}.module" in parts]
+
+
+def _without(before: str, after: str = "") -> str:
+    """The rule that puts one beginning of names in the place of another."""
+    new = after.replace("\\", r"\\")
+    return f"^{re.escape(before)}=>{new}{'.' if new else ''}"
+
+
+def _adapters(section: Section) -> Iterator[Found]:
+    """What PEFT puts before the names of the model that it adapts, and inside its layers."""
+    every = [name for name in wrapped_names(section.node) if counts(name)]
+    names = [name for name in every if name.startswith(_PEFT)]
+    adapted = [name for name in names if _ADAPTER.search(name)]
+    wrapped = [name for name in every if _BASE_LAYER in name]
+    if not names and not wrapped:
+        return
+    own = bool(adapted or wrapped) or len(names) < len(every)
+    alone = len(adapted) == len(every)
+    kind = "a merged model"
+    if own:
+        kind = "adapters, weights beside those of a model" if alone else "a model with its adapters"
+    shown = wrapped or adapted or names
+    complaint = Complaint(
+        "adapter",
+        "note" if own and not wrapped else "fails",
+        f"the names are those of PEFT: {kind}",
+        names_of(shown),
+        "load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
+        f"{quoted_names(shown[:1])}; with strict=False an adapter is not applied, without an error",
+        remedy=(
+            "load it with peft (PeftModel.from_pretrained) over its base model"
+            if alone or not wrapped
+            else "load it into the PeftModel of its base model; merge_and_unload() gives the model"
+        )
+        if own
+        else "",
+    )
+    yield Found(complaint, None if own else {"rename": (_without(_PEFT),)})
+
+
+def _lightning(patient: Patient) -> Iterator[Found]:
+    """A LightningModule's own attribute before every name; which one, only its class says."""
+    root, model = patient.checkpoint.root, patient.model
+    if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
+        return
+    names = list(unwrapped(model).values())
+    parts = {name.partition(".")[0] for name in names}
+    if len(parts) != 1 or not all("." in name for name in names) or patient.is_compared(model):
+        return
+    prefix = f"{parts.pop()}."
+    complaint = Complaint(
+        "lightning",
+        "note",
+        f"every name begins with {printable(prefix)}, the attribute of the LightningModule that "
+        "holds the model",
+        names_of(names),
+        "it loads into that LightningModule; load_state_dict into the model alone says: "
+        f"Unexpected key(s) in state_dict: ... {quoted_names(names[:1])}",
+    )
+    yield Found(complaint, None, (Choice({"rename": (_without(prefix),)}, "renamed"),))
+
+
+def versions(patient: Patient) -> Iterator[Found]:
+    """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
+    for section in patient.models:
+        tensors = tensors_of(section)
+        cast = [n for n, t in tensors.items() if _last(n) in INTEGERS and is_floating(t.dtype)]
+        if cast:
+            kinds = dict.fromkeys(tensors[name].dtype for name in cast)
+            complaint = Complaint(
+                "cast-buffers",
+                "misleads",
+                f"buffers that count or index were cast to {', '.join(kinds)}",
+                names_of(cast),
+                "load_state_dict copies them into the model's integer buffers without a word: a "
+                "float16 counts to 2048, bfloat16 to 256, a fraction is cut off",
+                remedy="in code: state[name] = state[name].long(); ckptool cast leaves them out",
+            )
+            yield Found(complaint)
+        if section.kind == "state_dict" and not metadata_of(section):
+            yield from _norms(patient, tensors)
+    packed = [
+        key
+        for node in everything(patient.checkpoint.root)
+        if isinstance(node, dict) and not (isinstance(node, OrderedMap) and node.metadata)
+        for key, value in node.items()
+        if isinstance(key, str) and _last(key) == "_packed_params" and not isinstance(value, dict)
+    ]
+    if packed:
+        why = "a quantised layer takes the state for the oldest one: KeyError: 'weight'"
+        yield _lost("fails", packed, why)
+
+
+def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
+    """BatchNorm asks for versions; where its counter is missing it keeps the model's silently."""
+    paths = [name.rpartition(".")[0] for name in tensors if _last(name) == "running_mean"]
+    uncounted = [path for path in paths if below(path, "num_batches_tracked") not in tensors]
+    why = "BatchNorm takes the state for that of torch before 0.4.1"
+    if uncounted:
+        names = [below(path, "running_mean") for path in uncounted]
+        yield _lost("misleads", names, f"{why}: the model silently keeps the counter that it has")
+    elif paths and patient.checkpoint.format.startswith("torch-"):
+        names = [below(path, "running_mean") for path in paths]
+        yield _lost("note", names, f"{why}, which here changes nothing")
+
+
+def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
+    complaint = Complaint(
+        "metadata",
+        severity,
+        "the state dict has lost its _metadata, the versions of its modules",
+        names_of(names),
+        f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
+        remedy="save model.state_dict() as it is, where the model was made",
+    )
+    return Found(complaint)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,62 @@
+"""Names and numbers as words of a sentence, safe for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["clean", "clean_lines", "counted", "listed", "printable"]
+
+_LONGEST = 160  # characters of one name in a message
+_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def clean(text: str) -> str:
+    r"""Return the text with everything that a terminal might obey or hide spelled out (`\x1b`).
+
+    That is control characters, escapes, bidirectional and other invisible format characters, line
+    separators, lone surrogates, unassigned and private code points, and a space at either end.
+    """
+    inner = text.strip(" ")
+    if text.isprintable() and inner == text:
+        return text
+    before = len(text) - len(text.lstrip(" "))
+    after = len(text) - len(inner) - before
+    return "\\x20" * before + "".join(map(_visible, inner)) + "\\x20" * after
+
+
+def clean_lines(text: str) -> str:
+    """Return a text of several lines as `clean` does, with its line breaks and indents."""
+    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if character in _NAMED:
+        return _NAMED[character]
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def printable(text: str) -> str:
+    """Return a name for a message: as `clean` does, the middle of a long one cut out."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
+    return clean(text)
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Return names for a sentence: `a, b, and 3 more`; `nothing` where there are none."""
+    given = list(names)
+    shown = ", ".join(map(printable, given[:most]))
+    return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return so many of something: `1 name`, `1,200 names`, `3 entries`."""
+    if count == 1:
+        return f"1 {noun}"
+    ends_in_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
+    return f"{count:,} {noun[:-1]}ies" if ends_in_y else f"{count:,} {noun}s"

@@ -1,0 +1,134 @@
+"""Complaints that no command mends, and what is no complaint."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from tests.diagnosis.faults import Net, healthy, training_run
+
+
+def without_counters():
+    return {name: v for name, v in healthy().items() if "num_batches" not in name}
+
+
+def test_lost_versions_mislead_where_a_counter_is_missing(complaint):
+    net = Net()
+    net.features[1].num_batches_tracked.fill_(7)
+    net.load_state_dict(without_counters())  # no error, and the model keeps its own counter
+    assert net.features[1].num_batches_tracked == 7
+    found = complaint("metadata", without_counters())
+    assert (found.severity, found.where) == ("misleads", ("features.1.running_mean",))
+
+
+def test_lost_versions_are_a_note_where_all_is_there(complaint):
+    assert complaint("metadata", dict(healthy())).severity == "note"
+    assert complaint("metadata", healthy()) is None
+    assert complaint("metadata", torch.nn.Linear(2, 2).state_dict().copy()) is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_lost_versions_fail_in_quantised_layers(complaint):
+    layer = torch.ao.nn.quantized.Linear(2, 2)
+    state = layer.state_dict()
+    assert complaint("metadata", state) is None
+    with pytest.raises(KeyError, match="weight"):
+        layer.load_state_dict(dict(state))
+    found = complaint("metadata", dict(state))
+    assert (found.severity, found.where) == ("fails", ("_packed_params._packed_params",))
+
+
+def test_counters_that_were_cast_mislead(complaint):
+    found = complaint("cast-buffers", {name: v.half() for name, v in healthy().items()})
+    assert (found.severity, found.where) == ("misleads", ("features.1.num_batches_tracked",))
+    assert "float16" in found.what
+
+
+def test_an_adapter_is_for_peft(complaint):
+    names = ("lora_A.default.weight", "lora_B.default.weight")
+    root = OrderedDict((f"base_model.model.q.{name}", torch.ones(2, 2)) for name in names)
+    found = complaint("adapter", root)
+    assert (found.severity, found.commands) == ("note", ())
+    assert "peft" in found.remedy
+
+
+def test_flat_parameters_of_fsdp_are_named(complaint):
+    root = {"_fsdp_wrapped_module._flat_param": torch.ones(9), "other.weight": torch.ones(2)}
+    assert complaint("flat-parameters", root).where == ("_fsdp_wrapped_module._flat_param",)
+
+
+def test_wrappers_that_cannot_come_off_have_no_command(diagnosed):
+    root = OrderedDict({"_orig_mod.a.w": torch.ones(2), "a.w": torch.ones(2)})
+    (found,) = diagnosed(root).complaints
+    assert (found.kind, found.commands) == ("wrappers", ())
+    assert "would both be named" in found.remedy
+
+
+def test_meta_tensors_mislead(complaint):
+    found = complaint("meta", {"a.w": torch.ones(2, 2, device="meta")})
+    assert (found.severity, found.commands) == ("misleads", ())
+
+
+def test_the_state_of_a_training_without_a_model_is_a_note(complaint):
+    found = complaint("no-model", {"optimizer": training_run()["optimizer"], "epoch": 1})
+    assert (found.severity, found.where) == (
+        "note",
+        ("the optimizer optimizer", "the values at the root"),
+    )
+    assert (found.commands, found.alternatives) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        (torch.ones(3), "one tensor"),
+        ([torch.ones(3), torch.ones(2)], "a list of 2 entries, with 2 tensors"),
+        ((torch.ones(3),), "a tuple of 1 entry, with 1 tensor"),
+        ({"lr": [torch.ones(3)]}, "a dict of 1 entry, with 1 tensor"),
+        (17, "a value of type int"),
+        ("text", "a value of type str"),
+    ],
+)
+def test_what_no_model_takes_is_named(complaint, root, says):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        Net().load_state_dict(root)
+    found = complaint("no-model", root)
+    assert (found.severity, found.commands) == ("fails", ())
+    assert found.what.endswith(f"but {says}")
+    assert str(caught.value).partition(",")[0] in found.why or isinstance(root, dict)
+
+
+def test_an_empty_dict_is_the_state_of_a_model_without_parameters(diagnosed):
+    torch.nn.ReLU().load_state_dict({})
+    assert diagnosed({}).ok
+    assert diagnosed(torch.nn.ReLU().state_dict()).ok
+
+
+def test_a_long_list_of_places_is_cut(complaint):
+    root = OrderedDict((f"module.{chr(97 + n)}.w", torch.ones(2)) for n in range(20))
+    where = complaint("wrappers", root).where
+    assert (len(where), where[-1]) == (9, "and 12 more")
+    layers = OrderedDict((f"module.layers.{n}.w", torch.ones(2)) for n in range(20))
+    assert complaint("wrappers", layers).where == ("module.layers.{0..19}.w",)
+
+
+def test_small_waste_is_none(complaint):
+    assert complaint("bloat", {"a.w": torch.zeros(100)[:50]}) is None
+    assert complaint("bloat", {"a.w": torch.zeros(10_000)[:9_990]}) is None
+    assert complaint("bloat", {"a.w": torch.zeros(10_000)[:5_000]}) is not None
+
+
+def test_objects_without_a_plain_form_that_carry_weights_have_no_command(fixtures):
+    from ckptool.diagnosis import diagnose
+
+    found = diagnose(fixtures / "distributed" / "dtensor_0_of_2.pth", quick=True)
+    (objects,) = [one for one in found.complaints if one.kind == "objects"]
+    assert (objects.commands, found.commands) == ((), ())
+    assert "gather" in objects.remedy
+
+
+def test_a_module_before_most_names_is_a_note(complaint):
+    root = {"module.w": torch.ones(2), "module.b": torch.ones(2), "queue": torch.ones(3)}
+    found = complaint("wrapped-in-part", root)
+    assert (found.severity, found.where) == ("note", ("module.w", "module.b"))
+    assert "--prefix module.=" in found.remedy

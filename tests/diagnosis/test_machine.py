@@ -1,0 +1,89 @@
+"""Which devices there are, told by files of the system."""
+
+import pytest
+import torch
+
+from ckptool.diagnosis import machine
+from ckptool.diagnosis.machine import devices_here, parsed_devices
+from ckptool.errors import UsageError
+
+CUDA = "cuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
+WITHOUT = "cuda: Optional[str] = None\nhip: Optional[str] = None\n"
+ROCM = "cuda: Optional[str] = None\nhip: Optional[str] = '6.2'\n"
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A machine with so many GPUs, and a torch that was built for something."""
+
+    def with_gpus(nvidia=0, amd=0, torch=CUDA):
+        monkeypatch.setattr(machine, "_installed_torch", lambda: torch)
+        monkeypatch.setattr(machine.sys, "platform", "linux")
+        (tmp_path / "dev").mkdir()
+        for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(nvidia))):
+            (tmp_path / "dev" / name).touch()
+        for number in range(amd + 1):  # the first node is the processor
+            node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+            node.mkdir(parents=True)
+            (node / "properties").write_text(
+                f"cpu_cores_count 8\nsimd_count {240 * (number > 0)}\n"
+            )
+        return str(tmp_path)
+
+    return with_gpus
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ({}, ("cpu",)),
+        ({"nvidia": 2}, ("cpu", "cuda:0", "cuda:1")),
+        ({"nvidia": 2, "torch": None}, ("cpu", "cuda:0", "cuda:1")),
+        ({"nvidia": 2, "torch": WITHOUT}, ("cpu",)),
+        ({"amd": 1, "torch": ROCM}, ("cpu", "cuda:0")),
+        ({"amd": 1, "torch": CUDA}, ("cpu",)),
+    ],
+)
+def test_gpus_are_counted_as_far_as_torch_can_use_them(system, gpus, expected):
+    assert devices_here(system(**gpus), {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "count"),
+    [("", 0), ("-1", 0), ("1", 1), ("1,0", 2), ("0,-1,1", 1), ("GPU-8932f937", 1), ("0,1,2,3", 3)],
+)
+def test_the_environment_hides_gpus(system, stated, count):
+    here = devices_here(system(nvidia=3), {"CUDA_VISIBLE_DEVICES": stated})
+    assert here == ("cpu", *(f"cuda:{index}" for index in range(count)))
+
+
+def test_the_torch_that_is_installed_is_read_and_not_run():
+    text = machine._installed_torch()
+    assert f"'{torch.__version__}'" in text
+    assert (machine._WITHOUT_CUDA.search(text) is None) == (torch.version.cuda is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("cpu", ("cpu",)),
+        ("cuda", ("cpu", "cuda:0")),
+        ("cuda:1, cuda:0", ("cpu", "cuda:1", "cuda:0")),
+        ("mps", ("cpu", "mps")),
+        ("cuda:3", ("cpu", "cuda:3")),
+        (["cuda", "npu:1"], ("cpu", "cuda:0", "npu:1")),
+        ([torch.device("cpu"), torch.device("cuda", 1)], ("cpu", "cuda:1")),
+        (torch.device("mps"), ("cpu", "mps")),
+        ([], ("cpu",)),
+    ],
+)
+def test_devices_are_given_as_a_list(text, tags):
+    assert parsed_devices(text) == tags
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GPU", "banana", "cuda:x", "cuda:0;cuda:1", ["cpu", "banana"], [0], 0]
+)
+def test_words_that_are_no_device_are_refused(text):
+    with pytest.raises(UsageError, match="is no device"):
+        parsed_devices(text)

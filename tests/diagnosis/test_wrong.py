@@ -1,0 +1,216 @@
+"""Files of real libraries that do not load as their owners try, and the words of those libraries.
+
+`fixtures/make/wrong.py` makes the files.
+"""
+
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ckptool import verify
+from ckptool.cli import main
+from ckptool.diagnosis import diagnose
+from ckptool.formats import open_checkpoint
+from ckptool.inspection import info
+from tests.diagnosis.faults import CPU, MENDED, Net, healthy
+
+WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
+SAYS = re.compile(r"(torch\.load|safetensors) says: (.*?)(?:; |$)")
+
+
+def run(command):
+    assert main(shlex.split(command)[1:]) == 0, command
+
+
+def examined(path, **options):
+    return diagnose(path, quick=True, devices=["cpu"], **options)
+
+
+def summary(path):
+    with open_checkpoint(path) as checkpoint:
+        return info(checkpoint)
+
+
+def loaded(path):
+    return load_file(path) if str(path).endswith(".safetensors") else torch.load(path)
+
+
+def state():
+    return loaded(WRONG / "consolidated.00.pth")
+
+
+@pytest.mark.parametrize("name", ["safetensors.pth", "torch.safetensors"])
+def test_content_and_name_agree_after_the_command(tmp_path, name):
+    path = shutil.copy(WRONG / name, tmp_path)
+    with pytest.raises((SafetensorError, Exception), match=r"header too large|Unsupported operand"):
+        loaded(path)
+    found = examined(path)
+    assert [(one.kind, one.severity) for one in found.complaints] == [("misnamed", "fails")]
+    run(found.all_at_once)
+    assert loaded(found.target).keys() == state().keys()
+    assert examined(found.target).complaints == ()
+    command = summary(path).commands["cpu"]
+    run(command)
+    assert loaded(shlex.split(command)[3]).keys() == state().keys()
+
+
+def test_a_safetensors_file_gets_the_format_that_transformers_asks_for(tmp_path):
+    path = shutil.copy(WRONG / "unnamed.safetensors", tmp_path)
+    found = examined(path)
+    assert [(one.kind, one.severity) for one in found.complaints] == [("format-unnamed", "note")]
+    (note,) = [note for note in summary(path).notes if "format: pt" in note]
+    for command in (found.all_at_once, re.search(r"ckptool .*(?= adds it)", note)[0]):
+        run(command)
+        assert examined(shlex.split(command)[3]).complaints == ()
+
+
+PARTS = {
+    "zero3_model_states.pt": "4 of 4 tensors have the shape",
+    "mp_rank_00_model_states.pt": "its mp_world_size is 2",
+    "rank_0_of_8.pt": "one part of 8: its name says so",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_called_one_and_no_command_makes_a_model_of_it(name):
+    found = examined(WRONG / name)
+    (part,) = [one for one in found.complaints if one.kind == "part"]
+    assert re.search(PARTS[name], part.what)
+    assert (part.severity, bool(part.remedy)) == ("fails", True)
+    assert not any(one.commands or one.alternatives for one in found.complaints)
+    assert (found.commands, found.all_at_once, found.resume) == ((), None, None)
+    said = summary(WRONG / name)
+    assert said.commands == {}
+    assert said.part == part.what
+    assert any(part.what in note for note in said.notes)
+    assert any(part.what in note for note in verify(WRONG / name).notes)
+
+
+def test_a_counted_name_is_a_part_where_the_next_lies_beside_it(tmp_path):
+    path = shutil.copy(WRONG / "consolidated.00.pth", tmp_path)
+    (found,) = examined(path).complaints
+    assert (found.kind, found.severity) == ("part", "note")
+    shutil.copy(path, tmp_path / "consolidated.01.pth")
+    (found,) = examined(path).complaints
+    assert (found.severity, "consolidated.01.pth lies beside it" in found.what) == ("fails", True)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "training.pth"])
+def test_what_a_healthy_training_saved_is_no_failure(name):
+    assert examined(WRONG / name).ok
+    said = summary(WRONG / name)
+    assert (said.weights_only, said.commands) == (True, {})
+
+
+def test_a_training_has_a_command_to_resume_and_one_for_the_weights(tmp_path):
+    path = shutil.copy(WRONG / "resumed.pth", tmp_path)
+    found = examined(path)
+    before = torch.load(path, weights_only=False)
+    run(found.all_at_once)
+    assert torch.load(found.target).keys() == state().keys()
+    for command in (found.resume, summary(path).commands["resume"]):
+        Path(shlex.split(command)[3]).unlink(missing_ok=True)
+        run(command)
+        after = torch.load(shlex.split(command)[3])
+        assert (after.keys(), after["epoch"], after["best"]) == (before.keys(), 3, 0.5)
+        assert after["model"].keys() == state().keys()
+        moments = after["optimizer"]["state"][0]["exp_avg"]
+        assert torch.equal(moments, before["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_an_average_loads_into_the_model_after_either_command(tmp_path):
+    path = shutil.copy(WRONG / "averaged.pth", tmp_path)
+    for command in (examined(path).all_at_once, summary(path).commands["cpu"]):
+        run(command)
+        assert torch.load(shlex.split(command)[3]).keys() == state().keys()
+
+
+def test_a_model_with_its_adapters_is_for_peft():
+    (found,) = examined(WRONG / "peft.pth").complaints
+    assert (found.kind, found.severity, found.commands) == ("adapter", "fails", ())
+    assert "merge_and_unload" in found.remedy
+
+
+def test_a_pickle_that_runs_a_program_is_called_that_first(capsys, tmp_path):
+    path = shutil.copy(WRONG / "malicious.pth", tmp_path)
+    for verb in ("info", "doctor"):
+        main([verb, str(path)])
+        assert "would run os.system" in capsys.readouterr().out.splitlines()[0]
+    found = examined(path)
+    run(found.all_at_once)
+    assert examined(found.target).ok
+
+
+def quoted(complaint):
+    """What a complaint quotes of each library, in pieces between which something is left out."""
+    for who, text in SAYS.findall(complaint.why):
+        yield who, [piece.strip() for piece in text.split("...") if piece.strip()]
+
+
+def refusal(path, who):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is what is looked at
+        load_file(path) if who == "safetensors" else torch.load(path)
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "fault",
+    [fault for fault in MENDED if fault.options in ((), CPU)],
+    ids=lambda fault: fault.id,
+)
+def test_quoted_words_are_torchs_own(tmp_path, fault):
+    path = fault.make(tmp_path)
+    for complaint in examined(path).complaints:
+        for who, pieces in quoted(complaint):
+            said = refusal(path, who)
+            assert all(piece in said for piece in pieces), (pieces, said)
+
+
+@pytest.mark.parametrize("name", ["malicious.pth", "resumed.pth", "safetensors.pth"])
+def test_quoted_words_about_a_pickle_are_torchs_own(name):
+    said = [pair for one in examined(WRONG / name).complaints for pair in quoted(one)]
+    assert said
+    for who, pieces in said:
+        assert all(piece in refusal(WRONG / name, who) for piece in pieces)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, -4])
+def test_a_damaged_safetensors_file_has_the_message_of_safetensors(tmp_path, cut):
+    path = tmp_path / "model.safetensors"
+    save_file(dict(state()), path)
+    path.write_bytes(path.read_bytes()[:cut])
+    (found,) = diagnose(path).complaints
+    ((who, pieces),) = quoted(found)
+    assert who == "safetensors"
+    assert all(piece in refusal(path, who) for piece in pieces)
+
+
+def test_names_that_do_not_fit_have_the_words_of_load_state_dict(tmp_path):
+    wrapped = {f"module.{name}": value for name, value in healthy().items()}
+    torch.save(wrapped, tmp_path / "model.pth")
+    with pytest.raises(RuntimeError) as caught:
+        Net().load_state_dict(wrapped)
+    (found,) = [
+        one for one in examined(tmp_path / "model.pth").complaints if one.kind == "wrappers"
+    ]
+    text = found.why.partition("says: ")[2].partition("; with")[0]
+    assert all(piece.strip() in str(caught.value) for piece in text.split("..."))
+
+
+def test_torch_jit_says_of_a_state_dict_what_is_explained(capsys, tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(healthy(), path)
+    with pytest.raises(RuntimeError) as caught:
+        torch.jit.load(path)
+    main(["doctor", os.fspath(path), "--explain"])
+    said = capsys.readouterr().out.partition("torch.jit.load says: ")[2].strip()
+    assert said
+    assert said in str(caught.value)
