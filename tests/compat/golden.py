@@ -44,14 +44,13 @@ def files_of(folders: list[Path]) -> list[Path]:
     """Return the files of the folders that may be checkpoints, and the folders that hold some."""
     found: list[Path] = []
     for folder in folders:
-        for place in sorted(folder.rglob("*")):
-            if (
-                place.is_dir()
-                or not place.name.endswith(NOT_FIXTURES)
-                or place.name.endswith(".index.json")
-            ):
-                found.append(place)
+        places = sorted(folder.rglob("*"))
+        found.extend(place for place in places if place.is_dir() or _may_be_one(place.name))
     return [place for place in found if "make" not in place.parts]
+
+
+def _may_be_one(name: str) -> bool:
+    return not name.endswith(NOT_FIXTURES) or name.endswith(".index.json")
 
 
 def run(arguments: list[str]) -> tuple[int, str, str]:
