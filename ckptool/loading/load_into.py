@@ -395,13 +395,23 @@ class _Loading:
         self._judge(answer, versions)
 
     def _options(self) -> dict[str, Any]:
-        """Return `strict=False`, unless the model's own `load_state_dict` does not take it."""
+        """Return `strict=False`, as `_judge` looks at what is missing.
+
+        A `load_state_dict` of the model's own may not take it, or look for missing names only
+        where it is strict.
+        """
         if overrides_load(self._model):
             takes = inspect.signature(self._model.load_state_dict).parameters
             if "strict" not in takes and not any(
                 one.kind is one.VAR_KEYWORD for one in takes.values()
             ):
                 return {}
+            given = self._given_names.keys() | {
+                name for name, reason in self.plan.report.kept if reason.startswith(TORCH_DECIDES)
+            }
+            allowance = self._allowance
+            if allowance.strict and not (allowance.missing or allowance.unexpected):
+                return {"strict": self._target.slots.keys() <= given}
         return {"strict": False}
 
     def _copy_into_real(self, held: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:

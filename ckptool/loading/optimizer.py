@@ -29,11 +29,11 @@ from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
 from ckptool.matching.refusal import escaped_glob
 from ckptool.matching.slots import holds
 from ckptool.model import Shape, TensorRef
-from ckptool.optimizers import OPTIONS, groups_of, model_of, options_of
+from ckptool.optimizers import OPTIONS, groups_of, kept_by, model_of, options_of
 from ckptool.optimizers import shape_of as shape_kept
 from ckptool.paths import name_of, resolve, walk
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, noted_owners, sections
 from ckptool.tensors import is_one_part
 from ckptool.words import counted, listed, printable
 from ckptool.wrappers import strip_names
@@ -56,6 +56,9 @@ _SPREAD = (
 )
 _FLAT = ("prev_flat_grad", "old_dirs")
 """Keys of LBFGS, which keeps with its first parameter one state of all of them, in their order."""
+
+_MARKS = {"Adamax": "exp_inf", "NAdam": "mu_product"}
+"""State that one kind alone keeps, of the kinds that have the options of Adam."""
 
 
 class _Refused(Exception):
@@ -351,44 +354,87 @@ def _by_names(
         raise _Refused(
             "the file does not name the parameters of its optimizer, and shapes and order are no "
             "proof of whose state is whose",
-            _VOUCH,
+            _vouching(saved, wanted),
         )
-    numbers = {name: at for at, name in enumerate(wanted.names)}
+    numbers: dict[str, int | str] = {name: at for at, name in enumerate(wanted.names)}
     for tied in plan.report.tied:
         known = next((numbers[name] for name in tied if name in numbers), None)
         if known is not None:
             numbers.update((name, known) for name in tied)
-    leads = {own: numbers[name] for name, own in plan.pairs.items() if name in numbers}
+    # The model's other parameters count too: a name may lead to one that is not the optimizer's.
+    leads = {own: numbers.get(name, name) for name, own in plan.pairs.items()}
     shapes = [saved.shape(key) for _, key in saved.keys]
     have = {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)}
     want = {name: slot for name, slot in target.slots.items() if slot.kind == "parameter"}
-    want |= {name: Slot(shape_of(wanted.parameters[at])) for name, at in numbers.items()}
+    want |= {
+        name: Slot(shape_of(wanted.parameters[at]))
+        for name, at in numbers.items()
+        if isinstance(at, int)
+    }
     bare = dict(zip(_bare([*leads]), leads.values(), strict=True))
     pairs = matched(have, want).pairs.items()
-    matches = {own: numbers.get(name) for name, own in pairs}
+    matches = {own: numbers.get(name, name) for name, own in pairs}
     readings = [
         [leads.get(name) for name in names],  # as the file's model has them
         [bare.get(name) for name in _bare(names)],  # without wrappers on either side
         [matches.get(name) for name in names],  # as the model here has them, a prefix off or on
     ]
-    whole = [one for one in readings if None not in one and len({*one}) == len(wanted.names)]
-    if whole and len(names) == len(wanted.names):
-        other = next((one for one in whole if one != whole[0]), None)
-        if other is None:
-            return [number for number in whole[0] if number is not None]
-        both = next(pair for pair in zip(names, whole[0], other, strict=True) if pair[1] != pair[2])
-        could = " or ".join(printable(wanted.names[number or 0]) for number in both[1:])
-        raise _Refused(f"{printable(both[0])} of the file's optimizer could be {could}", _VOUCH)
-    best = max(readings, key=lambda one: len({*one} - {None}))
-    alone = [name for name, number in zip(names, best, strict=True) if number is None]
-    lacking = [name for at, name in enumerate(wanted.names) if at not in best]
+    if not noted_owners(state.section):
+        readings += _as_of_parts(names, shapes, leads, state)
+    whole = [one for one in readings if None not in one and len({*one}) == len(names)]
+    for one in whole[1:]:
+        if one != whole[0]:
+            both = zip(names, whole[0], one, strict=True)
+            name, *answers = next(each for each in both if each[1] != each[2])
+            could = (wanted.names[at] if isinstance(at, int) else str(at) for at in answers)
+            raise _Refused(
+                f"{printable(name)} of the file's optimizer could be "
+                f"{' or '.join(map(printable, could))}",
+                _vouching(saved, wanted),
+            )
+    best = max(readings, key=lambda one: len({at for at in one if isinstance(at, int)}))
+    if whole:
+        best = whole[0]
+    found = [at for at in best if isinstance(at, int)]
+    if len({*found}) == len(names) == len(wanted.names):
+        return found
+    alone = [name for name, at in zip(names, best, strict=True) if not isinstance(at, int)]
+    lacking = [name for at, name in enumerate(wanted.names) if at not in found]
     first = [
         f"{printable(some[0])} is in the {whose} only"
         for some, whose in ((alone, "file"), (lacking, "optimizer"))
         if some
     ]
-    is_same = len(names) == len(wanted.names)
-    raise _Refused(_misfit(saved, wanted, " and ".join(first)), _VOUCH if is_same else _ALONE)
+    raise _Refused(_misfit(saved, wanted, " and ".join(first)), _vouching(saved, wanted))
+
+
+def _as_of_parts(
+    names: Sequence[str], shapes: Sequence[Shape | None], leads: Mapping[str, Any], state: State
+) -> Iterator[list[Any]]:
+    """Yield where the names lead below each module that has all of them, with such shapes.
+
+    `model.head.named_parameters()` gives names that another part, or the model itself, has too.
+    """
+    for first in leads:
+        if names and first.endswith(f".{names[0]}"):
+            front = first.removesuffix(names[0])
+            inside = [state.slots.get(f"{front}{name}") for name in names]
+            if all(
+                slot is not None and shape in (None, slot.shape)
+                for slot, shape in zip(inside, shapes, strict=True)
+            ):
+                yield [leads.get(f"{front}{name}") for name in names]
+
+
+def _vouching(saved: _Saved, wanted: _Wanted) -> Remedy | str:
+    """Return the advice to load by position, unless the number of parameters or a shape differs."""
+    if len(saved.keys) != len(wanted.names):
+        return _ALONE
+    for (_, key), parameter in zip(saved.keys, wanted.parameters, strict=True):
+        kept, shape = saved.shape(key), shape_of(parameter)
+        if kept is not None and shape is not None and kept != shape:
+            return _ALONE
+    return _VOUCH
 
 
 def _bare(names: Sequence[str]) -> list[str]:
@@ -440,6 +486,14 @@ def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
         told = " and ".join(f"{verb} {listed(names, 3)}" for verb, names in words if names)
         raise _Refused(
             f"the file's optimizer is of another kind than {type(inner).__name__}: it {told}"
+        )
+    kinds = [one.__name__ for one in type(inner).__mro__ if one.__module__.startswith("torch.")]
+    kept, own = kept_by(saved.section), {_MARKS[kind] for kind in kinds if kind in _MARKS}
+    if kept and kinds[:1] != ["Optimizer"] and kept & {*_MARKS.values()} != own:
+        odd = listed(sorted((kept & {*_MARKS.values()}) ^ own))
+        raise _Refused(
+            f"the file's optimizer is of another kind than {type(inner).__name__}: one of them "
+            f"keeps {odd} of each parameter"
         )
 
 

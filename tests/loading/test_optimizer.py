@@ -719,3 +719,71 @@ def test_every_refusal_says_what_helps(what):
         ckptool.load_into(new, given, optimizer=optimizer)
     assert caught.value.hint == "without optimizer= the model alone is loaded"
     ckptool.load_into(new, given)
+
+
+@pytest.mark.parametrize("child", ["w", "module.w"])
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel])
+def test_a_name_that_two_readings_send_elsewhere_is_not_guessed(child, wrap):
+    old, new = Outer(), Outer()
+    used = stepped(old, parameters=[("module.w", old.module.w)])
+    optimizer = torch.optim.Adam([new.get_parameter(child)])
+    given = content(torch.nn.DataParallel(old), used)
+    assert "module.w of the file's optimizer could be" in problem_of(wrap(new), optimizer, given)
+
+
+def nested():
+    """The names that `head` gives to its parameters are others' in full."""
+    model = torch.nn.Module()
+    model.proj, model.head = torch.nn.Linear(3, 3), torch.nn.Module()
+    model.head.proj = torch.nn.Linear(3, 3)
+    return model
+
+
+@pytest.mark.parametrize("part", ["head", "proj"])
+def test_names_of_a_part_that_are_others_in_full_are_not_guessed_between(part):
+    old, new = nested(), nested()
+    given = content(old, stepped(old, parameters=list(old.head.named_parameters())))
+    optimizer = torch.optim.Adam(new.get_submodule(part).parameters())
+    problem = problem_of(new, optimizer, given)
+    assert problem.endswith("proj.weight of the file's optimizer could be proj.weight or "
+                            "head.proj.weight")  # fmt: skip
+
+
+def test_save_writes_names_in_full_which_are_no_parts(tmp_path):
+    old, new = nested(), nested()
+    used = stepped(old, parameters=list(old.proj.parameters()))
+    ckptool.save(tmp_path / "f.pth", model=old, optimizer=used)
+    optimizer = torch.optim.Adam(new.proj.parameters())
+    ckptool.load_into(new, tmp_path / "f.pth", optimizer=optimizer)
+    assert_alike(by_name(new, optimizer), by_name(old, used))
+    with pytest.raises(MatchError, match=r"head\.proj\.weight is in the optimizer only"):
+        ckptool.load_into(
+            new, tmp_path / "f.pth", optimizer=torch.optim.Adam(new.head.parameters())
+        )
+
+
+def test_position_is_not_proposed_where_shapes_speak_against_it():
+    model = shapely()
+    given = content(model, stepped(model, parameters=model.parameters()))
+    optimizer = torch.optim.Adam(reversed(list(model.parameters())))
+    assert "optimizer_order" not in refusal_of(model, optimizer, given)[1]
+    given = content(model, stepped(model, parameters=list(model[0].parameters())))
+    optimizer = torch.optim.Adam(model.parameters())
+    assert "optimizer_order" not in refusal_of(model, optimizer, given)[1]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "wanted"),
+    [
+        ("Adam", "NAdam"),
+        ("NAdam", "AdamW"),
+        ("Adamax", "Adam"),
+        ("Adam", "Adamax"),
+        ("Adam", "SGD"),
+    ],
+)
+def test_state_of_another_kind_is_refused(saved_by, wanted):
+    model = three()
+    given = content(model, stepped(model, kind_of(saved_by)))
+    optimizer = kind_of(wanted)(model.parameters(), lr=0.1)
+    assert f"is of another kind than {wanted}" in problem_of(model, optimizer, given)

@@ -369,3 +369,27 @@ def test_nothing_is_concluded_inside_such_a_module():
     state = {f"old.{name}": value for name, value in nn.Linear(3, 3).state_dict().items()}
     with pytest.raises(MatchError):
         load_into(Silent(), state)
+
+
+class StrictAlone(nn.Module):
+    """Looks for missing names itself, and only where it is strict."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def load_state_dict(self, state_dict, strict=True):
+        lacking = self.state_dict().keys() - state_dict.keys()
+        if strict and lacking:
+            raise RuntimeError(f"lacking {sorted(lacking)}")
+        return super().load_state_dict({**self.state_dict(), **state_dict}, strict)
+
+
+def test_a_loader_that_forgives_only_what_is_not_strict_is_strict_where_the_caller_is():
+    model = StrictAlone()
+    untouched = Untouched(model)
+    with pytest.raises((RuntimeError, MatchError), match=r"lin\.bias"):
+        load_into(model, {"lin.weight": torch.ones(2, 2)})
+    untouched.check()
+    load_into(model, {"lin.weight": torch.ones(2, 2)}, allow_missing=["lin.bias"])
+    assert torch.equal(model.lin.weight, torch.ones(2, 2))
