@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ckptool.limits import Limits
     from ckptool.loading.load import load
     from ckptool.loading.load_into import load_into
-    from ckptool.loading.match import match
+    from ckptool.loading.plan import match
     from ckptool.loading.save import save
     from ckptool.loading.state_dict import load_state_dict
     from ckptool.matching import MatchReport
@@ -99,7 +99,7 @@ _HOMES = {
     "limits": ("Limits",),
     "loading.load": ("load",),
     "loading.load_into": ("load_into",),
-    "loading.match": ("match",),
+    "loading.plan": ("match",),
     "loading.save": ("save",),
     "loading.state_dict": ("load_state_dict",),
     "matching": ("MatchReport",),

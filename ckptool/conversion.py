@@ -148,7 +148,7 @@ class Conversion:
 
     def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
         from ckptool.conversion_like import fitted
-        from ckptool.loading.fitting.likes import target_like
+        from ckptool.loading.plan import target_like
 
         wanted = target_like(self.like, key=self.like_key)
         allowance = Allowance(

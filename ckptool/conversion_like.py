@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import MatchError, NameCollision, NotRepresentable
-from ckptool.loading.fitting.models import Target
-from ckptool.loading.fitting.plans import planned
-from ckptool.loading.fitting.states import State
-from ckptool.matching import Allowance, Match, MatchReport
+from ckptool.loading.plan import Plan, planned, target_like
+from ckptool.loading.source import State
+from ckptool.loading.target import Target
+from ckptool.matching import Allowance, MatchReport
 from ckptool.model import Opaque, OrderedMap
 from ckptool.names import Rename, strip_names
 from ckptool.remedies import Remedy
@@ -65,8 +65,6 @@ def fitted(
 
 def compared(checkpoint: Checkpoint, part: Section, reference: Checkpoint) -> MatchReport:
     """Match one state dict with that of a reference file, by names, shapes and types alone."""
-    from ckptool.loading.fitting.likes import target_like
-
     with closing(State(checkpoint, part)) as state:
         return planned(state, target_like(reference), by_type=True).report
 
@@ -76,7 +74,7 @@ class _Naming:
     """One state dict and what it is matched to."""
 
     part: Section
-    match: Match
+    fit: Plan
     names: dict[str, str]
     """Every name of its own to the new one."""
     mates: dict[str, tuple[str, ...]]
@@ -85,12 +83,12 @@ class _Naming:
     @property
     def report(self) -> MatchReport:
         """What fits."""
-        return self.match.report
+        return self.fit.report
 
     @property
     def _gone(self) -> frozenset[str]:
         """Names that the model does not take; not plain values that stand beside the tensors."""
-        report, stays = self.report, {*self.match.beyond.values()}
+        report, stays = self.report, {*self.fit.undecided.values()}
         names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
         names |= {one.own for one in report.mismatched}
         return frozenset((names & self.names.keys()) - stays)
@@ -144,7 +142,7 @@ class _Naming:
         for new, mates in self.mates.items():
             text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
             yield Change("fit", text, len(mates))
-        gone, taken = self._gone, {*self.match.beyond.values()}
+        gone, taken = self._gone, {*self.fit.undecided.values()}
         for name, reason in report.left_out:
             text = f"{printable(name)}: {printable(reason)}"
             if name in gone:
@@ -170,28 +168,28 @@ def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list
     made = []
     for part in parts:
         with closing(State(checkpoint, part)) as state:
-            match = planned(state, like, as_stored=True)
+            fit = planned(state, like, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({place(part)})"
-            match = match._replace(report=match.report.with_changes(file=file))
-        made.append(_naming(part, match))
+            fit = fit._replace(report=fit.report.with_changes(file=file))
+        made.append(_naming(part, fit))
     return made
 
 
-def _naming(part: Section, match: Match) -> _Naming:
+def _naming(part: Section, fit: Plan) -> _Naming:
     names = {name: name for name in wrapped_names(part.node)}
-    names.update((one.own, one.name) for one in match.report.mismatched)
-    names.update((own, name) for name, own in match.beyond.items())
+    names.update((one.own, one.name) for one in fit.report.mismatched)
+    names.update((own, name) for name, own in fit.undecided.items())
     by_own: dict[str, list[str]] = {}
-    for wanted, own in match.pairs.items():
+    for wanted, own in fit.pairs.items():
         by_own.setdefault(own, []).append(wanted)
     mates = {}
     for own, tied in by_own.items():
-        likely = (own, match.renamed.get(own, own))
+        likely = (own, fit.match.renamed.get(own, own))
         names[own] = new = next((name for name in likely if name in tied), tied[0])
         if len(tied) > 1:
             mates[new] = tuple(name for name in tied if name != new)
-    return _Naming(part, match, names, mates)
+    return _Naming(part, fit, names, mates)
 
 
 def _check(namings: list[_Naming], allowance: Allowance) -> None:
@@ -200,7 +198,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: the first that does not.
     """
-    refusals = [_refusal(allowance, naming.match) for naming in namings]
+    refusals = [naming.fit.refusal(allowance) for naming in namings]
     refused = next((refusal for refusal in refusals if refusal is not None), None)
     if refused is None:
         return
@@ -217,10 +215,6 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
         hint=Remedy((("key", fitting[0]),), " takes the state dict alone that fits"),
         report=refused.report,
     )
-
-
-def _refusal(allowance: Allowance, match: Match) -> MatchError | None:
-    return allowance.refusal(match.report, untried=match.untried)
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:

@@ -10,7 +10,7 @@ from torch import nn
 import ckptool
 from ckptool.conversion_like import fitted
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
-from ckptool.loading.fitting.models import Target
+from ckptool.loading.target import Target
 from ckptool.matching import Allowance, slots_of
 from ckptool.statedict import model_state_dict
 

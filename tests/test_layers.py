@@ -43,17 +43,18 @@ ROOMS = [
 ]
 INSIDE = {
     "loading": [
-        "objects",
-        "live",
-        "fitting",
-        "filling",
-        "optimizers",
-        "saving",
-        "arguments",
+        "memory",
+        "ranks",
+        "snapshot",
         "load",
         "state_dict",
-        "match",
+        "fill",
+        "target",
+        "source",
+        "plan",
+        "optimizer",
         "load_into",
+        "live_tree",
         "save",
     ],
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import FACTORY, HINT, a_class, at_home, is_model, named, run
-from ckptool.loading.live.on_meta import on_meta
+from ckptool.loading.target import on_meta
 from ckptool.words import printable
 
 __all__ = ["built", "is_factory", "referred"]

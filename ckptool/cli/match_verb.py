@@ -13,9 +13,8 @@ from ckptool.cli.console import print_document, print_lines, say, settle, stdout
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats.identify import as_argument, unused
-from ckptool.loading.fitting.likes import target_like
-from ckptool.loading.fitting.plans import planned
-from ckptool.loading.fitting.states import State, stated
+from ckptool.loading.plan import planned, target_like
+from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.render.remedies import as_options, option_words
 from ckptool.render.text import runnable
@@ -90,11 +89,11 @@ def command(
     wanted = target_like(named, key=like_key)
     with stated(file, key=key, wanted=wanted.slots) as state:
         by_type = named is like  # of a file the header is all that is asked
-        match = planned(state, wanted, rules=regexes, prefixes=prefixes, by_type=by_type)
+        plan = planned(state, wanted, rules=regexes, prefixes=prefixes, by_type=by_type)
         given = [*_used(regexes, state), *_allowing(allowance)]
         given += ["--model-only"] if state.section.kind == "module" else []
-    report = match.report
-    judgement = allowance.judged(report, untried=match.untried)
+    report = plan.report
+    judgement = allowance.judged(report)
     settle(0 if judgement.accepted else 1)
     if as_json:
         print_document({**report.to_dict(), **_document(judgement)})

@@ -1,16 +1,45 @@
-"""`load`: everything that a checkpoint holds."""
+"""`load`: everything that a checkpoint holds, as ordinary Python and torch objects.
+
+Objects of a fixed table of builtin classes are plain data and are made; any other stays an inert
+`Opaque`, whatever it is called.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.errors import LimitExceeded
 from ckptool.formats import opened
-from ckptool.loading.objects.tree import made_tree
+from ckptool.model import (
+    ByteString,
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    Size,
+    StorageRef,
+    TensorRef,
+)
+from ckptool.tensors import Materialiser, is_one_part, set_attributes
 from ckptool.tensors.materialise import MapLocation
+from ckptool.tree import name_of
+from ckptool.words import printable
 
-__all__ = ["load"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TreeMaker", "load", "made_tree", "unpickled"]
+
+_AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_FACTORIES: dict[str, type[Any]] = {
+    f"builtins.{kind.__name__}": kind for kind in (dict, float, int, list, set, str)
+}
 
 
 def load(
@@ -19,20 +48,20 @@ def load(
     map_location: MapLocation = "cpu",
     mmap: bool = False,
 ) -> Any:
-    """The whole tree with tensors made, as `torch.load` would give it; nothing of it is run.
+    """Return the whole tree with tensors made, as `torch.load` would; none of its code runs.
 
-    Containers, ties, circles, `_metadata`, parameters, devices, dtypes and sizes are what they
-    were. An object of any other class than torch's and Python's own stays an inert
-    `ckptool.Opaque` with its tensors made (for the weights of a pickled module see
-    `load_state_dict`). A numpy array becomes a tensor, a numpy scalar a number, a tensor subclass
-    a plain tensor; a DTensor or ShardedTensor stays a `ckptool.TensorRef`, whose `local` part can
-    be read while the checkpoint is open. An attribute of a tensor that would hide one of its class
-    (`p.mean`) is left out, with a `CheckpointWarning`.
+    Containers, ties, circles, `_metadata`, parameters, devices, dtypes and sizes are as they were
+    saved. An object of any class but torch's and Python's own stays an inert `ckptool.Opaque` with
+    its tensors made (for the weights of a pickled module see `load_state_dict`). A numpy array
+    becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor; a DTensor or
+    ShardedTensor stays a `ckptool.TensorRef`, whose `local` part can be read while the checkpoint
+    is open. An attribute of a tensor that would hide one of its class (`p.mean`) is left out, with
+    a `CheckpointWarning`.
 
     Args:
         path: A file, an index of shards or their folder; or an open checkpoint.
         map_location: As `torch.load` takes it; `"meta"` reads no tensor.
-        mmap: Map the file privately in place of reading it: it must not be truncated while the
+        mmap: Map the file privately in place of reading it: do not truncate the file while the
             tensors live.
 
     Raises:
@@ -42,3 +71,243 @@ def load(
     """
     with opened(path) as checkpoint:
         return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)
+
+
+def made_tree(
+    root: Any,
+    *,
+    map_location: MapLocation = "cpu",
+    mmap: bool = False,
+    dtype: torch.dtype | str | None = None,
+) -> Any:
+    """Make the tree `root` of a file; each node once, so that what is shared stays shared.
+
+    Raises:
+        TorchMissing, DeviceError, CorruptFile, UnsupportedFormat, UsageError: as `Materialiser`.
+        LimitExceeded: it is nested deeper than Python can follow.
+    """
+    maker = TreeMaker(root, map_location=map_location, mmap=mmap, dtype=dtype)
+    try:
+        return maker.made(root)
+    finally:
+        maker.forget()  # it refers to itself, and would keep the tensors until a collection
+
+
+class TreeMaker:
+    """Makes a tree, or parts of it one by one: each node is made once."""
+
+    def __init__(
+        self,
+        root: Any,
+        *,
+        originals: Mapping[int, Any] = MappingProxyType({}),
+        map_location: MapLocation = "cpu",
+        mmap: bool = False,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        """Plan the tensors below `root`.
+
+        `originals` has what nodes stand for, by their `id`: those are returned as they are.
+
+        Raises:
+            TorchMissing, DeviceError, UsageError: as `Materialiser`.
+        """
+        self._originals = originals
+        self._tensors = Materialiser(
+            root, convert=self.node, map_location=map_location, mmap=mmap, dtype=dtype
+        )
+        self._done: dict[int, tuple[Any, Any]] = {}
+        self._path: list[Any] = []
+        self._makers: dict[type[Any], Callable[[Any], Any]] = {
+            OrderedMap: self._mapping,
+            dict: self._mapping,
+            list: self._list,
+            tuple: self._tuple,
+            Size: self._size,
+            TensorRef: self._tensor,
+            StorageRef: self._storage,
+            DeviceValue: _device,
+            Global: _torch_constant,
+            Opaque: self._opaque,
+            ByteString: str,
+        }
+
+    def made(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
+        """Return the object that `node` stands for; `path` is its place, for messages.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `Materialiser.tensor`.
+            LimitExceeded: it is nested deeper than Python can follow.
+        """
+        self._path = list(path)
+        try:
+            return self.node(node)
+        except RecursionError as error:
+            raise LimitExceeded(
+                "containers are nested deeper than Python's stack",
+                hint="sys.setrecursionlimit raises it",
+            ) from error
+
+    def node(self, node: Any) -> Any:
+        """Return the object that a node on the way down stands for."""
+        if type(node) in _AS_THEY_ARE:
+            return node
+        if id(node) in self._originals:
+            return self._originals[id(node)]
+        known = self._done.get(id(node))
+        if known is not None:
+            return known[1]
+        made = self._makers[type(node)](node)
+        # A circle has made a tuple or an object on the way already: that one counts.
+        return self._done.setdefault(id(node), (node, made))[1]
+
+    def forget(self) -> None:
+        """Release everything that was made."""
+        self._done.clear()
+        self._tensors.forget()
+
+    def _remember(self, node: Any, made: Any) -> None:
+        self._done[id(node)] = (node, made)
+
+    # One level of the tree costs two frames of Python's stack: no helper between them.
+
+    def _mapping(self, node: dict[Any, Any]) -> dict[Any, Any]:
+        made: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedMap) else {}
+        self._remember(node, made)
+        for key, value in node.items():
+            made_key = self.node(key)
+            self._path.append(key)
+            made[made_key if _is_hashable(made_key) else key] = self.node(value)
+            self._path.pop()
+        if isinstance(node, OrderedMap):
+            attributes = self.node(node.attributes)
+            where = printable(name_of(tuple(self._path))) or "the root"
+            set_attributes(made, attributes, where)
+        return made
+
+    def _list(self, node: list[Any]) -> list[Any]:
+        made: list[Any] = []
+        self._remember(node, made)
+        for at, item in enumerate(node):
+            self._path.append(at)
+            made.append(self.node(item))
+            self._path.pop()
+        return made
+
+    def _tuple(self, node: tuple[Any, ...]) -> tuple[Any, ...]:
+        made: list[Any] = []
+        for at, item in enumerate(node):
+            self._path.append(at)
+            made.append(self.node(item))
+            self._path.pop()
+        return tuple(made)
+
+    def _size(self, node: Size) -> tuple[Any, ...]:
+        import torch
+
+        made = self._tuple(node)
+        return torch.Size(made) if all(type(item) is int for item in made) else made
+
+    def _tensor(self, node: TensorRef) -> Any:
+        if is_one_part(node):
+            return node  # a DTensor or its like: only the whole cluster could make it
+        return self._tensors.tensor(node, name_of(tuple(self._path)))
+
+    def _storage(self, node: StorageRef) -> Any:
+        return self._tensors.storage(node, name_of(tuple(self._path)))
+
+    def _opaque(self, node: Opaque) -> Any:
+        made = unpickled(node, self.node)
+        if made is not node:
+            return made
+        copy = replace(node, steps=[])
+        self._remember(node, copy)
+        copy.args, copy.kwargs = self.node(node.args), self.node(node.kwargs)
+        copy.steps.extend((kind, self.node(value)) for kind, value in node.steps)
+        return copy
+
+
+def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
+    """Return the object of a known builtin class; the node itself for any other class.
+
+    `made` makes the values inside.
+    """
+    if node.plain is not None:
+        return node.plain[1]
+    if node.kwargs or not isinstance(node.func, Global) or not isinstance(node.args, tuple):
+        return node
+    name = node.func.qualified
+    match node.args:
+        case () if name in _COLLECTIONS and not node.steps:
+            return _COLLECTIONS[name](())
+        case (list() | tuple() | dict() as held,) if name in _COLLECTIONS and not node.steps:
+            try:
+                return _COLLECTIONS[name](made(held))
+            except TypeError:  # an item that cannot be hashed
+                return node
+        case (bytes() as raw,) if name == "builtins.bytearray":
+            return bytearray(raw)
+        case (str() as text, "latin-1") if name == "builtins.bytearray":  # as protocol 2 writes it
+            return bytearray(text, "latin-1")
+        case (str() as layout,) if name == "torch.serialization._get_layout":
+            found = _torch_constant(Global("torch", layout.removeprefix("torch.")))
+            return node if isinstance(found, Global) else found
+    return _defaultdict(node, made) if name == "collections.defaultdict" else node
+
+
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "collections.Counter": Counter,
+}
+
+
+def _defaultdict(node: Opaque, made: Callable[[Any], Any]) -> Any:
+    """Make `defaultdict(factory)` and SETITEMS, where the factory is a builtin class."""
+    match node.args:
+        case () | (None,):
+            result: defaultdict[Any, Any] = defaultdict()
+        case (Global() as factory,) if factory.qualified in _FACTORIES:
+            result = defaultdict(_FACTORIES[factory.qualified])
+        case _:
+            return node
+    if any(step != "set" for step, _ in node.steps):
+        return node
+    for _, items in node.steps:
+        result.update(made(dict(items)))
+    return result
+
+
+def _torch_constant(node: Global) -> Any:
+    """Return the dtype, layout, memory format or qscheme that a global names, or the global.
+
+    It is looked up in what torch has loaded already, so that nothing is imported.
+    """
+    import torch
+
+    if node.module != "torch":
+        return node
+    found = vars(torch).get(node.name)
+    kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+    return found if isinstance(found, kinds) else node
+
+
+def _device(node: DeviceValue) -> torch.device | DeviceValue:
+    """Return the `torch.device`; the inert value where this torch knows no such device."""
+    import torch
+
+    try:
+        return torch.device(node.tag)
+    except RuntimeError:
+        return node
+
+
+def _is_hashable(key: Any) -> bool:
+    """Return whether it can be a key: a set that the file has in one's place cannot."""
+    if not isinstance(key, Hashable):
+        return False
+    try:
+        hash(key)
+    except TypeError:  # a tuple with a list inside
+        return False
+    return True

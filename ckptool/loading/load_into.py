@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import uncollected
-from ckptool.errors import UsageError, warn
-from ckptool.loading.arguments import advising, check_arguments
-from ckptool.loading.filling.agreement import agreement
-from ckptool.loading.filling.assigning import trainable
-from ckptool.loading.filling.installing import Installation
-from ckptool.loading.fitting.models import Target, target_of
-from ckptool.loading.fitting.plans import planned
-from ckptool.loading.fitting.states import Source, stated
-from ckptool.loading.fitting.unmade import why_unmade
-from ckptool.loading.live.spreading import without_hidden
-from ckptool.matching import Allowance, Allowed, Match, MatchReport
+from ckptool.errors import (
+    CheckpointError,
+    DeviceError,
+    MatchError,
+    UnreadableFile,
+    UsageError,
+    warn,
+)
+from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
+from ckptool.loading.memory import memory_of
+from ckptool.loading.plan import TORCH_DECIDES, Plan, check_lists, metadata_for, planned
+from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
+from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
+from ckptool.loading.source import Source, State, stated
+from ckptool.loading.target import (
+    Target,
+    loads_by_name,
+    overrides_load,
+    runs_foreign_code,
+    state_dict_of,
+    target_of,
+)
+from ckptool.matching import Allowance, Allowed, MatchReport
+from ckptool.matching.report import counted
 from ckptool.tensors import require_torch
-from ckptool.tensors.materialise import MapLocation
+from ckptool.tensors.materialise import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch
 
+    from ckptool.loading.optimizer import OptimizerPlan
+
 __all__ = ["load_into"]
+
+_COPIED = 128 << 20
+"""Bytes of tensors that are copied before a file is read over them, so that an error on the way is
+undone, though the file could be read a moment ago. A larger model would need its own size again."""
+_CHECKED = 1 << 30
+"""Bytes up to which a file is checked before it is loaded, where the caller does not say."""
+_IN_PART = "the model is filled in part"
 
 
 def load_into(
@@ -49,33 +74,27 @@ def load_into(
     optimizer_key: Any = None,
     optimizer_order: str | None = None,
 ) -> MatchReport:
-    """Load the whole of a file, or a state dict, into `model`; or change nothing and say why.
+    """Load a file, or a state dict, into `model`; or change nothing and say why.
 
-    Names are made to fit as `match` does it: wrappers on either side, prefixes, known and inferred
-    renames. The plan is judged before the model is touched, and what goes wrong later (a hook of
-    the model's that raises, Ctrl-C) leaves its parameters, buffers, modules and extra states as
-    they were. Not put back is what such code changes in objects that no module has as a tensor or
-    extra state of its own, nor, of more than 128 MiB, a read that fails at the very end: the model
-    is filled in part then, and the error says so. From there on Ctrl-C waits, and the model is
-    loaded. All that torch does when it loads is done: hooks, versions, extra state, lazy
-    parameters. What a `state_dict` of the model's own leaves out and torch asks for (a frozen part)
-    is missing in its files: `allow_missing`.
+    Names are matched as `match` does it. The plan is judged before the model is touched. Where
+    torch's own code alone loads the model, the file is read straight into its tensors, and nothing
+    of the model's size is held beside it; a read that fails in the very end leaves a model of more
+    than 128 MiB filled in part, and the error says so. Where hooks, a loading or an extra state of
+    a module have a part, torch's own `load_state_dict` runs on the real model, with a copy of the
+    model beside it, and what torch reports as missing or unexpected decides: after a refusal, an
+    exception or Ctrl-C the parameters, buffers, attributes, extra states and the optimizer are as
+    they were. What such code changes inside other objects is not put back.
 
     A model on the `meta` device is filled by assignment over the privately mapped file: nothing is
     copied, and **the file must not be truncated or written to while the model lives**, which would
-    end the process or change its numbers. Names that are one tensor in the model stay one; those
-    that only the file ties become two.
-
-    Where no code but torch's own runs, nothing of a model's size is held beside it. A hook, a
-    loading or an extra state of any one module may look at all of the model and write to it: of
-    that a copy is kept then, until all is done (the model is there twice). What a hook takes out of
-    the state dict, or a `load_state_dict` of the model's own is given, is held as well. With
-    `assign=True` the tensors that are replaced live as long.
+    end the process or change its numbers. Names that are one tensor in the model stay one; names
+    that only the file ties become two. What a `state_dict` of the model's own leaves out and torch
+    asks for (a frozen part) is missing in its files: `allow_missing`.
 
     A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, **each of
     which calls this** with its own `source`, or by none: a process that is refused stops the
-    others, which say why. One that does not come is an error in those that wait for it, once the
-    timeout of the process group has passed.
+    others, which say why. Where one does not come, the others raise an error once the timeout of
+    the process group has passed.
 
     Args:
         model: On any device, in any wrapper.
@@ -85,15 +104,15 @@ def load_into(
         allow_missing: True, or globs of the model's names that may be missing in the file.
         allow_unexpected: True, or globs of the file's names that the model need not have.
         allow_mismatched: True, or globs of names whose shape may differ: those are not loaded.
-        allow_lossy_cast: True, or globs of names whose numbers may change, being of another type.
+        allow_lossy_cast: True, or globs of names whose numbers may change with their type.
         min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
         rules: `REGEX=>REPL`, applied to the file's names before anything else.
-        prefixes: `OLD=NEW`, as well.
+        prefixes: `OLD=NEW`, after the rules.
         map_location: Where tensors go that are assigned, as `torch.load` takes it.
         assign: None: on the meta device alone; True: everywhere, with the types of the file.
-        verify: Whether the file is read and held against its checksums before the model is
+        verify: Whether the file is read and compared with its checksums before the model is
             touched. None: where it has at most 1 GiB to load and is not mapped.
-        optimizer: Loaded from the same file, by the names of its parameters; of a folder whose
+        optimizer: Loaded from the same file, by the names of its parameters; from a folder whose
             model file has none, from `optimizer.pt` (or `optimizer.bin`) in it.
         key: Which state dict of the source, as `load_state_dict` takes it.
         optimizer_key: Which optimizer's state, where there are several: an address in the file, or
@@ -108,17 +127,23 @@ def load_into(
         AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
         NameCollision: `rules` make two names one.
         DeviceError: `map_location` sends a tensor to a device that is not here.
-        UsageError: `model` is no module, an argument cannot be meant, or `assign=False` and the
+        UsageError: `model` is no module, an argument has no such value, or `assign=False` and the
             model is on the meta device.
         TorchMissing: torch is not installed.
     """
     require_torch()
-    _check_model(model)
-    together = agreement(model)
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"a model to load into is wanted, not a {type(model).__name__}",
+            hint="load_into(model, path)",
+        )
+    together = ranks_of(model)
     with ExitStack() as held:
         held.enter_context(uncollected())
-        with together.reached(), trainable():
-            check_arguments(
+        with together.reached(), _trainable():
+            _check_arguments(
                 switches={"assign": assign, "verify": verify},
                 lists={"rules": rules, "prefixes": prefixes},
                 map_location=map_location,
@@ -132,116 +157,434 @@ def load_into(
                 lossy_cast=allow_lossy_cast,
                 min_coverage=min_coverage,
             )
-            rules, prefixes = list(rules), list(prefixes)
-            held.enter_context(
-                advising(
-                    strict=strict,
-                    rules=rules,
-                    prefixes=prefixes,
-                    allow_missing=allow_missing,
-                    allow_unexpected=allow_unexpected,
-                    allow_mismatched=allow_mismatched,
-                    allow_lossy_cast=allow_lossy_cast,
-                    min_coverage=min_coverage,
-                    key=key,
-                    optimizer_key=optimizer_key,
-                    optimizer_order=optimizer_order,
-                )
-            )
             target = target_of(model)
-            mapped = any(tensor.is_meta for tensor in target.entries.values())
-            place = map_location if mapped or assign else "cpu"
+            on_meta = any(tensor.is_meta for tensor in target.entries.values())
+            by_name = not target.custom and loads_by_name(model, layers(optimizer))
             state = held.enter_context(
-                stated(source, key=key, wanted=target.slots, map_location=place, mmap=mapped)
-            )
-            match = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
-            installation = Installation(
-                model,
-                target,
-                state,
-                match,
-                allowance,
-                assign=assign,
-                mapped=mapped,
-                optimizers=_layers(optimizer),
-            )
-            report, plan = match.report, None
-            if optimizer is not None:
-                _check_optimizer(optimizer, installation)
-                from ckptool.loading.optimizers.planning import planned_optimizer  # seldom needed
-
-                plan = planned_optimizer(
-                    optimizer,
-                    _named(model, target),
-                    state,
-                    target,
-                    match,
-                    key=optimizer_key,
-                    order=optimizer_order,
-                    allowance=allowance,
+                stated(
+                    source,
+                    key=key,
+                    wanted=target.slots,
+                    map_location=map_location if on_meta or assign else "cpu",
+                    mmap=on_meta or not by_name,
                 )
-                report = report.with_changes(optimizer=plan.report)
-            _accept(match._replace(report=report), allowance)
-        installation.run(verify=verify, together=together, beside=plan)
-        done = installation.report
-        report = report.with_changes(
-            missing_keys=done.missing_keys, unexpected_keys=done.unexpected_keys
+            )
+            plan = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
+            loading = _Loading(
+                model, target, state, plan, allowance, assign=assign, by_name=by_name
+            )
+            if optimizer is not None:
+                from ckptool.loading.optimizer import planned_optimizer  # seldom needed
+
+                loading.add_optimizer(
+                    planned_optimizer(
+                        optimizer,
+                        model,
+                        state,
+                        target,
+                        plan,
+                        key=optimizer_key,
+                        order=optimizer_order,
+                        allowance=allowance,
+                    )
+                )
+            refusal = loading.plan.refusal(allowance)
+            if refusal is not None:
+                raise refusal
+        loading.run(verify=verify, together=together)
+        return _finished(model, target, loading.plan.report)
+
+
+class _Loading:
+    """One load, decided on before anything is touched."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        target: Target,
+        state: State,
+        plan: Plan,
+        allowance: Allowance,
+        *,
+        assign: bool | None,
+        by_name: bool,
+    ) -> None:
+        """Decide how each tensor gets its elements.
+
+        Tensors on the meta device, and with `assign` all, are replaced by others. Where torch would
+        copy `by_name` and nothing else, plain tensors are filled straight from the file. Else torch
+        loads them, from tensors that are made of the file.
+
+        Raises:
+            UsageError: tensors on the meta device are not to be assigned.
+        """
+        self._model, self._target, self._state, self.plan = model, target, state, plan
+        """Its report says in the end what the model's own code made of it."""
+        self._allowance, self._assign = allowance, assign
+        self._optimizer: OptimizerPlan | None = None
+        self._given_names = {**plan.pairs, **plan.undecided}
+        names = (*self._given_names, *(name for name, _ in plan.report.kept))
+        entries = target.entries
+        self._assigned = {
+            name for name in names if name in entries and (assign or entries[name].is_meta)
+        }
+        if assign is False and self._assigned:
+            raise UsageError(
+                f"{listed(map(printable, sorted(self._assigned)))}: on the meta device, where "
+                "nothing can be copied to",
+                hint="assign=None or assign=True",
+            )
+        self._replaced = {id(entries[name]) for name in self._assigned}
+        self._fills = self._direct() if by_name else None
+        size = sum(one.tensor.nbytes for one in self._fills or ())
+        self._copies_all = self._fills is None or size <= _COPIED
+
+    def _direct(self) -> list[Fill] | None:
+        """Return what is filled straight from the source; None where torch has to load."""
+        found: dict[int, Fill] = {}
+        for name, own in self.plan.pairs.items():
+            tensor = self._target.entries.get(name)
+            if tensor is None:
+                return None
+            if name in self._assigned:
+                continue
+            ref = self._state.ref(own)
+            source = self._state.value(own) if ref is None else ref
+            if not can_fill(tensor, source) or self._is_own(source):
+                return None
+            found.setdefault(id(tensor), Fill(tensor, source))
+        is_apart = len(alone(one.tensor for one in found.values())) == len(found)
+        return list(found.values()) if is_apart else None
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        places = map(memory_of, self._target.entries.values())
+        return {place.storage for place in places if place}
+
+    def _is_own(self, source: Any) -> bool:
+        """Return whether a tensor in memory lies in one of the model's own storages."""
+        import torch
+
+        if self._state.tree.format != "memory" or not isinstance(source, torch.Tensor):
+            return False
+        place = memory_of(source)
+        return place is not None and place.storage in self._storages
+
+    def add_optimizer(self, plan: OptimizerPlan) -> None:
+        """Load an optimizer together with the model.
+
+        Raises:
+            UsageError: it is over parameters that are replaced.
+        """
+        groups = plan.optimizer.param_groups
+        if any(id(one) in self._replaced for group in groups for one in group["params"]):
+            raise UsageError(
+                "the optimizer is over parameters that are replaced by others",
+                hint="load the model, build the optimizer, then load_into(model, path, "
+                "optimizer=...)",
+            )
+        self._optimizer = plan
+        self.plan = self.plan.with_changes(optimizer=plan.report)
+
+    def run(self, *, verify: bool | None, together: Ranks) -> None:
+        """Load; an error leaves everything as it was.
+
+        The direct fill is the last step: signals wait until it is through. If it fails, it is
+        undone where at most 128 MiB are filled; else the error says that the model is filled in
+        part. Each step begins when all processes of `together` have ended the one before.
+
+        Raises:
+            MatchError: torch, or the model's own code, refuses what it is given.
+            CorruptFile, UnreadableFile: the file is damaged.
+            CheckpointError: another process failed.
+        """
+        with together.reached():
+            self._check(verify)
+        with together.reached(), _trainable():
+            given = self._given()
+            filled = {id(one.tensor) for one in self._fills or ()} if self._copies_all else set()
+            optimizer = self._optimizer and self._optimizer.optimizer
+            undo = Snapshot(
+                self._model,
+                optimizer,
+                copied=lambda tensor: self._fills is None or id(tensor) in filled,
+                with_state=any(map(runs_foreign_code, layers(optimizer))),
+            )
+        done = False
+        try:
+            with together.reached():
+                if self._fills is None:
+                    self._load(given)
+                if self._optimizer is not None:
+                    self._optimizer.apply()
+            with held_back():
+                with together.reached("" if self._copies_all else _IN_PART):
+                    self._finish(given)
+                done = True
+        except BaseException:
+            if not done:
+                with held_back():
+                    undo.restore()
+            raise
+
+    def _check(self, verify: bool | None) -> None:
+        """Read what will be read, so that damage is found before the model is touched."""
+        mapped = self._assigned if self._state.mmap and not verify else ()
+        read = (
+            (own, self._state.ref(own)) for n, own in self._given_names.items() if n not in mapped
         )
-        return _finished(model, target, report)
+        refs = {own: ref for own, ref in read if ref is not None}
+        if verify or (verify is None and stored_bytes(refs.items()) <= _CHECKED):
+            check_bytes(refs.items())
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Refuse a file that is written to meanwhile."""
+        for source in self._state.tree.sources:
+            source.check_unchanged()
+
+    def _given(self) -> OrderedDict[str, Any]:
+        """Return the tensors for torch; or those that replace others, where it has no part."""
+        entries, slots = self._target.entries, self._target.slots
+        made = Assigned(cast=self._assign is None)
+        given: OrderedDict[str, Any] = OrderedDict()
+        for name, own in self._given_names.items():
+            if self._fills is not None and name not in self._assigned:
+                continue
+            value, tensor = self._state.value(own), entries.get(name)
+            if tensor is not None:
+                value = spread_like(tensor, value)
+            if tensor is not None and name in self._assigned and name in self.plan.pairs:
+                try:
+                    value = made.made(tensor, slots[name].tie, value)
+                except RuntimeError as error:  # torch makes no such parameter, or no such cast
+                    raise self._refused(f"{printable(name)}: {error}") from error
+            elif self._is_own(value):  # torch would read it when it has changed already
+                value = value.detach().clone()
+            given[name] = value
+        return given
+
+    def _load(self, given: OrderedDict[str, Any]) -> None:
+        """Have torch load what it is given, with everything that hooks do."""
+        found = metadata_for(self._state, self._target, self.plan)
+        metadata = {path: dict(held) for path, held in (found or {}).items()}
+        real: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            held = [
+                (home, name, tensor)
+                for home in (module._parameters, module._buffers)
+                for name, tensor in home.items()
+                if tensor is not None
+            ]
+            if any(id(tensor) in self._replaced for *_, tensor in held):
+                metadata.setdefault(path, {})["assign_to_params_buffers"] = True
+                real.extend(held)
+        if metadata:
+            vars(given)["_metadata"] = metadata
+        versions = {name: _version(tensor) for name, tensor in self._target.entries.items()}
+        try:
+            answer = self._model.load_state_dict(given, **self._options())
+        except RuntimeError as error:
+            told = str(error)
+            if not told.startswith("Error(s) in loading state_dict"):
+                raise
+            raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
+        if not self._assign:
+            self._copy_into_real(real)
+        self._own_memory(given)
+        self._judge(answer, versions)
+
+    def _options(self) -> dict[str, Any]:
+        """Return `strict=False`, as `_judge` looks at what is missing.
+
+        A `load_state_dict` of the model's own may not take it, or look for missing names only
+        where it is strict.
+        """
+        if overrides_load(self._model):
+            takes = inspect.signature(self._model.load_state_dict).parameters
+            if "strict" not in takes and not any(
+                one.kind is one.VAR_KEYWORD for one in takes.values()
+            ):
+                return {}
+            given = self._given_names.keys() | {
+                name for name, reason in self.plan.report.kept if reason.startswith(TORCH_DECIDES)
+            }
+            allowance = self._allowance
+            if allowance.strict and not (allowance.missing or allowance.unexpected):
+                return {"strict": self._target.slots.keys() <= given}
+        return {"strict": False}
+
+    def _copy_into_real(self, held: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+        """Keep the tensors that torch replaced beside those on the meta device.
+
+        Those that a hook made for tensors on the meta device get their type.
+        """
+        import torch
+
+        for home, name, tensor in held:
+            given = home.get(name)
+            if given is None or given is tensor:
+                continue
+            if id(tensor) not in self._replaced and not tensor.is_meta:
+                with torch.no_grad():
+                    tensor.copy_(given)
+                home[name] = tensor
+            elif given.dtype != tensor.dtype and not given.is_meta:
+                home[name] = Assigned(cast=True).made(tensor, None, given.detach())
+
+    def _own_memory(self, given: Mapping[str, Any]) -> None:
+        """Copy tensors that a hook took as they are: they would stay mapped to the file."""
+        import torch
+
+        if not self._state.mmap or self._assigned or self._state.tree.format == "memory":
+            return
+        tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
+        mapped = {place.storage for place in map(memory_of, tensors) if place}
+        for tensor in tensors_of(self._model):
+            place = memory_of(tensor)
+            if place is not None and place.storage in mapped:
+                tensor.data = tensor.data.clone()
+
+    def _judge(self, answer: Any, versions: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse what torch, or the model's own code, could not place, unless that is allowed."""
+        report, target = self.plan.report, self._target
+        after = {} if sharded(self._model) else state_dict_of(self._model)
+        touched = {
+            n for n, version in versions.items() if n in after and _version(after[n]) != version
+        }
+        decided = {name for name, reason in report.kept if reason.startswith(TORCH_DECIDES)}
+        known = {*report.missing_keys, *(one.name for one in report.mismatched)}
+        known.update(name for name, _ in report.kept if name not in decided)
+        if hasattr(answer, "missing_keys"):
+            missing, unexpected = list(answer.missing_keys), list(answer.unexpected_keys)
+        else:  # a `load_state_dict` of the model's own that returns nothing
+            missing, unexpected = [name for name in versions if name not in touched], []
+        lost = [name for name in missing if without_hidden(name) not in known]
+        taken = {own: name for name, own in self.plan.undecided.items() if name not in unexpected}
+        kept = [
+            (name, f"{'filled' if name in touched else 'not asked for'} by {holder}'s own loading")
+            for name in decided
+            if name not in lost and (holder := target.custom_holder(name))
+        ]
+        left_out = [
+            (
+                own,
+                f"taken by {target.custom_holder(taken[own])}'s own loading"
+                if own in taken
+                else reason,
+            )
+            for own, reason in report.left_out
+            if own in taken or not reason.startswith(TORCH_DECIDES)
+        ]
+        if not (lost or unexpected or decided or taken):
+            return
+        met = {*self.plan.pairs, *(name for name, _ in kept if name in touched)}
+        self.plan = self.plan.with_changes(
+            missing_keys=[*report.missing_keys, *lost],
+            unexpected_keys=[
+                *report.unexpected_keys,
+                *(self._given_names.get(name, name) for name in unexpected),
+            ],
+            kept=(*((n, why) for n, why in report.kept if n not in decided), *kept),
+            left_out=tuple(left_out),
+            **counted(target.slots, met - set(lost), known - set(report.missing_keys)),
+        )
+        refusal = self._allowance.refusal(self.plan.report)
+        if refusal is not None:
+            raise refusal
+
+    def _refused(self, reason: str) -> MatchError:
+        report = self.plan.report
+        return MatchError(
+            f"{report.file or 'the state dict'} cannot be loaded into {report.model}: {reason}",
+            file=report.file or None,
+            report=report,
+        )
+
+    def _finish(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Fill and replace the tensors that torch had no part in; nothing interrupts this."""
+        import torch
+
+        if self._fills is None:
+            self._check_unchanged()
+            return
+        try:
+            with torch.no_grad():
+                for one in self._fills:
+                    one.tensor.copy_(one.tensor)  # copies nothing: autograd counts the change
+            fill(self._fills)
+            self._check_unchanged()
+        except Exception as error:  # also of a device, or of memory
+            if self._copies_all:
+                raise
+            hint = "load a file that is whole before the model is used"
+            file = self._state.file or None
+            if isinstance(error, (UnreadableFile, OSError)):
+                text = f"could not be read to its end, and {_IN_PART}: {error}"
+                raise UnreadableFile(text, file=file, hint=hint) from error
+            text = f"{_IN_PART}, as that failed: {type(error).__name__}: {error}"
+            raise CheckpointError(text, file=file, hint=hint) from error
+        new = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
+        for module in self._model.modules() if new else ():
+            homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for home in homes:
+                home.update((name, new[id(one)]) for name, one in home.items() if id(one) in new)
 
 
-def _accept(match: Match, allowance: Allowance) -> None:
-    """Raise what speaks against loading, if anything does."""
-    refusal = allowance.refusal(match.report, untried=match.untried)
-    if refusal is None:
-        return
-    why = why_unmade(match.report)
-    refusal.message += f"\n{why}" if why else ""
-    raise refusal
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes where a tensor is written to or replaced."""
+    try:
+        return id(tensor), tensor._version
+    except (RuntimeError, ValueError):  # an inference tensor, a lazy parameter
+        return id(tensor), -1
 
 
-def _check_model(model: Any) -> None:
+@contextmanager
+def _trainable() -> Iterator[None]:
+    """Make tensors that can be trained, whatever mode the caller is in."""
     import torch
 
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"a model to load into is wanted, not a {type(model).__name__}",
-            hint="load_into(model, path)",
-        )
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
-def _check_optimizer(optimizer: Any, installation: Installation) -> None:
-    groups = getattr(optimizer, "param_groups", ())
-    if any(
-        id(parameter) in installation.assigned for group in groups for parameter in group["params"]
-    ):
-        raise UsageError(
-            "the optimizer is over parameters that others take the place of",
-            hint="load the model, build the optimizer, then load_into(model, path, optimizer=...)",
-        )
+def _check_arguments(
+    *,
+    switches: Mapping[str, Any],
+    lists: Mapping[str, Any],
+    map_location: Any,
+    optimizer_order: Any,
+) -> None:
+    """Refuse values that would be understood as something else: a typing error allows nothing.
 
+    Raises:
+        UsageError: naming the first, and what it may be.
+        DeviceError: `map_location` is no device that torch knows.
+    """
+    import torch
 
-def _layers(optimizer: Any) -> Iterable[Any]:
-    """An optimizer, and those that it wraps."""
-    if optimizer is None:
-        return ()
-    from ckptool.loading.optimizers.undo import layers  # seldom needed
-
-    return layers(optimizer)
-
-
-def _named(model: torch.nn.Module, target: Target) -> dict[int, str]:
-    """The model's name of each parameter, by its `id`."""
-    named: dict[int, str] = {}
-    for name, tensor in target.entries.items():  # of one under several names, the first
-        named.setdefault(id(tensor), name)
-    for name, parameter in model.named_parameters():  # FSDP's are no entries
-        named.setdefault(id(parameter), without_hidden(name))
-    return named
+    Placement(map_location)
+    if isinstance(map_location, str):
+        try:
+            torch.device(map_location)
+        except RuntimeError:
+            raise DeviceError(
+                f"map_location={map_location!r} is no device", hint="'cpu', 'cuda:0', ..."
+            ) from None
+    for name, value in switches.items():
+        if not any(value is one for one in (None, True, False)):
+            wanted = "None or True or False"
+            raise UsageError(f"{name}={value!r} is not {wanted}", hint=f"{name} is {wanted}")
+    check_lists(**lists)
+    if optimizer_order is not None and optimizer_order != "position":
+        raise UsageError(f"optimizer_order={optimizer_order!r} is neither None nor 'position'")
 
 
 def _finished(model: torch.nn.Module, target: Target, report: MatchReport) -> MatchReport:
-    """The report, with what is still on the meta device, of which the caller is warned."""
+    """Return the report, with a warning of tensors that are still on the meta device."""
     every = (*model.named_parameters(), *model.named_buffers())
     left = [name for name, tensor in every if tensor.is_meta]
     if not left:

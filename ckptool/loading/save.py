@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     AmbiguousName,
+    NameCollision,
     NotFound,
     NotRepresentable,
     TargetExists,
     UsageError,
     WriteError,
+    warn,
 )
 from ckptool.files.system import worded
-from ckptool.loading.live.ranks import Ranks, default_group
-from ckptool.loading.saving.freezing import frozen
-from ckptool.loading.saving.live_states import LiveStates, is_optimizer
+from ckptool.loading.live_tree import frozen
+from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded
 from ckptool.model import OrderedMap
-from ckptool.names import N_AVERAGED
-from ckptool.statedict import OF_THE_MODEL, model_state_dict
+from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
+from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.runtime import require_torch
+from ckptool.transforms.names import moved_metadata
 from ckptool.writing import FLAT, Receipt, target_format
 from ckptool.writing import save as written
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["save"]
+__all__ = ["bare_names", "save"]
+
+_OUTER = "module"
+_PRIVATE = frozenset(WRAPPERS) - {_OUTER}
+"""Wrappers wherever they stand: no author calls a layer so."""
+_AVERAGE = "AveragedModel"
+"""Keeps a model as its `module`, and a counter beside it."""
+_WRAPPERS = frozenset((
+    "DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel",
+    "ModelEma", "ModelEmaV2", "ModelEmaV3", "ShardedDataParallel",
+))  # fmt: skip
+"""Classes, torch's and those of others, that keep a model as their `module`, and nothing else."""
 
 
 def save(
@@ -103,7 +119,7 @@ def save(
     ranks = Ranks(
         default_group(), error=WriteError, undone="nothing is written", call="ckptool.save"
     )
-    states = LiveStates(ranks)
+    states = _States(ranks)
     with ranks.reached():
         _check_overwrite(overwrite)
         tree = _taken(states, model, optimizer, values)
@@ -124,9 +140,7 @@ def _check_overwrite(overwrite: Any) -> None:
         )
 
 
-def _taken(
-    states: LiveStates, model: Any, optimizer: Any, values: dict[str, Any]
-) -> dict[str, Any]:
+def _taken(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Everything by name."""
     tree: dict[str, Any] = {}
     if model is not None:
@@ -135,7 +149,7 @@ def _taken(
             raise UsageError(text, hint="give it another name")
         tree["state_dict"] = states.of_model(model)
     if optimizer is not None:
-        if not is_optimizer(optimizer):
+        if not _is_optimizer(optimizer):
             raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
         tree["optimizer"] = optimizer
     tree.update(values)
@@ -153,7 +167,7 @@ def _named(path: Any) -> str:
     return name
 
 
-def _noted(states: LiveStates, tree: dict[str, Any], model: Any) -> dict[str, str]:
+def _noted(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
     """By the keys of optimizers those of the modules whose parameters they have."""
     keys = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
@@ -205,3 +219,433 @@ def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
             return
         if is_asked:
             state.attributes[OF_THE_MODEL] = noted
+
+
+class _States:
+    """The state dicts of live objects, and what is saved in the place of which object.
+
+    Where a model or its optimizer is spread over processes, each makes the same calls: the parts
+    are gathered, and kept in the first process. Work that concerns one process alone, above all the
+    user's own code, is done first, and has ended well in all of them before they gather: no process
+    waits in vain. Only the user's code inside an FSDP (the first), which gathers by itself, runs
+    later.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Begin without any."""
+        self.instead: dict[int, Any] = {}
+        """By `id` what stands for an object: its state dict, or the whole of a spread tensor."""
+        self.counter: Any = None
+        """How many models the one of `of_model` is the average of, where it is one."""
+        self.owners: dict[int, torch.nn.Module] = {}
+        """By the `id` of an optimizer the module that has all of its parameters, if one has."""
+        self._ranks = ranks
+        self._modules: list[torch.nn.Module] = []
+        self._orders: dict[int, list[str]] = {}
+        self._optimizers: list[Any] = []
+        self._spread: list[Any] = []
+        self._jobs: list[_Job] = []
+        self._tied: dict[int, int] = {}
+        """By the `id` of a spread tensor of a state dict that of the model's parameter."""
+        self._wholes: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def of_model(self, model: Any) -> Any:
+        """Return what stands for the state dict of a module until `gather`; or a state dict.
+
+        Wrapper names are removed. The counter of an `AveragedModel` is in `counter`.
+
+        Raises:
+            UsageError: it is neither.
+            NameCollision: two names would become one.
+        """
+        import torch
+
+        if isinstance(model, torch.nn.Module):
+            place = object()
+            self._take_module(place, model, bare_names(model), _counters(model))
+            return place
+        if isinstance(model, Mapping):
+            names = [
+                name
+                for name, value in model.items()
+                if isinstance(value, torch.Tensor) or is_extra_state(name)
+            ]
+            found = strip_names([name for name in names if isinstance(name, str)])
+            rename = found.renamed
+            return _renamed_state(model, lambda name: rename.get(name, name), found.rename_module)
+        raise UsageError(
+            f"model= takes a module or its state dict, not a {type(model).__name__}",
+            hint="several models: save(path, model=one, other=another)",
+        )
+
+    def gather(self, root: Any) -> None:
+        """Look through a tree for objects with a state dict, and for spread tensors.
+
+        An `AveragedModel` in it keeps its own names, which go with its counter. Optimizers come
+        last, when all modules are known that may have their parameters.
+
+        Raises:
+            WriteError: another process failed, or gathers something else.
+        """
+        seen = {id(root)}
+        todo: list[Any] | None = [root, *self.instead.values()]
+        while todo is not None:
+            with self._ranks.reached():
+                self._look_through(todo, seen)
+            todo = self._next()
+
+    def _look_through(self, todo: list[Any], seen: set[int]) -> None:
+        todo.reverse()
+        while todo:
+            for inner in reversed([*self._held(todo.pop())]):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    todo.append(inner)
+
+    def _held(self, node: Any) -> Iterable[Any]:
+        """Return what a node holds; or the state dict that stands for it."""
+        import torch
+
+        if isinstance(node, dict):
+            return node.values()
+        if isinstance(node, (list, tuple, set, frozenset)):
+            return node
+        if id(node) in self.instead:
+            return ()
+        if is_spread(node):
+            self._spread.append(node)
+        elif isinstance(node, torch.nn.Module):
+            return self._take_module(node, node, bare_names(node, averages=False))
+        elif _is_optimizer(node):
+            self._optimizers.append(node)
+        elif _has_state(node):
+            return (self._put(node, node.state_dict()),)
+        return ()
+
+    def _next(self) -> list[Any] | None:
+        """Gather what was found, and return what to look through next; None: it is all done."""
+        jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
+        labels = [*map(_label, spread), *(job.label for job in jobs)]
+        told = self._ranks.all((labels, bool(optimizers)))
+        if any(theirs for theirs, _ in told):
+            with self._ranks.reached():
+                _check_alike([theirs for theirs, _ in told], self._ranks.own)
+            self._jobs, self._spread = [], []
+            with self._ranks.reached():
+                for tensor in spread:
+                    self._put(tensor, self._whole(tensor))
+            found = []
+            for job in jobs:
+                with self._ranks.reached():
+                    found.append(job.do())
+            return found
+        if any(more for _, more in told):
+            self._optimizers = []
+            with self._ranks.reached():
+                return [held for one in optimizers for held in self._take_optimizer(one)]
+        return None
+
+    def _put(self, node: Any, instead: Any) -> Any:
+        self.instead[id(node)] = instead
+        self._alive.append((node, instead))
+        return instead
+
+    def _take_module(
+        self, node: Any, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
+    ) -> Iterable[Any]:
+        """Return the state dict of a module, which stands for `node`; or have it gathered later."""
+        self._modules.append(model)
+
+        def take() -> Any:
+            with _unsharded(model):
+                state = model.state_dict()
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for name, value in state.items():
+                if is_spread(value) and name in parameters:
+                    self._tied[id(value)] = id(parameters[name])  # a tie is gathered once
+            if counted_by:
+                self.counter = state.get(counted_by[0])
+            renamed = _renamed_state(state, bare, without=counted_by)
+            self._orders[id(model)] = list(renamed)
+            return self._put(node, renamed)
+
+        if not sharded(model):
+            return (take(),)
+        self._jobs.append(_Job(_label_of_shards(model), take))
+        return ()
+
+    def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
+        """Return the state dict of an optimizer; or have it gathered later."""
+        wanted = set(map(id, _parameters_of(optimizer)))
+        own = (one for one in self._modules if wanted.issubset(map(id, one.parameters())))
+        owner = next(own, None)
+        if owner is not None:
+            self.owners[id(optimizer)] = owner
+
+        def take() -> Any:
+            return self._put(optimizer, self._of_optimizer(optimizer, owner))
+
+        text = f"the state of {type(optimizer).__name__}"
+        if owner is not None and sharded(owner):
+            self._jobs.append(_Job((text, _label_of_shards(owner)[1]), take))
+        elif callable(getattr(optimizer, "consolidate_state_dict", None)):
+            self._jobs.append(_Job((text, None), take))
+        else:
+            return (take(),)
+        return ()
+
+    def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
+        """Return its `state_dict()` with `param_names` in the groups.
+
+        The names are those of the module that has all of its parameters, else those that the
+        optimizer itself was given, wrappers off.
+        """
+        if owner is not None and sharded(owner):
+            return _of_sharded(optimizer, owner, self._orders[id(owner)])
+        if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
+            optimizer.consolidate_state_dict(to=0)
+            if self._ranks.own != 0:
+                return {}
+        state = optimizer.state_dict()
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            return state
+        names = _names_in(optimizer, groups, owner) if owner is not None else _own_names(groups)
+        if names is None and self._modules and any(group.get("params") for group in groups):
+            warn(
+                "an optimizer is saved without names of its parameters, as no one model has all of "
+                "them; load_into takes it with optimizer_order='position'"
+            )
+        named = [
+            group if names is None else {**group, "param_names": own}
+            for group, own in zip(groups, names or groups, strict=True)
+        ]
+        return {**state, "param_groups": named}
+
+    def _whole(self, tensor: Any) -> Any:
+        """Return all of a DTensor, on the CPU; gathered in every process, kept in the first.
+
+        Raises:
+            WriteError: another process did not come.
+        """
+        key = self._tied.get(id(tensor), id(tensor))
+        if key not in self._wholes:
+            try:
+                whole = tensor.full_tensor().detach()
+            except RuntimeError as error:
+                text = f"nothing is written, as a tensor could not be gathered: {error}"
+                raise WriteError(text) from error
+            self._wholes[key] = whole.cpu() if self._ranks.own == 0 else whole.new_empty(0)
+        return self._wholes[key]
+
+
+Label = tuple[str, tuple[int, ...] | None]
+"""What is gathered, for messages, and between which ranks; None: all."""
+
+
+class _Job(NamedTuple):
+    """One thing that the processes gather together, each its part."""
+
+    label: Label
+    do: Callable[[], Any]
+
+
+def _label(tensor: Any) -> Label:
+    mesh = getattr(tensor, "device_mesh", None)
+    ranks = None if mesh is None else tuple(mesh.mesh.flatten().tolist())
+    return f"a tensor of {list(tensor.shape)}", ranks
+
+
+def _label_of_shards(model: torch.nn.Module) -> Label:
+    import torch.distributed as dist
+
+    groups = (dist.get_process_group_ranks(one.process_group) for one in sharded(model))
+    return f"a {type(model).__name__}", tuple({rank for group in groups for rank in group})
+
+
+def _check_alike(told: Sequence[Sequence[Label]], own: int) -> None:
+    """Refuse to wait for a process that gathers something else than this one.
+
+    Raises:
+        WriteError: naming the first difference.
+    """
+    for rank, theirs in enumerate(told):
+        ours = [text for text, ranks in told[own] if ranks is None or rank in ranks]
+        others = [text for text, ranks in theirs if ranks is None or own in ranks]
+        for here, there in zip_longest(ours, others, fillvalue="nothing"):
+            if here != there:
+                raise WriteError(
+                    f"nothing is written, as rank {own} gathers {here} where rank {rank} gathers "
+                    f"{there}",
+                    hint="every rank calls ckptool.save with the same sharded modules, optimizers "
+                    "and tensors",
+                )
+
+
+def _has_state(node: Any) -> bool:
+    return not isinstance(node, type) and callable(getattr(type(node), "state_dict", None))
+
+
+def _is_optimizer(node: Any) -> bool:
+    """Return whether it is an optimizer, of torch's or of the same form."""
+    return _has_state(node) and isinstance(getattr(node, "param_groups", None), list)
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# names without wrappers
+
+
+def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
+    """Return the rename of tensor names and module paths that removes all wrappers of `model`.
+
+    A child that is called `module` is a wrapped model only in a wrapper of a known class: a layer
+    that its author called so keeps its name. Without `averages` an `AveragedModel` is no wrapper.
+    """
+    kinds = _WRAPPERS | {_AVERAGE} if averages else _WRAPPERS
+    around = frozenset(
+        ".".join(part for part in path.split(".") if part and part not in _PRIVATE)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _is_one_of(kinds, module) and _OUTER in dict(module.named_children())
+    )
+
+    def bare(name: str) -> str:
+        seen: list[str] = []
+        kept: list[str] = []
+        for part in name.split("."):
+            if part in _PRIVATE:
+                continue
+            if part != _OUTER or ".".join(seen) not in around:
+                kept.append(part)
+            seen.append(part)
+        return ".".join(kept)
+
+    return bare
+
+
+def _counters(model: torch.nn.Module) -> list[str]:
+    """Return the names of the counters that an `AveragedModel` among the wrappers keeps."""
+    found: list[str] = []
+    path = ""
+    while True:
+        averages = _is_one_of({_AVERAGE}, model)
+        if averages and N_AVERAGED in model._buffers:
+            found.append(path + N_AVERAGED)
+        wraps = _OUTER if averages or _is_one_of(_WRAPPERS, model) else None
+        # Not `_modules`: that of TorchScript is a dict of another kind.
+        inside = [one for one in model.named_children() if one[0] == wraps or one[0] in _PRIVATE]
+        if not inside:
+            return found
+        name, model = inside[0]
+        path += f"{name}."
+
+
+def _is_one_of(names: Collection[str], module: torch.nn.Module) -> bool:
+    return any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+def _renamed_state(
+    state: Mapping[Any, Any],
+    rename: Rename,
+    rename_module: Rename | None = None,
+    *,
+    without: Collection[str] = (),
+) -> OrderedDict[Any, Any]:
+    """Return a state dict under new names, its `_metadata` under the new paths.
+
+    Raises:
+        NameCollision: two names would become one.
+    """
+    kept = [name for name in state if name not in without]
+    names = {name: rename(name) for name in kept if isinstance(name, str)}
+    check_collisions(kept, names, hint="save the model inside the wrapper")
+    renamed = OrderedDict((names.get(name, name), state[name]) for name in kept)
+    metadata = getattr(state, "_metadata", None)
+    if isinstance(metadata, dict):
+        vars(renamed)["_metadata"] = moved_metadata(metadata, names, rename_module or rename)
+    return renamed
+
+
+def _names_in(
+    optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module
+) -> list[list[str]] | None:
+    """Return the model's names of the parameters of each group; None where `groups` differ."""
+    bare = bare_names(model)
+    known: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known.setdefault(id(parameter), bare(name))
+    live = [group["params"] for group in optimizer.param_groups]
+    if list(map(len, live)) != [len(group["params"]) for group in groups]:
+        return None
+    return [[known[id(parameter)] for parameter in params] for params in live]
+
+
+def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
+    """Return the names that the optimizer was made with, wrappers off; None: not of all."""
+    names: list[list[str]] = [group.get("param_names") or [] for group in groups]
+    if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
+        return None
+    try:
+        renamed = strip_names([name for own in names for name in own]).renamed
+    except NameCollision:
+        renamed = {}
+    return [[renamed.get(name, name) for name in own] for own in names]
+
+
+# FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)
+
+
+@contextmanager
+def _unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """Have FSDP return whole tensors, on the CPU of the first rank where that is another device.
+
+    On the CPU itself torch 2.13 reads freed memory where it is asked to move them there.
+    """
+    inside = sharded(model)
+    if not inside:
+        yield
+        return
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    moves = all(module.compute_device.type != "cpu" for module in inside)
+    with FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
+        FullOptimStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
+    ):
+        yield
+
+
+def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) -> dict[str, Any]:
+    """Return the state of an optimizer over shards, per parameter and by position.
+
+    Parameters that are parts of a flat one come in the `order` of the model's names, as a plain
+    optimizer has them.
+    """
+    from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+
+    with _unsharded(model):
+        by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    bare = bare_names(model)
+    flat = any(isinstance(parameter, FlatParameter) for parameter in _parameters_of(optimizer))
+    rank = {name: at for at, name in enumerate(order)} if flat else {}
+    positions: dict[str, int] = {}
+    groups = []
+    for group in by_name.get("param_groups", ()):
+        names = sorted(group["params"], key=lambda name: rank.get(bare(name), 0))
+        params = [positions.setdefault(name, len(positions)) for name in names]
+        groups.append({**group, "params": params, "param_names": [bare(name) for name in names]})
+    state = by_name.get("state", {})
+    return {
+        "state": {at: state[name] for name, at in positions.items() if name in state},
+        "param_groups": groups,
+    }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, warn
 from ckptool.formats import opened
-from ckptool.loading.objects.tree import made_tree
+from ckptool.loading.load import made_tree
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.names import N_AVERAGED
-from ckptool.statedict import model_state_dict, wrapped_names
+from ckptool.statedict import model_state_dict, values_inside, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
 from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
@@ -34,23 +33,23 @@ def load_state_dict(
     dtype: torch.dtype | str | None = None,
     mmap: bool = False,
 ) -> OrderedDict[str, Any]:
-    """The state dict of a model, ready for `model.load_state_dict`, with its `_metadata`.
+    """Return the state dict of a model, ready for `model.load_state_dict`, with its `_metadata`.
 
-    Of a pickled module or a TorchScript archive it is what its `state_dict()` would be. Tensors
-    that shared memory share it, a Parameter that was saved in a state dict stays one, and an
-    `_extra_state` is as `load` gives it.
+    For a pickled module or a TorchScript archive it is what its `state_dict()` would return.
+    Tensors that shared memory share it, a Parameter that was saved in a state dict stays one, and
+    an `_extra_state` is as `load` returns it.
 
-    What no model takes is left out, with a `CheckpointWarning` that names it: plain values beside
-    the tensors, and `AveragedModel`'s `n_averaged` where its `module` goes.
+    Entries that no model takes are left out, with a `CheckpointWarning` that names them: plain
+    values beside the tensors, and `AveragedModel`'s `n_averaged` where its `module` is removed.
 
     Args:
         path: A file, an index of shards or their folder; or an open checkpoint.
-        key: Which one (an address, such as `"ema"`), where the file has several.
-        wrappers: `"strip"` takes the names of DataParallel, `torch.compile` and their like off;
-            `"keep"` leaves them.
+        key: The state dict to take (an address, such as `"ema"`), where the file has several.
+        wrappers: `"strip"` removes the names of DataParallel, `torch.compile` and similar
+            wrappers; `"keep"` leaves them.
         map_location: As `torch.load` takes it.
-        dtype: What floating tensors are cast to, storage by storage.
-        mmap: Map the file privately in place of reading it: it must not be truncated while the
+        dtype: The type that floating tensors are cast to, storage by storage.
+        mmap: Map the file privately in place of reading it: do not truncate the file while the
             tensors live.
 
     Raises:
@@ -71,7 +70,7 @@ def load_state_dict(
         for name, value in chosen.root.items():
             if isinstance(value, TensorRef) and is_one_part(value):
                 raise only_a_part(value, str(name))
-        chosen = _without_values(chosen)
+        chosen = _without(chosen, values_inside(chosen.root), "no model takes")
         made: OrderedDict[str, Any] = made_tree(
             chosen.root, map_location=map_location, mmap=mmap, dtype=dtype
         )
@@ -79,7 +78,7 @@ def load_state_dict(
 
 
 def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
-    """The chosen state dict as the whole of a checkpoint."""
+    """Return a checkpoint whose root is the chosen state dict."""
     section = model_state_dict(checkpoint, key)
     if section.unread:
         warn(f"{checkpoint.path}: the state dict is returned without {listed(section.unread)}")
@@ -87,7 +86,7 @@ def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
 
 
 def _stripped(chosen: Checkpoint) -> Checkpoint:
-    """The state dict without wrapper names, and without the counter of an `AveragedModel`."""
+    """Remove wrapper names, and the counter of an `AveragedModel`."""
     stripped = chosen.strip_module()
     new_names = zip(chosen.root, stripped.root, strict=True)
     counters = [
@@ -97,26 +96,13 @@ def _stripped(chosen: Checkpoint) -> Checkpoint:
 
 
 def _counts_averages(name: str, chosen: Checkpoint) -> bool:
-    """Whether all other tensors are in a `module` beside it: otherwise it is the model's own."""
+    """Return whether all other tensors are in a `module` beside it, and none beside that."""
     inside = f"{name.removesuffix(N_AVERAGED)}module."
     return all(other == name or other.startswith(inside) for other in wrapped_names(chosen.root))
 
 
-def _without_values(chosen: Checkpoint) -> Checkpoint:
-    """The state dict without what a training script put beside the model's own entries."""
-    return _without(chosen, list(_plain_values(chosen.root)), "no model takes")
-
-
-def _plain_values(root: OrderedMap) -> Iterator[Any]:
-    """The keys of what is neither a tensor nor another entry of a module (`wrapped_names`)."""
-    own = frozenset(wrapped_names(root))
-    return (
-        name for name, value in root.items() if not isinstance(value, TensorRef) and name not in own
-    )
-
-
 def _without(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
-    """The state dict without some entries, which the caller is warned of."""
+    """Leave some entries out, with a warning."""
     if not names:
         return chosen
     shown = listed(f"'{name}'" for name in names)

@@ -27,7 +27,7 @@ from ckptool.errors import (
 from ckptool.files.atomic import atomic_output
 from ckptool.files.journal import occupied
 from ckptool.files.system import worded
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches

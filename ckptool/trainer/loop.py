@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ckptool.errors import TrainingError
-from ckptool.loading.live.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.checkpoints import Checkpoints, Progress
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches

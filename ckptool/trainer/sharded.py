@@ -30,8 +30,7 @@ import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.system import check_space, sync_folder, worded
-from ckptool.loading.live.ranks import Ranks
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.ranks import Ranks, is_spread
 from ckptool.matching import Allowance
 from ckptool.symbolic import unpickle
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckptool.errors import TrainingError
-from ckptool.loading.live.spreading import is_spread, spread_like
+from ckptool.loading.ranks import is_spread, spread_like
 from ckptool.trainer.config import TrainConfig
 
 __all__ = ["Average", "Tuning", "random_state", "rate_factor", "restore_random_state", "seed_all"]

@@ -9,7 +9,7 @@ import torch
 from ckptool.cli.factory import built, is_factory, referred
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import HINT
-from ckptool.loading.fitting.likes import target_like
+from ckptool.loading.plan import target_like
 
 NET = """
 import torch

@@ -6,7 +6,7 @@ from torch import nn
 
 from ckptool.errors import DeviceError, MatchError, UsageError
 from ckptool.loading.load_into import load_into
-from ckptool.loading.match import match
+from ckptool.loading.plan import match
 from tests.loading.bits import Untouched
 
 SLIPS = (None, "a=>b", b"a=>b", "", 5, {"a": "b"}, [None], [5], [b"a=>b"], nn.Linear)

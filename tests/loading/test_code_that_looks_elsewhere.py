@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.loading.filling import installing
+from ckptool.loading import load_into as installing
 from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 

@@ -492,7 +492,7 @@ def test_an_optimizer_goes_with_its_model(tmp_path):
 def test_an_optimizer_over_parameters_that_are_replaced():
     model = nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with pytest.raises(UsageError, match="others take the place of") as caught:
+    with pytest.raises(UsageError, match="replaced by others") as caught:
         load_into(
             model,
             {"model": {}, "optimizer": {}} | nn.Linear(2, 2).state_dict(),

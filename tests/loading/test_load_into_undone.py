@@ -10,8 +10,8 @@ from torch import nn
 import ckptool
 from ckptool.errors import CorruptFile, MatchError, UnreadableFile
 from ckptool.files import FileSource
-from ckptool.loading.filling import installing, reading
-from ckptool.loading.live import torch_loading
+from ckptool.loading import fill as reading
+from ckptool.loading import load_into as installing
 from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
@@ -188,7 +188,7 @@ def test_hooks_that_lose_an_entry(file, lost):
 
     model.head.register_load_state_dict_pre_hook(lose)
     untouched = Untouched(model)
-    with pytest.raises(MatchError, match=r"(head|tied)\.(bias|more), .* are (missing|unexpected)"):
+    with pytest.raises(MatchError, match=r"head\.(bias|more), tied\.(bias|more)"):
         load_into(model, file)
     untouched.check()
 
@@ -301,22 +301,22 @@ def test_a_device_that_fails_in_the_end(plain, monkeypatch, kept):
         assert caught.value.hint == "load a file that is whole before the model is used"
 
 
-def test_a_file_that_is_written_to_meanwhile(file, monkeypatch):
-    model = Net()
+def test_a_file_that_is_written_to_meanwhile(plain, monkeypatch):
+    model = Plain()
     untouched = Untouched(model)
 
     def fill(fills):
         reading.fill(fills)
-        os.utime(file, ns=(1, 1))
+        os.utime(plain, ns=(1, 1))
 
     monkeypatch.setattr(installing, "fill", fill)
     with pytest.raises(UnreadableFile, match="changed while it was read"):
-        load_into(model, file)
+        load_into(model, plain)
     untouched.check()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_in_the_last_step_waits_for_its_end(file, monkeypatch, number):
+def test_an_interrupt_in_the_last_step_waits_for_its_end(plain, monkeypatch, number):
     def fill(fills):
         signal.raise_signal(number)
         reading.fill(fills)
@@ -326,14 +326,14 @@ def test_an_interrupt_in_the_last_step_waits_for_its_end(file, monkeypatch, numb
 
     monkeypatch.setattr(installing, "fill", fill)
     before = signal.signal(number, end)
-    model = Net()
+    model = Plain()
     try:
         with pytest.raises(KeyboardInterrupt):
-            load_into(model, file)
+            load_into(model, plain)
         assert signal.getsignal(number) is end
     finally:
         signal.signal(number, before)
-    state = torch.load(file)
+    state = torch.load(plain)
     assert all(
         torch.equal(model.state_dict()[name], state[name]) for name in ("conv.weight", "head.bias")
     )
@@ -382,14 +382,4 @@ def test_an_optimizer_that_a_hook_of_the_model_wrote_to_is_put_back(tmp_path, lr
     model.register_load_state_dict_post_hook(hook)
     with pytest.raises(Custom):
         load_into(model, tmp_path / "f.pth", optimizer=optimizer)
-    untouched.check()
-
-
-def test_the_walk_over_many_names_is_undone_too(file, monkeypatch):
-    monkeypatch.setattr(torch_loading, "_MANY", 1)
-    model = Net()
-    model.head.register_load_state_dict_post_hook(raising(Custom))
-    untouched = Untouched(model)
-    with pytest.raises(Custom):
-        load_into(model, file)
     untouched.check()

@@ -1,4 +1,4 @@
-"""`match` tries a model's own loading on a twin: nothing of the model itself is changed."""
+"""`match` changes nothing of a model, and runs no loading code of its own."""
 
 import random
 
@@ -51,7 +51,7 @@ def test_an_extra_state_is_not_set_on_the_model(state):
     model = Odd()
     model.state = state
     _, report = ckptool.match({"weight": torch.ones(2, 2)}, model)
-    assert report.missing_keys == ["bias", "_extra_state"]
+    assert [name for name, _ in report.kept] == ["bias", "_extra_state"]
     assert model.told == []
 
 
@@ -69,9 +69,10 @@ def test_random_numbers_come_as_they_would_have():
     assert dice() == wanted
 
 
-@pytest.mark.parametrize(("shape", "copies"), [((2, 2), 1), ((2, 3), 2)])
-def test_the_model_is_copied_once_and_again_only_for_other_shapes(shape, copies):
-    model = Odd()
-    before = Copied.made
-    ckptool.match({"weight": torch.ones(shape)}, model)
-    assert Copied.made - before == copies
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+def test_the_model_is_neither_copied_nor_loaded(shape):
+    model, tensor = Odd(), torch.ones(shape)
+    before, weight = Copied.made, model.weight.detach().clone()
+    ckptool.match({"weight": tensor}, model)
+    assert Copied.made == before
+    assert torch.equal(model.weight, weight)

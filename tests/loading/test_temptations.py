@@ -179,7 +179,7 @@ def test_which_of_two_parts_is_asked_whatever_is_allowed(case):
     with pytest.raises(MatchError, match="not guessed: ") as caught:
         ckptool.load_into(built(want), state_of(have), strict=False)
     given = dict(caught.value.remedy.arguments)
-    report = ckptool.load_into(built(want), state_of(have), **given)
+    report = ckptool.load_into(built(want), state_of(have), **{"strict": False, **given})
     assert report.fitting == len(layers("", "a", "b"))
 
 

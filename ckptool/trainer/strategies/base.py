@@ -30,7 +30,7 @@ from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World
 
 if TYPE_CHECKING:
-    from ckptool.loading.fitting.states import Source
+    from ckptool.loading.source import Source
     from ckptool.trainer.tuning import Tuning
 
 __all__ = ["DIVERGED", "Step", "StepResult", "Strategy", "blocks_of", "tied"]

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ckptool.errors import TrainingError, WriteError
-from ckptool.loading.live.ranks import Ranks, default_group
-from ckptool.loading.live.spreading import is_spread
+from ckptool.loading.ranks import Ranks, default_group, is_spread
 from ckptool.trainer import sharded
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import connected, local_rank

@@ -21,7 +21,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError
-from ckptool.loading.live.ranks import sendable
+from ckptool.loading.ranks import sendable
 from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import TIMEOUT, local_rank, of_this_attempt, require_launcher

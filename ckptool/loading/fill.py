@@ -1,0 +1,303 @@
+"""The bytes of a file straight into a model's own tensors, with no copy between."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptool.dtypes import PACKED
+from ckptool.errors import CorruptFile
+from ckptool.files import ByteRange
+from ckptool.files.checksums import crc32s
+from ckptool.files.computed import may_be_shared
+from ckptool.loading.memory import cuts, extent, memory_of, repeats
+from ckptool.model import Storage, TensorRef
+from ckptool.tensors.materialise import memory_view
+from ckptool.tensors.runtime import called, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Assigned", "Fill", "alone", "can_fill", "check_bytes", "fill", "stored_bytes"]
+
+_PIECE = 16 << 20
+"""Bytes that a thread reads at a time."""
+_SHARED = 8 << 20
+"""Bytes in all from which a second thread helps."""
+_BLOCK = 1 << 15
+"""Elements that are cast or rearranged at a time: they stay in the processor's cache, and torch
+does not divide them among threads, which wait for each other."""
+_SENT = 1 << 22
+"""The same where they go to another device."""
+
+Job = Callable[[], object]
+
+
+class Fill(NamedTuple):
+    """A tensor of a model, and the elements that it gets: of a file, or of another tensor."""
+
+    tensor: torch.Tensor
+    source: TensorRef | torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes of the file are those that the tensor has in memory."""
+        ref, tensor = self.source, self.tensor
+        return (
+            isinstance(ref, TensorRef)
+            and ref.is_verbatim
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and str(tensor.dtype) == f"torch.{ref.dtype}"
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+
+
+def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> bool:
+    """Return whether `fill` does what `tensor.copy_` would: both are plain, and of one size."""
+    if source is None or not _is_plain(tensor):
+        return False
+    if not isinstance(source, TensorRef):
+        return _is_plain(source) and source.numel() == tensor.numel()
+    # Blocks of elements are little-endian, whatever this machine is.
+    return (
+        source.has_content
+        and source.numel == tensor.numel()
+        and source.dtype not in PACKED
+        and sys.byteorder == "little"
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not is_lazy(tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+        and not tensor.is_inference()
+        and not repeats(tensor.shape, tensor.stride())
+    )
+
+
+def alone(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the `id`s of those plain tensors that share no memory with another.
+
+    Tensors that share some must be filled in torch's order, as the last one counts.
+    """
+    spans = sorted(
+        (
+            str(one.device),
+            one.data_ptr(),
+            one.data_ptr() + extent(one.shape, one.stride()) * one.element_size(),
+            id(one),
+        )
+        for one in {id(one): one for one in tensors}.values()
+    )
+    found = {identity for *_, identity in spans}
+    reach: tuple[str, int, int] | None = None
+    for device, start, stop, identity in spans:
+        if reach is not None and reach[0] == device and start < reach[1]:
+            found -= {identity, reach[2]}
+        if reach is None or reach[0] != device or stop > reach[1]:
+            reach = (device, stop, identity)
+    return found
+
+
+def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
+    """Read the bytes of these tensors, each with its name, and compare them with their CRC-32.
+
+    A storage whose CRC-32 the file states is read whole.
+
+    Raises:
+        CorruptFile: bytes are not what they were when the file was written.
+        UnreadableFile: the system cannot read them.
+    """
+    runs: list[ByteRange] = []
+    wanted: list[tuple[str, int | None]] = []
+    for name, storage in _stored(refs):
+        if storage.data is not None and storage.nbytes:
+            runs.append(storage.data)
+            wanted.append((name, storage.crc32))
+    for run, (name, expected), found in zip(runs, wanted, crc32s(runs), strict=True):
+        if not isinstance(found, int):
+            raise found
+        if expected is not None and found != expected:
+            raise CorruptFile(
+                f"{called(name)} is damaged: its bytes have CRC-32 {found:08x}, and had "
+                f"{expected:08x} when the file was written",
+                file=run.source.name,
+                hint=f"ckptool verify {run.source.name}",
+            )
+
+
+def stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:
+    """Return how many bytes `check_bytes` reads."""
+    return sum(storage.nbytes for _, storage in _stored(refs) if storage.data is not None)
+
+
+def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storage]]:
+    """Yield the storages of the tensors and of their parts, once each."""
+    seen: set[int] = set()
+    for name, ref in refs:
+        for tensor in (ref, *ref.tensors_inside()):
+            if tensor.storage is not None and id(tensor.storage) not in seen:
+                seen.add(id(tensor.storage))
+                yield name, tensor.storage
+
+
+def fill(fills: Iterable[Fill]) -> None:
+    """Give every tensor its elements. None may share memory with another (`alone`).
+
+    Raises:
+        UnreadableFile: bytes cannot be read, though `check_bytes` could.
+    """
+    shared: list[Job] = []
+    single: list[Job] = []
+    size = 0
+    for one in fills:
+        ref = one.source
+        if isinstance(ref, TensorRef) and ref.storage is not None and ref.storage.data is not None:
+            if one.is_direct and may_be_shared(ref.storage.data):
+                shared.extend(_reads(one, ref))
+                size += ref.nbytes
+            else:
+                single.extend(_reads(one, ref) if one.is_direct else [partial(_stage, one, ref)])
+        elif not isinstance(ref, TensorRef):
+            single.append(partial(_copy, one.tensor, ref))
+    _do(shared, threads=2 if size >= _SHARED else 1)
+    _do(single, threads=1)
+
+
+def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
+    data = ref.data
+    view = memory_view(one.tensor.data_ptr(), data.length)
+    for start in range(0, data.length, _PIECE):
+        yield partial(data.read_into, view[start : start + _PIECE], start)
+
+
+def _do(jobs: Sequence[Job], *, threads: int) -> None:
+    """Do all of them; after an error in one, none is begun."""
+    left = iter(jobs)  # of a list: several threads may take from it
+
+    def work() -> None:
+        try:
+            for job in left:
+                job()
+        except BaseException:
+            deque(left, 0)  # nobody takes another
+            raise
+
+    if threads == 1:
+        work()
+        return
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
+        work()
+    for other in others:
+        other.result()
+
+
+def _stage(one: Fill, ref: TensorRef) -> None:
+    """Cast, move or rearrange the elements on their way, block by block."""
+    import torch
+
+    target = one.tensor.data
+    count = _BLOCK if target.device.type == "cpu" else _SENT
+    staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
+    stream = _Stream(ref)
+    with torch.no_grad():
+        for at in cuts(target.shape, count):
+            part = target[at]
+            block = staged[: part.numel()]
+            stream.read_into(memory_view(block.data_ptr(), block.nbytes))
+            part.copy_(block.view(part.shape))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad():
+        target.data.copy_(source.detach().reshape(target.shape))
+
+
+class _Stream:
+    """The elements of a tensor in row-major order, read piece by piece."""
+
+    def __init__(self, ref: TensorRef) -> None:
+        self._data = ref.data if ref.is_verbatim else None
+        self._blocks = iter(()) if ref.is_verbatim else ref.content()
+        self._at = 0
+        self._rest = memoryview(b"")
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with what comes next."""
+        if self._data is not None:
+            self._data.read_into(view, self._at)
+            self._at += len(view)
+            return
+        done = 0
+        while done < len(view):
+            if not self._rest:
+                self._rest = memoryview(next(self._blocks))
+            size = min(len(self._rest), len(view) - done)
+            view[done : done + size] = self._rest[:size]
+            done, self._rest = done + size, self._rest[size:]
+
+
+class Assigned:
+    """Makes the tensors that replace others: one object for what is one in the model."""
+
+    def __init__(self, *, cast: bool) -> None:
+        """`cast` to the types of the model."""
+        self._cast = cast
+        self._made: dict[Hashable, torch.Tensor] = {}
+        self._taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        """By storage the bytes that a tensor was made of, from and to, in order."""
+
+    def made(self, tensor: torch.Tensor, tie: Hashable, value: torch.Tensor) -> torch.Tensor:
+        """Return what replaces `tensor`, with the elements of `value`; made once for a tie."""
+        import torch
+        from torch.nn.parameter import is_lazy
+
+        key = (id(tensor), tie) if tie is None else tie
+        if key in self._made:
+            return self._made[key]
+        made = value
+        if not is_lazy(tensor):
+            if not tensor.dim() and value.shape == (1,):
+                made = made.detach()[0]
+            if self._cast and made.dtype != tensor.dtype:
+                made = made.detach().to(tensor.dtype)
+        if self._is_taken(made):
+            made = made.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            if not isinstance(made, torch.nn.Parameter):
+                made = torch.nn.Parameter(made.detach(), requires_grad=tensor.requires_grad)
+        elif isinstance(made, torch.nn.Parameter):
+            made = made.detach()
+        self._made[key] = made
+        return made
+
+    def _is_taken(self, tensor: torch.Tensor) -> bool:
+        """Return whether some of its memory is another tensor's, or its own elements overlap."""
+        place = memory_of(tensor)
+        if place is None or tensor.is_meta or not tensor.numel():
+            return False
+        start, stop = place.span
+        if stop - start < tensor.nbytes:
+            return True
+        known = self._taken.setdefault((place.storage, str(tensor.device)), [])
+        at = bisect_right(known, (start, stop))
+        if (at and known[at - 1][1] > start) or (at < len(known) and known[at][0] < stop):
+            return True
+        known.insert(at, (start, stop))
+        return False

@@ -1,1 +1,0 @@
-"""A model filled from a state dict, all of it or none."""

@@ -1,1 +1,0 @@
-"""Which entry of a state dict goes where in a model, and what that is told by."""

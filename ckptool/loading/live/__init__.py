@@ -1,1 +1,0 @@
-"""Models and tensors that are there: what they are made of, and how torch loads them."""

@@ -1,1 +1,0 @@
-"""The tree of a file as Python and torch objects."""

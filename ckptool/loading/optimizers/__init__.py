@@ -1,1 +1,0 @@
-"""The state of an optimizer given to the parameters that it is of."""

@@ -1,0 +1,551 @@
+"""`match`, and the plan of a load: the entry for each name, and what its elements say of that."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool._lazy import uncollected
+from ckptool.checkpoint import Checkpoint
+from ckptool.dtypes import NOT_IN_TORCH, PACKED
+from ckptool.errors import MatchError, NotFound, UsageError
+from ckptool.loading.fill import alone
+from ckptool.loading.load import unpickled
+from ckptool.loading.memory import cuts, extent, memory_of, repeats
+from ckptool.loading.ranks import without_hidden
+from ckptool.loading.source import State, stated
+from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
+from ckptool.matching import Allowance, Cast, Match, MatchReport, Overlap, matched
+from ckptool.matching.report import counted
+from ckptool.model import Global, Opaque, TensorRef
+from ckptool.tensors import materialise, require_torch, torch_dtype
+from ckptool.tensors.casting import FLOATS
+from ckptool.tensors.sameness import same_by_checksum, same_content
+from ckptool.transforms.name_rules import Rule, rules_of
+from ckptool.transforms.names import moved_metadata
+from ckptool.tree import walk
+from ckptool.words import listed, printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Plan", "check_lists", "inert", "loss_of", "match", "metadata_for", "planned"]
+
+_BLOCK = 1 << 15
+"""Elements that are compared at a time: torch does not divide them among threads, which wait for
+each other and are far slower than one where the machine is busy."""
+TORCH_DECIDES = "torch decides"
+"""How the report begins to say of names that the model's own code may take."""
+_NEVER_RAN = "saved by a lazy module that never ran, without elements"
+_UNMADE = ("without elements", "not made from a file")
+_LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
+
+
+@uncollected()
+def match(
+    state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
+    like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,
+    *,
+    rules: Iterable[Rule | str] = (),
+    prefixes: Iterable[str] = (),
+    key: Any = None,
+    like_key: Any = None,
+) -> tuple[OrderedDict[str, Any], MatchReport]:
+    r"""Return the entries of a state dict that fit a model, under its names; and a full report.
+
+    Wrapper components (`module.`, `_orig_mod.`, ...) are removed or added on either side, then one
+    prefix, then the renames of torch's own history; further renames are proposed in the report and
+    not applied. Neither argument changes: the dict is a new one with the same tensors, in the
+    model's order and ready for its `load_state_dict`, `_metadata` under the model's paths. Names
+    that the model ties all have the tensor that one of them has. Names inside a module with loading
+    code of its own are reported as `torch decides`, and are in the dict as that module knows them.
+
+    `report.fits` says whether everything fits; `load_into` refuses what does not, and loads.
+
+    Args:
+        state_dict: A state dict or a dict that holds one, or a file or an open checkpoint, whose
+            tensors are read onto the CPU.
+        like: A model, on any device, or what stands for one: a state dict, a dict of name to
+            shape, names, or the path of a reference file or an open one.
+        rules: `REGEX=>REPL`, for the names of `state_dict`, before anything else.
+        prefixes: `OLD=NEW`, after the rules: whole components at the front of a name.
+        key: The state dict to take, where there are several (an address, such as `"ema"`).
+        like_key: The same for `like`.
+
+    Raises:
+        TorchMissing: torch is not installed.
+        UnreadableFile: a file cannot be opened as a checkpoint; see `ckptool.open`.
+        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
+        NameCollision: the rules make two names one.
+        UsageError: an argument is not one of the above, or a text is no rule.
+        UnsupportedFormat: the file has one rank's part of a DTensor or ShardedTensor.
+    """
+    require_torch()
+    check_lists(rules=rules, prefixes=prefixes)
+    target = target_like(like, key=like_key)
+    with stated(state_dict, key=key, wanted=target.slots) as state:
+        plan = planned(state, target, rules=rules, prefixes=prefixes)
+        every = {**plan.pairs, **plan.undecided}
+        fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
+        metadata = metadata_for(state, target, plan)
+        if metadata is not None:
+            vars(fitting)["_metadata"] = metadata
+        return fitting, plan.report
+
+
+def check_lists(**lists: Any) -> None:
+    """Refuse arguments, by their names, that are no lists of texts.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    for name, value in lists.items():
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            hint = f"{name}=[{value!r}]" if isinstance(value, str) else f"{name} is a list"
+            raise UsageError(f"{name}={value!r} is not a list", hint=hint)
+
+
+def target_like(like: Any, *, key: Any = None) -> Target:
+    """Return what `like` wants; `key` chooses the state dict where it holds several.
+
+    It is a model on any device; a state dict, or a dict of name to shape; a file or an open
+    checkpoint, of which only the header is read, without torch; or names.
+
+    Raises:
+        TorchMissing: it is no file, and torch is not installed.
+        UnreadableFile: the file cannot be opened as a checkpoint.
+        AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
+        UsageError: it is none of these.
+    """
+    if not isinstance(like, (str, os.PathLike, Checkpoint)):
+        require_torch()
+        import torch
+
+        if isinstance(like, torch.nn.Module):
+            return target_of(like)
+        found = slots_like(like) if key is None or not isinstance(like, Mapping) else None
+        if found is not None:
+            return found
+    try:
+        with stated(like, key=key) as state:
+            return Target(state.file or REFERENCE, state.slots, metadata=state.metadata)
+    except NotFound as error:
+        error.message = f"{REFERENCE}: {error.message}"
+        if error.remedy is not None:
+            error.advise(error.remedy.with_names({"key": "like_key"}))
+        elif isinstance(like, Mapping) and error.hint is None:
+            error.message = f"{REFERENCE} is neither a state dict nor a dict of shapes"
+            error.advise("in a dict of shapes all are tuples of sizes: {'weight': (4, 3)}")
+        raise
+
+
+class Plan(NamedTuple):
+    """Which entry of a state dict goes where in a model, and the report of it."""
+
+    pairs: Mapping[str, str]
+    """Name in the model to name in the file, of what is to be loaded, in the model's order."""
+    undecided: Mapping[str, str]
+    """The same for names inside modules with loading code of their own: torch decides."""
+    report: MatchReport
+    match: Match
+
+    def with_changes(self, **changes: Any) -> Plan:
+        """Return the plan with other fields of its report."""
+        return self._replace(report=self.report.with_changes(**changes))
+
+    def refusal(self, allowance: Allowance) -> MatchError | None:
+        """Return the error to raise before anything is touched; None: accepted so far."""
+        report = self.report
+        if report.kept and any(reason.startswith(TORCH_DECIDES) for _, reason in report.kept):
+            report = report.with_changes(loaded=report.parameters, fitting=report.names)
+        refusal = allowance.refusal(report)
+        unmade = [f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_UNMADE)]
+        if refusal is not None and unmade:
+            refusal.message += f"\n{listed(unmade, most=2)}"
+        return refusal
+
+
+@uncollected()
+def planned(
+    state: State,
+    target: Target,
+    *,
+    rules: Iterable[Rule | str] = (),
+    prefixes: Iterable[str] = (),
+    assign: bool = False,
+    by_type: bool = False,
+    as_stored: bool = False,
+) -> Plan:
+    """Match the names, then compare elements where a cast or a tie may lose some.
+
+    Files need no torch where casts are judged `by_type`. With `assign` the model takes the tensors
+    as they are. `as_stored`: a file is to take the entries, and no model: objects stay objects.
+
+    Raises:
+        NameCollision: the rules make two names one.
+        UsageError: a text is no rule.
+        TorchMissing: elements have to be made, and torch is not installed.
+        CorruptFile, DeviceError: the elements cannot be read.
+    """
+    found = matched(
+        state.slots,
+        target.slots,
+        rules=rules_of(rules, prefixes),
+        metadata=state.metadata,
+        closed=target.custom,
+        file=state.file,
+        model=target.label,
+    )
+    plan = Plan(found.pairs, {}, found.report, found)
+    if not as_stored:
+        plan = _without_unmade(plan, state, target)
+    if target.custom:
+        plan = _left_to_torch(plan, target)
+    report, pairs = plan.report, plan.pairs
+    untied = tuple(_untied(state, target, pairs))
+    apart = {name for group in untied for name in group}
+    casts = () if assign else tuple(one for one in report.cast if one.name in pairs)
+    tied = (one for one in report.tied if not (apart & {*one} or pairs.keys().isdisjoint(one)))
+    beside = ((name, "a plain value, which no model takes") for name in state.beside)
+    report = report.with_changes(
+        cast=casts if by_type or as_stored else _judged(state, casts),
+        tied=tuple(tied),
+        untied=untied,
+        overlapping=tuple(_overlaps(state, target, pairs)),
+        left_out=(*report.left_out, *beside),
+    )
+    if plan.pairs is not found.pairs:
+        kept = dict(report.kept).keys() - set(plan.undecided)
+        report = report.with_changes(**counted(target.slots, pairs, kept))
+    return plan._replace(report=report)
+
+
+def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
+    """Leave out entries that no model can be given: objects, and parameters without elements.
+
+    An extra state with an object of a pickle inside would reach the model as something else.
+    """
+    report = plan.report
+    found: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    for name, own in plan.pairs.items():
+        node, slot = state.root[own], target.slots[name]
+        if type(node) is TensorRef and state.slots[own].shape is not None and slot.kind != "extra":
+            continue  # as most of many names
+        if _is_lazy(node, state, own):
+            if slot.shape is not None or slot.kind == "extra":
+                found[name] = _NEVER_RAN
+            elif isinstance(node, Opaque):
+                kept[name] = "the file's has no elements either"
+        elif slot.kind == "extra" and (what := inert(node)):
+            found[name] = f"holds {what}, which is not made from a file"
+    lazy = {own for own in report.unexpected_keys if _is_lazy(state.root[own], state, own)}
+    if not (found or kept or lazy):
+        return plan
+    missing = {*report.missing_keys, *found}
+    report = report.with_changes(
+        missing_keys=[name for name in target.slots if name in missing],
+        unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
+        kept=(*report.kept, *kept.items()),
+        left_out=(
+            *report.left_out,
+            *((plan.pairs[name], why) for name, why in found.items()),
+            *((own, _NEVER_RAN) for own in report.unexpected_keys if own in lazy),
+        ),
+    )
+    gone = {**found, **kept}
+    pairs = {name: own for name, own in plan.pairs.items() if name not in gone}
+    return plan._replace(pairs=pairs, report=report)
+
+
+def _is_lazy(node: Any, state: State, own: str) -> bool:
+    """Return whether it is a parameter or buffer that has no shape yet."""
+    if isinstance(node, Opaque):
+        return getattr(node.func, "qualified", "") in _LAZY
+    if state.tree.format != "memory":
+        return False
+    from torch.nn.parameter import is_lazy
+
+    return state.tree.format == "memory" and is_lazy(state.value(own))
+
+
+def inert(node: Any) -> str:
+    """Return the first value inside that is not made as it was saved, in words; empty: none.
+
+    Objects of classes stay inert, and arrays of numpy become tensors.
+    """
+    for _, leaf in walk(node):
+        if isinstance(leaf, Opaque) and unpickled(leaf, lambda inside: inside) is leaf:
+            return f"an object of {printable(leaf.class_name)}"
+        if isinstance(leaf, Global) and leaf.module != "torch":
+            return printable(leaf.qualified)
+        if isinstance(leaf, TensorRef) and leaf.kind == "numpy":
+            return "a numpy array"
+    return ""
+
+
+def _left_to_torch(plan: Plan, target: Target) -> Plan:
+    """Leave to torch what does not fit inside modules with loading code of their own."""
+    report, renamed = plan.report, plan.match.renamed
+    undecided = {
+        name: own
+        for own in report.unexpected_keys
+        if target.custom_holder(name := renamed.get(own, own)) and name not in plan.pairs
+    }
+    undecided |= {one.name: one.own for one in report.mismatched if target.custom_holder(one.name)}
+    own = {*undecided.values()}
+    unfilled = [
+        name
+        for name in (*report.missing_keys, *(one.name for one in report.mismatched))
+        if target.custom_holder(name)
+    ]
+    if not (undecided or unfilled):
+        return plan
+
+    def reason(name: str) -> str:
+        return f"{TORCH_DECIDES}: {target.custom_holder(name)} loads in its own way"
+
+    report = report.with_changes(
+        missing_keys=[name for name in report.missing_keys if name not in unfilled],
+        unexpected_keys=[name for name in report.unexpected_keys if name not in own],
+        mismatched=tuple(one for one in report.mismatched if one.own not in own),
+        ambiguous=tuple(
+            one for one in report.ambiguous if not {*unfilled, *own} & {*one.names, *one.candidates}
+        ),
+        kept=(*report.kept, *((name, reason(name)) for name in unfilled)),
+        left_out=(*report.left_out, *((old, reason(name)) for name, old in undecided.items())),
+    )
+    return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report)
+
+
+def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, Any] | None:
+    """Return the file's `_metadata` under the paths of the model's modules; None: it has none.
+
+    A version follows the names below its module. A module of the model without names of its own has
+    the version that the model gives it, unless its own loading code asks for the file's.
+    """
+    if state.metadata is None:
+        return None
+    own = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
+    entries = {path: held for path, held in state.metadata.items() if isinstance(held, dict)}
+    followed = moved_metadata(entries, own, lambda path: path)
+    if target.metadata is None:
+        return OrderedDict(followed)
+    made: OrderedDict[str, Any] = OrderedDict()
+    holders = {name.rpartition(".")[0] for name in target.slots}
+    for path, default in target.metadata.items():
+        clean = without_hidden(path)
+        held = followed.get(path, followed.get(clean))
+        if held is not None:
+            made[path] = held
+        elif clean not in holders and clean not in target.custom:
+            made[path] = default
+    return made
+
+
+def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
+    """Judge casts by their elements, where their types alone could lose something."""
+    losses: dict[tuple[str, str], str | None] = {}
+    judged = []
+    for cast in casts:
+        if cast.lossy:
+            key = cast.own, cast.after
+            if key not in losses:
+                losses[key] = loss_of(state.ref(cast.own) or state.value(cast.own), cast.after)
+            loss = losses[key]
+            if loss is not None:
+                cast = replace(cast, lossy=bool(loss), loss=loss)
+        judged.append(cast)
+    return tuple(judged)
+
+
+def loss_of(value: Any, dtype: str) -> str | None:
+    """Return in words what elements lose in another type; empty: nothing; None: not known.
+
+    `value` is a tensor, or one in a file, which is read block by block. Unknown is what has no
+    elements here, or has them in no plain array, or of types that torch does not compute with.
+
+    Raises:
+        CorruptFile, DeviceError: the elements cannot be read.
+    """
+    target = torch_dtype(dtype)
+    blocks = _blocks(value)
+    if blocks is None:
+        return None
+    elements = overflow = rounded = 0
+    try:
+        for block in blocks:
+            changed, over = _changed(block.detach(), target)
+            elements += block.numel()
+            overflow += int(over.sum())
+            rounded += int((changed & ~over).sum())
+    except (RuntimeError, TypeError):  # the back end has no such operation
+        return None
+    told = [
+        f"{count:,} {one if count == 1 else several}"
+        for count, one, several in (
+            (overflow, "overflows", "overflow"),
+            (rounded, "is rounded", "are rounded"),
+        )
+        if count
+    ]
+    if told:
+        count, _, words = told[0].partition(" ")
+        told[0] = f"{count} of {elements:,} {words}"
+    return ", ".join(told)
+
+
+def _changed(block: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements a cast changes, and which of these are beyond what the type has."""
+    import torch
+
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if block.is_complex():  # a pair for each element
+        pairs = torch.view_as_real(block.resolve_conj().to(torch.complex128))
+        if dtype.is_complex:
+            changed, over = _changed(pairs, real)
+            return changed.any(-1), over.any(-1)
+        changed, over = _changed(pairs[..., 0], real)
+        return changed | (pairs[..., 1] != 0), over
+    after = block.to(real)
+    if block.is_floating_point():
+        before, after = block.double(), after.double()
+        changed = ~((before == after) | (before.isnan() & after.isnan()))
+        kind = FLOATS.get(str(real).removeprefix("torch."))
+        if kind is not None and kind.infinite:
+            return changed, changed & ~after.isfinite()
+        least, most = 0.0, 1.0
+        if real is not torch.bool:
+            info = torch.finfo(real) if real.is_floating_point else torch.iinfo(real)
+            least, most = info.min, info.max
+        edge = before if real.is_floating_point else before.trunc()
+        return changed, changed & ~((edge >= least) & (edge <= most))
+    if real.is_floating_point:
+        after = after.double()
+        bits = 1 if block.dtype is torch.bool else torch.iinfo(block.dtype).bits
+        signed = block.dtype.is_signed
+        least, most = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1)) if signed else (0.0, 2.0**bits)
+        inside = (after >= least) & (after < most)  # others become some integer on the way back
+        back = after.where(inside, 0.0).to(block.dtype)
+        return ~inside | (block != back), ~after.isfinite()
+    changed = block.to(torch.int64) != after.to(torch.int64)
+    if (block.dtype is torch.uint64) != (real is torch.uint64):
+        changed |= block.to(torch.int64) < 0  # 2**63 and more in one, below zero in the other
+    return changed, changed
+
+
+def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
+    """Return the elements of a tensor in some order; a file is read block by block."""
+    import torch
+
+    if isinstance(value, TensorRef):
+        is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
+        if value.has_content and value.is_contiguous and is_known:
+            shape = tuple(size or 0 for size in value.shape)
+            return (materialise(value[at] if at else value) for at in cuts(shape, _BLOCK))
+        value = materialise(value)
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
+        return None
+    if value.is_quantized or value.is_nested:
+        return None
+    return (value.detach()[at] for at in cuts(value.shape, _BLOCK))
+
+
+def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield names that are one tensor in the model, and have several contents in the file."""
+    groups: dict[Hashable, list[str]] = {}
+    for name in pairs:
+        tie = target.slots[name].tie
+        if tie is not None:
+            groups.setdefault(tie, []).append(name)
+    for names in groups.values():
+        first, *others = dict.fromkeys(pairs[name] for name in names)
+        if not all(_has_same_elements(state, first, other) for other in others):
+            yield tuple(names)
+
+
+def _has_same_elements(state: State, one: str, other: str) -> bool:
+    """Return whether two entries have the same elements, byte for byte.
+
+    On the meta device, where there are none, they count as the same.
+    """
+    tie = state.slots[one].tie
+    if tie is not None and tie == state.slots[other].tie:
+        return True
+    a, b = state.ref(one), state.ref(other)
+    if (
+        a is not None
+        and b is not None
+        and (a.dtype, a.shape) == (b.dtype, b.shape)
+        and (a.has_content and b.has_content)
+    ):
+        known = same_by_checksum(a, b)
+        return same_content(a, b) if known is None else known
+    import torch
+
+    x, y = state.value(one), state.value(other)
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)) or x.dtype != y.dtype:
+        return x is y
+    if x.is_meta or y.is_meta:
+        return x.shape == y.shape
+    try:
+        return torch.equal(_bytes(x), _bytes(y).to(x.device))
+    except (RuntimeError, TypeError):  # no plain array of elements
+        return torch.equal(x, y)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _overlaps(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[Overlap]:
+    """Yield names whose tensors overlap in the model, and would not keep what they are given."""
+    entries = target.entries
+    if not entries:
+        return
+    import torch
+
+    placed = {
+        name: memory
+        for name in pairs
+        if name in entries
+        and not entries[name].is_meta
+        and (memory := memory_of(entries[name]))
+        and not repeats(memory.shape, memory.stride)
+    }
+    apart = alone(entries[name] for name in placed)
+    groups: dict[int, list[str]] = {}
+    for name, memory in placed.items():
+        if id(entries[name]) not in apart and memory.nbytes:
+            groups.setdefault(memory.storage, []).append(name)
+    for names in groups.values():
+        if len({placed[name] for name in names}) == 1:
+            continue  # a tie
+        room = torch.zeros(placed[names[0]].nbytes, dtype=torch.uint8)
+        views, values = {}, {}
+        for name in names:  # in torch's order: the last one counts
+            memory, dtype = placed[name], entries[name].dtype
+            value = state.value(pairs[name]).detach()
+            if value.is_meta:
+                return
+            size = room.numel() // dtype.itemsize * dtype.itemsize
+            typed = room[:size].view(dtype)
+            views[name] = typed.as_strided(memory.shape, memory.stride, memory.offset)
+            values[name] = value.to("cpu", dtype).reshape(memory.shape)
+            views[name].copy_(values[name])
+        if not all(torch.equal(_bytes(views[name]), _bytes(values[name])) for name in names):
+            starts, stops = zip(*(placed[name].span for name in names), strict=True)
+            full = [
+                name
+                for name in names
+                if placed[name].span == (min(starts), max(stops))
+                and prod(placed[name].shape) == extent(placed[name].shape, placed[name].stride)
+            ]
+            whole = min(full, key=lambda name: target.slots[name].kind != "parameter", default="")
+            yield Overlap(tuple(names), whole)

@@ -1,0 +1,304 @@
+"""Models spread over processes, and processes that take each step together or not at all.
+
+FSDP (the first) keeps the parameters of many modules in one flat one, of which each rank has a
+part; its `state_dict` gathers them, for which every rank must call it. The flat parameter remembers
+what it is made of (torch/distributed/fsdp/_flat_param.py, `FlatParameter`), so that names and
+shapes are known without gathering. Parameters of `fully_shard` are DTensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptool import errors
+from ckptool.errors import CheckpointError, MatchError, warn
+from ckptool.loading.memory import dtype_name
+from ckptool.matching import EXTRA, Slot
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Ranks",
+    "default_group",
+    "is_spread",
+    "own_tensors",
+    "ranks_of",
+    "sendable",
+    "sharded",
+    "spread_like",
+    "ungathered",
+    "without_hidden",
+]
+
+_Result = TypeVar("_Result")
+_Failures = dict[int, CheckpointError | str]
+"""By global rank."""
+
+_HIDDEN = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
+"""Components of module paths that the hooks of these wrappers keep out of the names."""
+_FLAT = frozenset({"_flat_param", "flat_param"})
+
+
+class Ranks:
+    """The processes of some groups, or this one alone.
+
+    Every process makes the same calls in the same order. A message passes through each group in
+    turn: what one group has heard, this process repeats in the next.
+    """
+
+    def __init__(
+        self, groups: Sequence[Any], *, error: type[CheckpointError], undone: str, call: str
+    ) -> None:
+        """Take `groups` of `torch.distributed`, None being the default one; empty: this process.
+
+        `error` is raised where another process failed with a foreign one; `undone` says what a
+        failure means for this process, and `call` names what all of them call.
+        """
+        self._groups = tuple(groups)
+        self._error, self._undone, self._call = error, undone, call
+        self._is_lost = False
+
+    @property
+    def own(self) -> int:
+        """The number of this process, 0 where it is alone."""
+        return _rank() if self._groups else 0
+
+    @contextmanager
+    def reached(self, undone: str = "") -> Iterator[None]:
+        """Raise in every process where the block raises in one.
+
+        `undone` says what a failure of another process in this step means here.
+
+        Raises:
+            CheckpointError: another process, which is named, failed or did not come.
+        """
+        if not self._groups:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            with suppress(CheckpointError):  # the others may not be there to hear it
+                self._told({_rank(): sendable(error)}, self._undone)
+            raise
+        undone = undone or self._undone
+        for rank, failure in sorted(self._told({}, undone).items()):
+            raise self._elsewhere(rank, failure, undone)
+
+    def first(self, work: Callable[[], _Result]) -> _Result:
+        """Do the work in rank 0 alone, and return its result in all of them.
+
+        Where the work is done and another process has gone meanwhile, rank 0 warns.
+
+        Raises:
+            CheckpointError: as `reached`.
+        """
+        done: _Result | None = None
+        try:
+            with self.reached():
+                if self.own == 0:
+                    done = work()
+            return self.all(done)[0]  # type: ignore[return-value]
+        except CheckpointError as error:
+            if done is None or not self._is_lost:
+                raise
+            warn(f"{self._call} has done its work, but {error.message.partition(', as ')[2]}")
+            return done
+
+    def all(self, own: _Result) -> list[_Result]:
+        """Return what each process of the first group gives, in the order of their ranks.
+
+        Raises:
+            CheckpointError: another one did not come.
+        """
+        if not self._groups:
+            return [own]
+        return self._gathered(own, self._groups[0], self._undone)
+
+    def _told(self, failures: _Failures, undone: str) -> _Failures:
+        """Return the failures of all ranks."""
+        for group in self._groups:
+            for heard in self._gathered(failures, group, undone):
+                failures = {**failures, **heard}
+        return failures
+
+    def _gathered(self, own: _Result, group: Any, undone: str) -> list[_Result]:
+        import torch.distributed as dist
+
+        given: list[Any] = [None] * dist.get_world_size(group)
+        hint = f"every rank of the run calls {self._call}, not one of them alone"
+        try:
+            dist.all_gather_object(given, (self._call, own), group=group)
+        except RuntimeError as error:  # whatever the backend says of a connection
+            self._is_lost = True
+            said = str(error).strip().partition("\n")[0]
+            text = f"{undone}, as another rank did not answer rank {_rank()}: {said}"
+            raise self._error(text, hint=hint) from error
+        for place, heard in enumerate(given):
+            is_ours = isinstance(heard, tuple) and len(heard) == 2 and isinstance(heard[0], str)
+            call = heard[0] if is_ours else "something else"
+            if call != self._call:
+                self._is_lost = True
+                rank = place if group is None else dist.get_global_rank(group, place)
+                text = f"{undone}, as rank {rank} is in {call}, and rank {_rank()} in {self._call}"
+                raise self._error(text, hint=hint)
+        return [told for _, told in given]
+
+    def _elsewhere(self, rank: int, failure: CheckpointError | str, undone: str) -> CheckpointError:
+        """Return the error of another process as this one raises it."""
+        told = f"{undone}, as it failed in rank {rank}: {failure}"
+        if isinstance(failure, str):
+            return self._error(told)
+        failure.message, failure.args = told, (told,)
+        return failure
+
+
+def default_group() -> list[Any]:
+    """Return the group of all processes of the run; nothing where this is the only one."""
+    import torch.distributed as dist
+
+    running = dist.is_available() and dist.is_initialized()
+    return [None] if running and dist.get_world_size() > 1 else []
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def sendable(error: BaseException) -> CheckpointError | str:
+    """Return an error as other processes can have it: a foreign one may not survive the way."""
+    if isinstance(error, CheckpointError) and type(error).__module__ == errors.__name__:
+        return error
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def ranks_of(model: torch.nn.Module) -> Ranks:
+    """Return the processes that DDP, FSDP or DTensors spread a model over.
+
+    Each of them calls `load_into`. Messages use the model's own process groups.
+    """
+    return Ranks(
+        _groups(model),
+        error=MatchError,
+        undone="nothing is loaded here",
+        call="load_into with this model",
+    )
+
+
+def _groups(model: torch.nn.Module) -> list[Any]:
+    """Return the groups of several processes that its wrappers and tensors are spread over."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    inside = {*sharded(model)}
+    found: dict[Any, None] = {}
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) or module in inside:
+            held = (getattr(module, name, None) for name in ("process_group", "_inter_node_pg"))
+            found.update(dict.fromkeys(group for group in held if group is not None))
+    every: list[Any] = [*model.parameters(), *model.buffers()]
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in every if is_spread(tensor)):
+        if mesh.get_coordinate() is not None:
+            found.update((mesh.get_group(number), None) for number in range(mesh.ndim))
+    # Nobody is in a group of the fake backend, which only plays one.
+    return [
+        one for one in found if dist.get_world_size(one) > 1 and dist.get_backend(one) != "fake"
+    ]
+
+
+def is_spread(tensor: Any) -> bool:
+    """Return whether it is a DTensor, of which this rank has a part."""
+    import torch
+
+    return isinstance(tensor, torch.Tensor) and callable(getattr(type(tensor), "full_tensor", None))
+
+
+def spread_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `value`, which each rank has whole, spread as `tensor` is.
+
+    Nothing is sent between ranks, as far as torch (2.6 and later) can do without.
+    """
+    if not is_spread(tensor) or is_spread(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    alone = "src_data_rank" in inspect.signature(distribute_tensor).parameters
+    options: dict[str, Any] = {"src_data_rank": None} if alone else {}
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.detach(), mesh, placements, **options)
+
+
+def without_hidden(path: str) -> str:
+    """Return the path of a module as the names of the state dict have it."""
+    if "_module" not in path:
+        return path
+    return ".".join(part for part in path.split(".") if part not in _HIDDEN)
+
+
+def sharded(model: torch.nn.Module) -> list[Any]:
+    """Return the modules of `model` that are `FullyShardedDataParallel`."""
+    # Never imported: where there is such a module, its caller has.
+    home = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(home, "FullyShardedDataParallel", None)
+    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+
+
+def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the full state dict of a model inside FSDP has, and its `_metadata`.
+
+    Names are in the order of the modules, each with the live tensor, or with a `Slot` for what is
+    in shards or no tensor.
+    """
+    import torch
+
+    shards: dict[int, dict[str, Slot]] = {}
+    for module in sharded(model):
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if flat is not None:
+            _note(flat, shards)
+    state: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        metadata[path] = {"version": getattr(module, "_version", 1)}
+        clean = without_hidden(path)
+        before = f"{clean}." if clean else ""
+        flattened = shards.get(id(module), {})
+        state.update((before + name, slot) for name, slot in flattened.items())
+        state.update(
+            (before + name, tensor)
+            for name, tensor in own_tensors(module).items()
+            if name not in flattened and name not in _FLAT
+        )
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            state[f"{before}_extra_state"] = EXTRA
+    return state, metadata
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of one module and its buffers that are saved."""
+    passing = module._non_persistent_buffers_set
+    buffers = {name: one for name, one in module._buffers.items() if name not in passing}
+    held = {**module._parameters, **buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _note(flat: Any, shards: dict[int, dict[str, Slot]]) -> None:
+    """Note which parameters of which modules a flat one is made of."""
+    dtype = dtype_name(flat)
+    tied: dict[Hashable, Slot] = {}
+    shared = [(id(info.prim_module), info.prim_param_name) for info in flat._shared_param_infos]
+    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+        key = (id(info.module), info.param_name)
+        slot = Slot(tuple(shape), dtype, "parameter", key if key in shared else None)
+        shards.setdefault(id(info.module), {})[info.param_name] = tied[key] = slot
+    for info, key in zip(flat._shared_param_infos, shared, strict=True):
+        shards.setdefault(id(info.module), {})[info.param_name] = tied[key]

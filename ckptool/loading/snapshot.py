@@ -1,0 +1,264 @@
+"""A model and its optimizer as they were, to be restored where loading fails half way."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import warn
+from ckptool.loading.memory import memory_of
+from ckptool.loading.ranks import is_spread
+from ckptool.words import printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Snapshot", "held_back", "layers", "tensors_of"]
+
+_CONTAINERS = frozenset((dict, OrderedDict, set, list))
+
+
+def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return every parameter and buffer once, also those that no state dict has."""
+    every = (
+        tensor
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+    )
+    return list({id(tensor): tensor for tensor in every if tensor is not None}.values())
+
+
+def layers(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those that it wraps (in accelerate, Lightning, ZeRO)."""
+    seen: list[Any] = []
+    while hasattr(optimizer, "__dict__") and not any(optimizer is one for one in seen):
+        seen.append(optimizer)
+        yield optimizer
+        held = vars(optimizer)
+        inner = (held.get(name) for name in ("optimizer", "_optimizer", "optim"))
+        optimizer = next((one for one in inner if hasattr(one, "load_state_dict")), None)
+
+
+class Snapshot:
+    """What a model and an optimizer consist of: attributes, tensors, extra states."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        *,
+        copied: Callable[[torch.Tensor], bool],
+        with_state: bool = False,
+    ) -> None:
+        """Remember all of it; copy the elements of those of the model's tensors that are `copied`.
+
+        `with_state` copies those of the optimizer's state too: torch's own code makes new tensors
+        and leaves these alone, other code may write to them.
+        """
+        import torch
+
+        self._label = type(model).__name__
+        self._kinds = [(module, type(module)) for module in model.modules()]
+        self._containers = [
+            _Container(held)
+            for module, _ in self._kinds
+            for held in (vars(module), *vars(module).values())
+            if type(held) in _CONTAINERS
+        ]
+        self._tensors = [_Tensor(tensor, copied=copied(tensor)) for tensor in tensors_of(model)]
+        for layer in layers(optimizer):
+            groups, state = getattr(layer, "param_groups", ()), getattr(layer, "state", {})
+            trained = {id(one) for group in groups for one in group["params"]}
+            self._containers.append(_Container(vars(layer)))
+            options = _inside(groups, {})
+            for key, node in _inside(state, dict(options)).items():
+                if not isinstance(node, torch.Tensor):
+                    self._containers.append(_Container(node))
+                elif key not in trained:
+                    self._tensors.append(_Tensor(node, copied=with_state or key in options))
+        self._extra = [_ExtraState(module) for module, _ in self._kinds if _has_extra(module)]
+
+    def restore(self) -> None:
+        """Restore everything, the same objects as before; elements only where they are copied.
+
+        Elements of tensors that are plain attributes, and what other objects hold, are restored
+        only where an extra state has them. A part that cannot be restored causes a warning.
+        """
+        for module, kind in self._kinds:
+            if type(module) is not kind:  # a lazy module that has run
+                module.__class__ = kind
+        parts: list[Any] = [*self._containers, *self._extra, *self._tensors]
+        for part in parts:
+            try:
+                part.restore()
+            except Exception as error:  # the setter of an extra state may raise anything
+                text = printable(str(error))
+                warn(f"{printable(self._label)} could not be restored as it was: {text}")
+
+
+def _inside(node: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """Return the dicts, lists and tensors below a node by their `id`."""
+    import torch
+
+    if id(node) in found:
+        return found
+    if isinstance(node, (dict, list, torch.Tensor)):
+        found[id(node)] = node
+    if isinstance(node, (dict, list, tuple)):
+        for value in list(node.values()) if isinstance(node, dict) else node:
+            _inside(value, found)
+    return found
+
+
+class _Container:
+    """A dict, list or set, and what it holds."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._content = container.copy() if container else ()
+
+    def restore(self) -> None:
+        container, content = self._container, self._content
+        if _identities(container) == _identities(content):
+            return
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _identities(container: Any) -> list[Any]:
+    """Return what a container holds, by identity: tensors have no equality of one answer."""
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return [id(item) for item in container]
+
+
+class _Tensor:
+    """A tensor, where its elements lie, and a copy of them where that is wanted."""
+
+    __slots__ = ("content", "data", "is_leaf", "kind", "memory", "requires_grad", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
+        from torch.nn.parameter import is_lazy
+
+        self.tensor, self.kind = tensor, type(tensor)
+        self.data, self.memory = tensor.data, memory_of(tensor)
+        self.requires_grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
+        self.content: torch.Tensor | None = None
+        if copied and not is_lazy(tensor) and not self.data.is_meta:
+            home = self.data.device if is_spread(tensor) else "cpu"
+            self.content = _unrepeated(self.data).to(home, copy=True)
+
+    def restore(self) -> None:
+        import torch
+
+        tensor = self.tensor
+        if type(tensor) is not self.kind or memory_of(tensor) != self.memory:
+            tensor.data = self.data
+        if type(tensor) is not self.kind:
+            tensor.__class__ = self.kind
+        if self.content is not None:
+            with torch.no_grad():
+                _unrepeated(self.data).copy_(self.content)
+        if self.is_leaf and not tensor.is_leaf:
+            tensor.detach_()  # a hook assigned a result that asks for gradients
+        if tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+
+
+def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements that an expanded tensor repeats, which can be written to."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not step:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+class _ExtraState:
+    """The extra state of a module, copied: loading may change objects inside it in place."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        state = module.get_extra_state()
+        try:
+            self._state = copy.deepcopy(state)
+        except Exception:  # whatever an object's own copying raises
+            self._state = state
+
+    def restore(self) -> None:
+        # The attributes of the module are restored already, which is enough for most states.
+        if not _is_same(self._module.get_extra_state(), self._state):
+            self._module.set_extra_state(self._state)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two extra states are surely the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    try:
+        same = one == other
+        return bool(same.all() if hasattr(same, "all") else same)
+    except Exception:  # whatever an object's own comparing raises
+        return False
+
+
+def _has_extra(module: torch.nn.Module) -> bool:
+    """Return whether the module has an extra state that can be set."""
+    import torch
+
+    base, kind = torch.nn.Module, type(module)
+    return (
+        kind.set_extra_state is not base.set_extra_state
+        and kind.get_extra_state is not base.get_extra_state
+    )
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Delay Ctrl-C, and a SIGTERM that the program handles, until the block has ended.
+
+    Each signal that came is handled then, whatever the block or an earlier handler raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before: dict[int, Callable[..., Any]] = {}
+    try:
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before[number] = handler
+                signal.signal(number, lambda *signalled: came.append(signalled))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _handle(came, before)
+
+
+def _handle(
+    came: list[tuple[int, FrameType | None]], handlers: dict[int, Callable[..., Any]]
+) -> None:
+    if came:
+        number, frame = came[0]
+        try:
+            handlers[number](number, frame)
+        finally:
+            _handle(came[1:], handlers)

@@ -1,0 +1,384 @@
+"""The state dict that a model is to be filled from, wherever it is: in a file or in memory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
+from ckptool.formats import open_checkpoint, opened
+from ckptool.loading.load import TreeMaker
+from ckptool.loading.memory import dtype_name, shape_of
+from ckptool.loading.ranks import without_hidden
+from ckptool.loading.target import live_slots
+from ckptool.matching import Slots, matched, slots_of
+from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef, TensorRef
+from ckptool.names import N_AVERAGED
+from ckptool.remedies import Remedy
+from ckptool.statedict import (
+    OF_THE_MODEL,
+    Section,
+    is_extra_state,
+    is_flat,
+    model_state_dict,
+    wrapped_names,
+)
+from ckptool.tensors import is_one_part, only_a_part, require_torch
+from ckptool.tensors.materialise import MapLocation
+from ckptool.transforms.extraction import plain_state_dict
+from ckptool.words import listed, printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Source", "State", "stated"]
+
+_AS_THEY_ARE = (bool, int, float, complex, str, bytes, type(None))
+_NODES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
+"""Nodes of a tree, which an open checkpoint gave."""
+
+Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
+"""A file, an open checkpoint, a state dict, or a dict that holds one."""
+
+
+class State:
+    """One state dict: the names that it has, and how to read them. Made by `stated`."""
+
+    def __init__(
+        self,
+        tree: Checkpoint,
+        section: Section,
+        boxes: _Boxes | None = None,
+        *,
+        map_location: MapLocation = "cpu",
+        mmap: bool = False,
+    ) -> None:
+        """Look at the names; nothing is read yet."""
+        self.tree = tree
+        """The whole file; for memory a tree of tensors without bytes."""
+        self.section = section
+        """The part of `tree` that it is."""
+        self.root: OrderedMap = plain_state_dict(tree, section)
+        """The entries as they are loaded: those of a pickled module are detached."""
+        boxes = boxes or _Boxes()
+        self._originals, self._containers = boxes.originals, boxes.containers
+        self.slots: Slots = _slots(section, self._originals)
+        """The model's own entries, without plain values that a script put beside them."""
+        self.folder: str | None = None
+        """The folder that was given, if one was: other files in it belong to the model too."""
+        self.map_location, self.mmap = map_location, mmap
+        self._maker: TreeMaker | None = None
+        self._held = ExitStack()
+
+    @property
+    def file(self) -> str:
+        """The path, for messages; empty for memory."""
+        return self.tree.path
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Its `_metadata`: module path to version; None where it has none.
+
+        Some wrappers keep their component out of the names but not out of this: a module inside
+        one is also here under the path that its names have.
+        """
+        held = self.root.metadata
+        if not isinstance(held, Mapping):
+            return None
+        given = held if self.tree.format == "memory" else self._made_metadata(held)
+        made = {path: entry for path, entry in given.items() if isinstance(path, str)}
+        holders = {name.rpartition(".")[0] for name in self.slots}
+        inside = {
+            clean: entry
+            for path, entry in made.items()
+            if path not in holders and (clean := without_hidden(path)) in holders and clean != path
+        }
+        return {**made, **inside}
+
+    def _made_metadata(self, held: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        entries = [entry for entry in held.values() if isinstance(entry, Mapping)]
+        plain = len(entries) == len(held) and all(
+            isinstance(value, int | str | None) for entry in entries for value in entry.values()
+        )  # versions, as torch writes them: nothing has to be made, and torch is not imported
+        return {path: dict(entry) for path, entry in held.items()} if plain else self.made(held)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The names of plain values among the entries, which no model takes."""
+        return tuple(str(name) for name in self.root if name not in self.slots)
+
+    def ref(self, name: str) -> TensorRef | None:
+        """Return an entry as it lies in the file; None if it is in memory, or no tensor."""
+        node = self.root[name]
+        return node if isinstance(node, TensorRef) and id(node) not in self._originals else None
+
+    def value(self, name: str) -> Any:
+        """Return an entry itself: a tensor, or an extra state.
+
+        A tensor of a file is made on `map_location`, once each, and tensors that share memory in
+        the file share it; they are kept until `close`. What is in memory is the object itself.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load_state_dict`.
+        """
+        node = self.root[name]
+        if id(node) in self._originals:
+            return self._originals[id(node)]
+        if isinstance(node, TensorRef) and is_one_part(node):
+            raise only_a_part(node, name)
+        if id(node) in self._containers:
+            return self._containers[id(node)]
+        if self._maker is None:
+            self._maker = TreeMaker(
+                self.root,
+                originals=self._originals,
+                map_location=self.map_location,
+                mmap=self.mmap,
+            )
+        return self._maker.made(node, (name,))
+
+    def made(self, node: Any, map_location: MapLocation = "cpu") -> Any:
+        """Return any node of the tree with its tensors made, read anew at each call.
+
+        For memory it is new containers around the objects themselves.
+
+        Raises:
+            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load`.
+        """
+        maker = TreeMaker(node, originals=self._originals, map_location=map_location)
+        try:
+            return maker.made(node)
+        finally:
+            maker.forget()
+
+    def opened(self, path: str) -> Checkpoint:
+        """Open another file of the same save, for as long as this one.
+
+        Raises:
+            UnreadableFile: it cannot be opened as a checkpoint; see `ckptool.open`.
+        """
+        return self._held.enter_context(open_checkpoint(path))
+
+    def close(self) -> None:
+        """Release the values that were made, and the files that were opened."""
+        if self._maker is not None:
+            self._maker.forget()
+            self._maker = None
+        self._held.close()
+
+
+@contextmanager
+def stated(
+    source: Source | torch.nn.Module,
+    *,
+    key: Any = None,
+    wanted: Slots | None = None,
+    map_location: MapLocation = "cpu",
+    mmap: bool = False,
+) -> Iterator[State]:
+    """Open the one state dict in `source`, or the one under `key`.
+
+    Where there are several and no key, the error proposes first the one that fits `wanted` best.
+    `map_location` and `mmap` concern files; tensors in memory stay where they are. A file needs no
+    torch until its elements are made.
+
+    Raises:
+        TorchMissing: it is no file, and torch is not installed.
+        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
+        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
+        UsageError: it is nothing that has a state dict.
+    """
+    if isinstance(source, (str, os.PathLike, Checkpoint)):
+        with opened(source) as checkpoint:
+            section = _chosen(checkpoint, key, wanted)
+            if section.unread:
+                warn(f"{checkpoint.path}: the state dict is read without {listed(section.unread)}")
+            state = State(checkpoint, section, map_location=map_location, mmap=mmap)
+            if not isinstance(source, Checkpoint) and os.path.isdir(source):
+                state.folder = os.fsdecode(source)
+            with closing(state):
+                yield state
+        return
+    require_torch()
+    import torch
+
+    if isinstance(source, torch.nn.Module):
+        source = source.state_dict()
+    if not isinstance(source, Mapping):
+        raise UsageError(
+            f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
+        )
+    boxes = _Boxes()
+    tree = Checkpoint(boxes.mapping(source, OrderedMap()), "memory", "")
+    section = _chosen(tree, key, wanted)
+    with closing(State(tree, section, boxes, map_location=map_location, mmap=mmap)) as state:
+        yield state
+
+
+def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
+    try:
+        section = model_state_dict(tree, key)
+    except AmbiguousName as error:
+        if wanted is not None and error.remedy is not None:
+            error.advise(_best_first(error.remedy, tree, wanted))
+        raise
+    except NotFound:
+        if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
+            raise
+        section = Section((), "state_dict", tree.root, tree.root)
+    for name, value in section.node.items():
+        if isinstance(value, TensorRef) and not isinstance(name, str):
+            raise NotFound(
+                f"it is no state dict of a model: a tensor stands under {printable(repr(name))}, "
+                "and names are text",
+                file=tree.path or None,
+            )
+    counter = tree.root.get(N_AVERAGED) if section.path == ("state_dict",) else None
+    if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
+        return section
+    # The counter of an `AveragedModel`, which `save` puts beside the state dict.
+    node = OrderedMap({N_AVERAGED: counter, **section.node})
+    node.attributes = getattr(section.node, "attributes", {})
+    return replace(section, node=node)
+
+
+def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
+    """Return the keys in the order of the file, the one that fits best before all others."""
+
+    def fitting(way: Remedy) -> tuple[bool, int]:
+        slots = slots_of(model_state_dict(tree, dict(way.arguments)["key"]))
+        report = matched(slots, wanted).report
+        return report.fits, report.fitting
+
+    ways = [remedy._replace(lead="", instead=()), *remedy.instead]
+    scores = [*map(fitting, ways)]
+    best = max(scores)
+    if best[1] == 0 or scores.count(best) > 1:
+        return remedy
+    first = ways.pop(scores.index(best))
+    return Remedy(first.arguments, " fits" if best[0] else " fits best", instead=tuple(ways))
+
+
+def _is_one(root: Any, *, in_memory: bool) -> bool:
+    """Return whether it is the state dict of a model without tensors, or with odd ones."""
+    if isinstance(root, OrderedMap) and root.metadata is not None:
+        return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
+    return in_memory and isinstance(root, dict) and (not root or is_flat(root))
+
+
+def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
+    """Return the slots of a section; those in memory by the live objects themselves."""
+    if not originals:
+        return slots_of(section)
+    nodes = {name: section.node[name] for name in wrapped_names(section.node)}
+    live = live_slots({name: originals.get(id(node)) for name, node in nodes.items()})
+    # An open checkpoint may stand in a dict with tensors in memory.
+    stored = [
+        name
+        for name, node in nodes.items()
+        if isinstance(node, TensorRef) and id(node) not in originals
+    ]
+    if stored:
+        of_file = slots_of(section)
+        live.update((name, of_file[name]) for name in stored)
+    return live
+
+
+class _Held:
+    """Stands for an object of the caller's that is neither plain data nor a tensor."""
+
+    __slots__ = ()
+
+
+class _Boxes:
+    """Makes trees of dicts in memory, and remembers what each node stands for.
+
+    A tensor becomes a `TensorRef` of its shape and dtype, without a storage. A module becomes its
+    state dict.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.originals: dict[int, Any] = {}
+        """The tensor or object that a node stands for, by the `id` of the node."""
+        self.containers: dict[int, Any] = {}
+        """The same for the containers around them."""
+        self._boxes: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def mapping(self, node: Mapping[Any, Any], box: dict[Any, Any]) -> dict[Any, Any]:
+        """Fill `box` with nodes for what `node` holds."""
+        self._boxes[id(node)] = box
+        for key, value in node.items():
+            if is_extra_state(key) and _is_array(value):  # the module's own, whatever it is
+                self._alive.append(value)
+                box[key] = self._standing_for(value, _Held())
+            else:
+                box[key] = self._box(value)
+        metadata = (
+            node.metadata if isinstance(node, OrderedMap) else getattr(node, "_metadata", None)
+        )
+        if isinstance(box, OrderedMap) and isinstance(metadata, Mapping):
+            box.attributes = {"_metadata": metadata}
+            if hasattr(node, OF_THE_MODEL):
+                box.attributes[OF_THE_MODEL] = getattr(node, OF_THE_MODEL)
+        return box
+
+    def _box(self, node: Any) -> Any:
+        if isinstance(node, _AS_THEY_ARE + _NODES):
+            return node
+        known = self._boxes.get(id(node))
+        if known is None:
+            self._alive.append(node)
+            known = self._boxes[id(node)] = self._made(node)
+            if id(known) not in self.originals:
+                self.containers[id(known)] = node
+        return known
+
+    def _made(self, node: Any) -> Any:
+        import torch
+
+        if isinstance(node, torch.Tensor):
+            return self._standing_for(node, self._ref(node))
+        if isinstance(node, Mapping):
+            return self.mapping(node, {} if type(node) is dict else OrderedMap())
+        if isinstance(node, torch.nn.Module):
+            return self._box(node.state_dict())
+        if type(node) is list:
+            box = self._boxes[id(node)] = []
+            box.extend(map(self._box, node))
+            return box
+        if isinstance(node, torch.Size):
+            return Size(node)
+        if isinstance(node, tuple):
+            return tuple(map(self._box, node))
+        if _is_array(node):
+            if any(step < 0 for step in node.strides) or not node.dtype.isnative:
+                node = node.astype(node.dtype.newbyteorder("="), order="C")
+            with suppress(TypeError), warnings.catch_warnings():  # torch has no such type
+                warnings.simplefilter("ignore")  # that it may not be written to
+                array = torch.from_numpy(node)
+                return self._standing_for(array, self._ref(array))
+        return self._standing_for(node, _Held())
+
+    def _ref(self, tensor: torch.Tensor) -> TensorRef:
+        # Shape and strides are not known of every kind; where it lies is asked of the tensor.
+        return TensorRef(
+            dtype_name(tensor), shape_of(tensor) or (), (), 0, None, str(tensor.device)
+        )
+
+    def _standing_for(self, original: Any, box: Any) -> Any:
+        self.originals[id(box)] = original
+        return box
+
+
+def _is_array(node: Any) -> bool:
+    """Return whether it is an array of numbers, of numpy."""
+    is_array = type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"
+    return is_array and node.dtype.kind in "biufc"

@@ -1,0 +1,373 @@
+"""What a model wants: the names of its state dict, the live tensors, and who loads them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool.errors import UsageError
+from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
+from ckptool.matching import EXTRA, Slot, Slots
+from ckptool.names import WRAPPERS
+from ckptool.statedict import is_extra_state
+from ckptool.tensors import require_torch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Target",
+    "custom_modules",
+    "live_slots",
+    "loads_by_name",
+    "on_meta",
+    "overrides_load",
+    "runs_foreign_code",
+    "slots_like",
+    "state_dict_of",
+    "target_of",
+]
+
+REFERENCE = "the reference"
+"""What messages call a target without a name."""
+_HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
+
+
+class Target(NamedTuple):
+    """What is to be filled."""
+
+    label: str
+    """For messages: the class of the model inside all wrappers, or the path of a reference."""
+    slots: Slots
+    entries: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """The live parameters and buffers by name; not extra states, nor what FSDP keeps in shards."""
+    metadata: Mapping[str, Any] | None = None
+    """The `_metadata` of the model's own state dict."""
+    custom: Mapping[str, str] = MappingProxyType({})
+    """Paths of modules whose loading runs code that is not torch's, each with its class."""
+
+    def custom_holder(self, name: str) -> str | None:
+        """Return the class of the innermost custom module that a name lies in, if one does."""
+        while self.custom:
+            name = name.rpartition(".")[0]
+            if name in self.custom:
+                return self.custom[name]
+            if not name:
+                break
+        return None
+
+
+def target_of(model: torch.nn.Module) -> Target:
+    """Return what `model` wants, as its own `state_dict` names it; no element is read or moved.
+
+    Tensors that its `state_dict` leaves out, and torch asks for when it loads, are included. A
+    model inside FSDP (the first) is not gathered: the names are those of its full state dict.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    custom = custom_modules(model)
+    metadata: Mapping[str, Any] | None
+    if sharded(model):
+        state, metadata = ungathered(model)
+        live = {name: held for name, held in state.items() if not isinstance(held, Slot)}
+        slots = {**state, **live_slots(live, rest="buffer")}
+    else:
+        found = state_dict_of(model)
+        metadata = getattr(found, "_metadata", None)
+        unlisted = {
+            name: tensor
+            for path, module in modules
+            for own, tensor in own_tensors(module).items()
+            if (name := f"{without_hidden(path)}.{own}".lstrip(".")) not in found
+            and f"{path}.{own}".lstrip(".") not in found
+        }
+        live = {**found, **unlisted}
+        slots = live_slots(live, parameters=model.parameters(), rest="buffer")
+    slots = _with_forms(slots, modules)
+    return Target(type(_innermost(model)).__name__, slots, _tensors(live), metadata, custom)
+
+
+def _with_forms(slots: Slots, modules: Iterable[tuple[str, torch.nn.Module]]) -> Slots:
+    """Mark the tensors of parametrizations that have no older spelling, as torch's norms have."""
+    from torch.nn.utils import parametrizations
+    from torch.nn.utils.parametrize import ParametrizationList
+
+    norms = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+    lists = tuple(
+        f"{without_hidden(path)}."
+        for path, module in modules
+        if isinstance(module, ParametrizationList)
+        and not (len(module) == 1 and isinstance(module[0], norms))
+    )
+    if not lists:
+        return slots
+    return {
+        name: slot._replace(form="parametrized") if name.startswith(lists) else slot
+        for name, slot in slots.items()
+    }
+
+
+def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside all wrappers."""
+    while True:
+        inside = [(name, child) for name, child in model._modules.items() if child is not None]
+        if len(inside) != 1 or inside[0][0] not in WRAPPERS or model._parameters:
+            return model
+        model = inside[0][1]
+
+
+def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
+    """Return its state dict of live tensors; of detached ones where an override has no such."""
+    try:
+        state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    except TypeError:
+        state = model.state_dict()
+    return state
+
+
+def live_slots(
+    values: Mapping[str, Any], *, parameters: Iterable[torch.Tensor] = (), rest: str = "tensor"
+) -> Slots:
+    """Return a slot for each entry; an `_extra_state`, or what is no tensor, is `extra`.
+
+    A `Parameter`, or a tensor of the same elements as one of `parameters`, is a parameter; `rest`
+    is the kind of the other tensors.
+    """
+    import torch
+
+    tensors = _tensors(values)
+    places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
+    ties = _ties(tensors, places)
+    plain, parameter = torch.Tensor, torch.nn.Parameter
+    trained: set[Hashable] | None = None
+    made: dict[Any, Slot] = {}
+    slots: Slots = {}
+    for name in values:
+        tensor = tensors.get(name)
+        if tensor is None:
+            slots[name] = EXTRA
+            continue
+        # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
+        known = type(tensor)
+        trains = known is not plain and isinstance(tensor, parameter)
+        if not trains:
+            if trained is None:
+                trained = set(map(_elements, parameters))
+            trains = bool(trained) and _elements(tensor) in trained
+        is_plain = (known is plain or known is parameter) and not tensor.is_nested
+        shape = tensor.shape if is_plain else shape_of(tensor)
+        key = shape, tensor.dtype, trains, ties.get(name) if ties else None
+        slot = made.get(key)
+        if slot is None:
+            kind = "parameter" if trains else rest
+            slot = made[key] = Slot(shape_of(tensor), dtype_name(tensor), kind, key[3])
+        slots[name] = slot
+    return slots
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the entries that are tensors, and no extra states."""
+    import torch
+
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and not is_extra_state(name)
+    }
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Return where its first element lies: equal for tensors that are one, and for few others."""
+    try:
+        place = tensor.data_ptr() or tensor.untyped_storage()._cdata
+    except (RuntimeError, ValueError):  # it has no storage, or none yet
+        return -id(tensor)
+    return place or -id(tensor)
+
+
+def _elements(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors of the same elements."""
+    return memory_of(tensor) or _place(tensor)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) -> dict[str, Hashable]:
+    """Return the names of tensors that have several, each with what these share."""
+    met = Counter(places.values())
+    if len(met) == len(places):
+        return {}
+    keys: dict[str, Hashable] = {
+        name: memory_of(tensor) or id(tensor)
+        for name, tensor in tensors.items()
+        if met[places[name]] > 1
+    }
+    several = Counter(keys.values())
+    return {name: key for name, key in keys.items() if several[key] > 1}
+
+
+# names, shapes or a state dict in place of a model
+
+
+def slots_like(like: Any) -> Target | None:
+    """Return what names, a dict of shapes, or a state dict of tensors alone wants.
+
+    None for any other mapping, which may hold a state dict.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    import torch
+
+    if isinstance(like, Mapping):
+        shapes = like.values()
+        if _are_shapes(shapes):
+            _check_names(like)
+            made = {
+                name: EXTRA if is_extra_state(name) else Slot(tuple(shape))
+                for name, shape in like.items()
+            }
+            return Target(REFERENCE, made)
+        if all(isinstance(v, torch.Tensor) and isinstance(n, str) for n, v in like.items()):
+            return Target(REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
+        return None
+    if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
+        names = list(like)
+        _check_names(names)
+        return Target(REFERENCE, dict.fromkeys(names, Slot()))
+    raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+
+
+def _are_shapes(values: Iterable[Any]) -> bool:
+    shapes = list(values)
+    if not all(isinstance(shape, (tuple, list)) and type(shape) is not Slot for shape in shapes):
+        return False
+    sizes = list(chain.from_iterable(shapes))
+    return {int}.issuperset(map(type, sizes)) and min(sizes, default=0) >= 0
+
+
+def _check_names(names: Iterable[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
+
+
+# whose code runs when the model is loaded
+
+_KNOWN = ("torch.nn.", "torch.distributed.")
+"""Homes of hooks and loadings that change no names but those that matching knows."""
+_HARMLESS = frozenset(
+    {
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.nn.utils.parametrizations",
+    }
+)
+"""Modules of torch whose hooks change names alone."""
+
+
+def overrides_load(model: torch.nn.Module) -> bool:
+    """Return whether the model's `load_state_dict` is not torch's."""
+    import torch
+
+    own = type(model).load_state_dict
+    return own is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(model)
+
+
+def custom_modules(model: torch.nn.Module) -> dict[str, str]:
+    """Return the modules whose loading runs foreign code that sees names, each with its class.
+
+    Such code may take other names than those of the module, or need fewer: torch decides.
+    """
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        codes = (_load_code(module), *map(_code, _load_hooks(module)))
+        foreign = any(not (_home(code) or "").startswith(_KNOWN) for code in codes)
+        if foreign or (not path and overrides_load(module)):
+            found[without_hidden(path)] = type(module).__name__
+    return found
+
+
+def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> bool:
+    """Return whether torch, loading this model, does nothing but copy tensors by their names.
+
+    No hook, no loading and no extra state of a module has a part in it, nor an optimizer (of
+    `optimizers`) whose own code could look at the model.
+    """
+    import torch
+
+    kinds = (torch.nn.Module, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
+    loads = {kind._load_from_state_dict for kind in kinds}
+    swaps = getattr(torch.__future__, "get_swap_module_params_on_conversion", bool)()
+    if swaps or overrides_load(model) or any(map(runs_foreign_code, optimizers)):
+        return False
+    for module in model.modules():
+        kind: Any = type(module)
+        if (
+            _load_code(module) not in loads
+            or isinstance(module, torch.jit.ScriptModule)
+            or kind.set_extra_state is not torch.nn.Module.set_extra_state
+            or "set_extra_state" in vars(module)
+            or not (_home(kind.__setattr__) or "torch.").startswith("torch.")
+            or any(_home(_code(hook)) not in _HARMLESS for hook in _load_hooks(module))
+        ):
+            return False
+    return True
+
+
+def runs_foreign_code(optimizer: Any) -> bool:
+    """Return whether loading an optimizer runs code that is not torch's."""
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):
+        return True
+    methods = (getattr(type(optimizer), name, None) for name in ("load_state_dict", "__setstate__"))
+    return not all((_home(method) or "").startswith("torch.") for method in methods)
+
+
+def _load_code(module: torch.nn.Module) -> Any:
+    return vars(module).get("_load_from_state_dict", type(module)._load_from_state_dict)
+
+
+def _load_hooks(module: torch.nn.Module) -> Iterable[Any]:
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    return (*before.values(), *after.values())
+
+
+def _code(hook: Any) -> Any:
+    """Return the function that a hook is in the end: torch wraps those that get the module."""
+    hook = getattr(hook, "hook", hook)
+    return hook.func if isinstance(hook, partial) else hook
+
+
+def _home(code: Any) -> str | None:
+    home = getattr(code, "__module__", None)
+    return home if isinstance(home, str) else None
+
+
+def on_meta(make: Callable[[], Any]) -> Any:
+    """Return what `make` builds on the meta device; None where that fails, for any reason.
+
+    None, too, for a model whose tensors share memory in part: whether what they are given agrees
+    shows only where they have elements.
+
+    Raises:
+        TorchMissing: torch is not installed.
+    """
+    require_torch()
+    import torch
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are copied to nowhere
+            made = make()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever the caller's code raises, it is its own
+        return None
+    if isinstance(made, torch.nn.Module):
+        places = {*map(memory_of, chain(made.parameters(), made.buffers()))} - {None}
+        if len({place.storage for place in places if place is not None}) < len(places):
+            return None
+    return made

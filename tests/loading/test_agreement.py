@@ -1,0 +1,182 @@
+"""`load_into` in a distributed run: two processes, of which both load or neither does."""
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import UsageError
+from ckptool.loading.ranks import ranks_of
+from tests.loading.bits import Untouched
+from tests.loading.two_ranks import adam, plain
+from tests.loading.two_ranks_loading import WRAPS
+from tests.trainer.ranks import by_ranks, needs_gloo
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    """What each rank was told, scene by scene."""
+    return by_ranks("tests.loading.two_ranks_loading", folder, 2)
+
+
+@pytest.fixture(scope="module")
+def run(folder, told):
+    """The folder in which two processes went through all scenes."""
+    return folder
+
+
+@needs_gloo
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_all_ranks_can_load_is_loaded_in_all(told, wrap):
+    for rank in told:
+        assert rank[f"loaded {wrap}"] == {"loaded": True, "untouched": False}
+
+
+FAILURES = {
+    "lacking": ("MatchError", "MatchError", "2.bias"),
+    "absent": ("FileMissing", "FileMissing", "absent.pth: there is no such file"),
+    "damaged": ("CorruptFile", "CorruptFile", "tensor '0.weight' is damaged"),
+    "hook": ("ValueError", "MatchError", "not today"),
+    "read": ("ValueError", "MatchError", "not today"),
+}
+
+
+@needs_gloo
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("scene", FAILURES)
+def test_what_one_rank_cannot_load_is_loaded_in_none(told, scene, wrap):
+    own, others, text = FAILURES[scene]
+    first, second = (rank[f"{scene} {wrap}"] for rank in told)
+    assert (first["error"], second["error"]) == (others, own)
+    assert text in second["text"]
+    assert not second["text"].startswith("nothing")
+    assert first["text"].startswith("nothing is loaded here, as it failed in rank 1: ")
+    assert second["text"] in first["text"]
+    assert first["hint"] == second["hint"]
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+@pytest.mark.parametrize("wrap", ["fsdp", "fully_sharded"])
+def test_what_torch_fills_is_put_back_however_much_it_is(told, wrap):
+    first, second = (rank[f"read of many {wrap}"] for rank in told)
+    assert (
+        first["text"]
+        == f"nothing is loaded here, as it failed in rank 1: {second['error']}: " + (second["text"])
+    )
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+def test_a_rank_that_is_filled_and_not_put_back_says_so(told):
+    first, second = (rank["read of many ddp"] for rank in told)
+    reason = "the model is filled in part, as that failed: ValueError: not today"
+    assert second["text"].endswith(reason)
+    assert first["text"].startswith("the model is filled in part, as it failed in rank 1: ")
+    assert first["text"].endswith(reason)
+    assert first["hint"] == second["hint"] == "load a file that is whole before the model is used"
+    assert not first["untouched"]
+
+
+@needs_gloo
+def test_a_rank_that_is_left_alone_says_who_must_call(told):
+    alone = told[0]["left_alone"]
+    assert alone["error"] == "MatchError"
+    assert alone["text"].startswith(
+        "nothing is loaded here, as another rank did not answer rank 0: "
+    )
+    assert alone["hint"] == (
+        "every rank of the run calls load_into with this model, not one of them alone"
+    )
+    assert alone["untouched"]
+
+
+@needs_gloo
+def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
+    first, second = (rank["optimizer ddp"] for rank in told)
+    assert "6 parameters in groups of 6, the optimizer 5 in 5" in second["text"]
+    assert second["text"] in first["text"]
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+@needs_gloo
+def test_a_model_that_nothing_spreads_is_each_ranks_own(told):
+    first, second = (rank["on_its_own"] for rank in told)
+    assert first == {"loaded": True, "untouched": False}
+    assert second["error"] == "MatchError"
+
+
+@needs_gloo
+def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
+    assert told[0]["in_a_group_of_one"] == {"loaded": True, "untouched": False}
+
+
+@needs_gloo
+def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
+    for rank in told:
+        refused = rank["parts"]
+        text = "the optimizer's 0.weight is of FSDP, of which every rank has a part"
+        assert text in refused["text"]
+        assert refused["hint"].startswith(
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+        assert refused["untouched"]
+    assert_same_state(run / "saved.pth", run / "fsdp_again.pth")
+
+
+@needs_gloo
+@pytest.mark.parametrize("name", ["by_names.pth", "by_position.pth"])
+def test_of_an_optimizer_over_dtensors_each_rank_takes_its_part(run, told, name):
+    assert all(rank[name]["loaded"] for rank in told)
+    assert_same_state(run / "saved.pth", run / name)
+    state = ckptool.load(run / name)["optimizer"]["state"]
+    steps = 4 * len(state)  # a number of each parameter, which every rank has
+    whole = sum(value.nbytes for held in state.values() for value in held.values()) - steps
+    assert sum(rank[name]["bytes"] - steps for rank in told) == whole
+
+
+@needs_gloo
+def test_state_of_other_shapes_than_those_of_dtensors_is_refused(told):
+    for rank in told:
+        refused = rank["factored_again.pth"]
+        assert refused["untouched"]
+        assert "has the shape [4], and the parameter [6, 4]" in refused["text"]
+
+
+def assert_same_state(*files):
+    before, after = (ckptool.load(file)["optimizer"] for file in files)
+    assert len(before["state"]) == len(after["state"]) == 6
+    for number, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
+
+
+def test_a_process_alone_agrees_with_itself():
+    together = ranks_of(plain())
+    assert together.all(3) == [3]
+    with pytest.raises(KeyError), together.reached():
+        raise KeyError
+
+
+@pytest.mark.parametrize("order", ["rank", 5, ["position"]])
+def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
+    model = plain()
+    untouched = Untouched(model)
+    with pytest.raises(UsageError, match="is neither None nor 'position'"):
+        ckptool.load_into(model, plain().state_dict(), optimizer_order=order)
+    untouched.check()
+
+
+def test_the_hint_of_a_refused_optimizer_is_the_argument_that_helps():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    given = {"model": model.state_dict(), "optimizer": adam(model).state_dict()}
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ckptool.MatchError) as caught:
+        ckptool.load_into(model, given, optimizer=optimizer)
+    assert caught.value.hint.startswith("`optimizer_order='position'`")

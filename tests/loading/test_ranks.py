@@ -1,0 +1,96 @@
+"""Processes that take each step together, as this one of two sees it."""
+
+import pytest
+import torch.distributed as dist
+
+from ckptool.errors import CheckpointWarning, MatchError, NotFound, WriteError
+from ckptool.loading.ranks import Ranks
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What the other process, rank 1, gives in each step; an error: it does not."""
+    given = []
+
+    def all_gather(box, own, group=None):
+        answer = given.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        box[:] = [own, answer if isinstance(answer, tuple) else ("it", answer)]
+
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather)
+    return given
+
+
+def pair():
+    return Ranks([None], error=WriteError, undone="nothing is done", call="it")
+
+
+def alone():
+    return Ranks([], error=WriteError, undone="nothing is done", call="it")
+
+
+def test_a_process_alone_asks_nobody():
+    ranks = alone()
+    assert (ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (0, [3], 4)
+    with pytest.raises(KeyError), ranks.reached():
+        raise KeyError
+
+
+def test_a_failure_elsewhere_is_raised_here_with_its_rank(answers):
+    answers += [{1: "KeyError: 'x'"}, {1: NotFound("no a", hint="b")}]
+    text = "nothing is done, as it failed in rank 1: KeyError: 'x'"
+    with pytest.raises(WriteError, match=text), pair().reached():
+        pass
+    text = "half is done, as it failed in rank 1: no a"
+    with pytest.raises(NotFound, match=text) as caught, pair().reached("half is done"):
+        pass
+    assert caught.value.hint == "b"
+
+
+def test_the_failure_here_is_told_even_where_nobody_hears_it(answers):
+    answers += [{}, RuntimeError("Connection closed by peer")]
+    for _ in range(2):
+        with pytest.raises(MatchError, match="own"), pair().reached():
+            raise MatchError("own")
+    assert not answers
+
+
+def test_who_does_not_answer_is_an_error_of_ours(answers):
+    answers.append(RuntimeError("[tcp] Timed out\nmore"))
+    with pytest.raises(WriteError) as caught, pair().reached():
+        pass
+    assert str(caught.value) == (
+        "nothing is done, as another rank did not answer rank 0: [tcp] Timed out"
+    )
+    assert caught.value.hint == "every rank of the run calls it, not one of them alone"
+
+
+def test_what_the_first_has_done_is_handed_on(answers):
+    answers += [{}, None]
+    assert pair().first(lambda: "receipt") == "receipt"
+
+
+@pytest.mark.parametrize("before", [[], [{}]])
+def test_what_is_done_is_done_though_nobody_hears_of_it(answers, before):
+    answers += [*before, RuntimeError("Connection closed by peer")]
+    with pytest.warns(CheckpointWarning, match="it has done its work, but another rank did not"):
+        assert pair().first(lambda: "receipt") == "receipt"
+
+
+def test_what_fails_elsewhere_after_it_is_raised(answers):
+    answers += [{1: "KeyboardInterrupt"}]
+    with pytest.raises(WriteError, match="rank 1: KeyboardInterrupt"):
+        pair().first(lambda: "receipt")
+
+
+def test_a_process_that_calls_something_else_is_told_of(answers):
+    answers += [("that", {}), ("that", {}, 3)]
+    with pytest.raises(WriteError) as caught, pair().reached():
+        pass
+    assert str(caught.value) == "nothing is done, as rank 1 is in that, and rank 0 in it"
+    assert caught.value.hint == "every rank of the run calls it, not one of them alone"
+    with pytest.raises(WriteError, match="as rank 1 is in something else, and rank 0 in it"):
+        pair().all(3)

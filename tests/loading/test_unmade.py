@@ -1,0 +1,169 @@
+"""Entries of a file that nothing can be made of."""
+
+import argparse
+import io
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+from ckptool.errors import MatchError
+from ckptool.loading.load_into import load_into
+from tests.loading.bits import Untouched
+
+np = pytest.importorskip("numpy")
+
+
+class Stateful(nn.Module):
+    def __init__(self, state=None):
+        super().__init__()
+        self.inner, self.state = nn.Linear(1, 1), state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (argparse.Namespace(a=1), "an object of argparse.Namespace"),
+        ({"a": [io.BytesIO(b"1")]}, "an object of _io.BytesIO"),
+        ({"a": pathlib.PurePosixPath("x")}, "an object of pathlib"),
+        ([np.ones(2)], "a numpy array"),
+    ],
+)
+def test_an_extra_state_with_objects_is_refused_with_its_name(value, what, tmp_path):
+    torch.save(Stateful(value).state_dict(), tmp_path / "a.pth")
+    model = Stateful()
+    before = Untouched(model)
+    with pytest.raises(MatchError) as caught:
+        load_into(model, tmp_path / "a.pth")
+    before.check()
+    assert f"_extra_state: holds {what}" in str(caught.value)
+    report = load_into(model, tmp_path / "a.pth", allow_missing=["_extra_state"])
+    assert (report.missing_keys, model.state) == (["_extra_state"], None)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, torch.float32, {"a": (1, torch.Size([1]))}])
+def test_plain_data_is_loaded(value, tmp_path):
+    torch.save(Stateful(value).state_dict(), tmp_path / "a.pth")
+    model = Stateful()
+    assert load_into(model, tmp_path / "a.pth").fits
+    assert model.state == value
+
+
+def test_objects_in_memory_are_the_callers_own():
+    value, model = argparse.Namespace(a=1), Stateful()
+    assert load_into(model, Stateful(value).state_dict()).fits
+    assert model.state is value
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_a_lazy_model_that_never_ran(where, tmp_path):
+    source = lazy().state_dict()
+    if where == "file":
+        torch.save(source, tmp_path / "a.pth")
+        source = tmp_path / "a.pth"
+    model = lazy()
+    before = Untouched(model)
+    assert load_into(model, source).fits
+    before.check()
+    other = nn.Sequential(nn.Linear(2, 3))
+    before = Untouched(other)
+    with pytest.raises(MatchError, match="lazy module that never ran"):
+        load_into(other, source)
+    before.check()
+
+
+old = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+
+
+def per_tensor():
+    return torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 2, torch.quint8)
+
+
+def per_channel():
+    return torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+    )
+
+
+@old
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("make", [per_tensor, per_channel])
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_torch_copies_into_no_other_type_is_refused(device, make, stored, tmp_path):
+    value = make()
+    source = {"weight": value, "bias": torch.ones(2)}
+    if stored:
+        torch.save(source, tmp_path / "a.pth")
+        source = tmp_path / "a.pth"
+    model = nn.Linear(3, 2, device=device)
+    before = Untouched(model)
+    for allowed in (False, True):
+        if device == "meta" and allowed:
+            continue  # torch dequantises what it makes for the meta device
+        with pytest.raises(MatchError):
+            load_into(model, source, allow_lossy_cast=allowed)
+        before.check()
+
+
+@old
+def test_a_hook_may_do_what_torch_does_not():
+    def dequantised(state, prefix, *_):
+        state["weight"] = state["weight"].dequantize()
+
+    model = nn.Linear(3, 2)
+    model._register_load_state_dict_pre_hook(dequantised)
+    load_into(model, {"weight": per_tensor(), "bias": torch.ones(2)}, allow_lossy_cast=True)
+    assert torch.allclose(model.weight, torch.ones(2, 3))
+
+
+@old
+def test_what_is_assigned_is_of_its_own_type():
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(2, 3))
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    model = Codes()
+    load_into(model, {"codes": per_tensor(), "weight": torch.ones(2)}, assign=True)
+    assert model.codes.is_quantized
+    before = Untouched(model)
+    with pytest.raises(MatchError, match="weight: Only Tensors of floating point"):
+        load_into(model, {"codes": per_tensor(), "weight": torch.ones(2).int()}, assign=True)
+    before.check()
+
+
+@old
+def test_numbers_are_quantised_where_torch_does_that():
+    model = nn.Module()
+    model.register_buffer("codes", per_tensor().clone())
+    load_into(model, {"codes": torch.zeros(2, 3)}, allow_lossy_cast=True, min_coverage=0)
+    assert not model.codes.dequantize().any()
+    with pytest.raises(MatchError, match="Quantized Copy only works with same qscheme"):
+        load_into(model, {"codes": per_channel()}, allow_lossy_cast=True)
+
+
+def test_a_tie_that_is_not_loaded_is_counted_once(tmp_path):
+    def net(layer):
+        parts = {name: layer(4, 4, bias=False) for name in "ab"}
+        return nn.ModuleDict({**parts, "c": nn.Linear(10, 1, bias=False)})
+
+    model = net(nn.Linear)
+    model["b"].weight = model["a"].weight
+    state = net(lambda _, size, bias: nn.LazyLinear(size, bias=bias)).state_dict()
+    torch.save(state, tmp_path / "a.pth")
+    for source in (state, tmp_path / "a.pth"):
+        report = load_into(model, source, strict=False)
+        assert (report.loaded, report.parameters, report.tied) == (10, 26, ())
+        assert (report.fitting, report.names) == (1, 3)
