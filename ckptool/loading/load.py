@@ -44,30 +44,32 @@ _FACTORIES: dict[str, type[Any]] = {
 
 def load(
     path: str | os.PathLike[str] | Checkpoint,
-    *,
     map_location: MapLocation = "cpu",
+    *,
     mmap: bool = False,
 ) -> Any:
-    """Return the whole tree with tensors made, as `torch.load` would; none of its code runs.
+    """Return the whole content of a checkpoint, as `torch.load` does, and run no code of the file.
 
-    Containers, ties, circles, `_metadata`, parameters, devices, dtypes and sizes are as they were
-    saved. An object of any class but torch's and Python's own stays an inert `ckptool.Opaque` with
-    its tensors made (for the weights of a pickled module see `load_state_dict`). A numpy array
-    becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor; a DTensor or
-    ShardedTensor stays a `ckptool.TensorRef`, whose `local` part can be read while the checkpoint
-    is open. An attribute of a tensor that would hide one of its class (`p.mean`) is left out, with
-    a `CheckpointWarning`.
+    Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are as they were saved.
+    Objects of other classes than torch's and Python's own stay inert: each becomes a
+    `ckptool.Opaque` with its tensors made. For the weights of a pickled module use
+    `load_state_dict`.
+
+    A numpy array becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor. A
+    DTensor or ShardedTensor stays a `ckptool.TensorRef`; its `local` part can be read while the
+    checkpoint is open. A tensor attribute that would hide an attribute of the class (`p.mean`) is
+    left out with a `CheckpointWarning`.
 
     Args:
-        path: A file, an index of shards or their folder; or an open checkpoint.
-        map_location: As `torch.load` takes it; `"meta"` reads no tensor.
-        mmap: Map the file privately in place of reading it: do not truncate the file while the
+        path: A file, an index of shards, the folder of a model, or an open checkpoint.
+        map_location: Where to put the tensors, as in `torch.load`; `"meta"` reads no tensor.
+        mmap: Map the file privately and do not read it. The file must not be truncated while the
             tensors live.
 
     Raises:
         TorchMissing: torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        DeviceError: a tensor's device is not here; the message names tensor, tag and remedy.
+        DeviceError: the device of a tensor is not available; the message names the tensor.
     """
     with opened(path) as checkpoint:
         return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)

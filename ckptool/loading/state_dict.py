@@ -26,40 +26,41 @@ __all__ = ["load_state_dict"]
 
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,
+    map_location: MapLocation = "cpu",
     *,
     key: Any = None,
     wrappers: str = "strip",
-    map_location: MapLocation = "cpu",
     dtype: torch.dtype | str | None = None,
     mmap: bool = False,
 ) -> OrderedDict[str, Any]:
-    """Return the state dict of a model, ready for `model.load_state_dict`, with its `_metadata`.
+    """Return the state dict of a model, ready for `model.load_state_dict`.
 
-    For a pickled module or a TorchScript archive it is what its `state_dict()` would return.
-    Tensors that shared memory share it, a Parameter that was saved in a state dict stays one, and
-    an `_extra_state` is as `load` returns it.
+    `_metadata` comes with it. For a pickled module or a TorchScript archive the result is what the
+    module's `state_dict()` returns. Tensors that shared memory share it again; a Parameter in a
+    saved state dict stays a Parameter; an `_extra_state` is as `load` returns it.
 
-    Entries that no model takes are left out, with a `CheckpointWarning` that names them: plain
-    values beside the tensors, and `AveragedModel`'s `n_averaged` where its `module` is removed.
+    Entries that no model loads are left out with a `CheckpointWarning` that names them: plain
+    values between the tensors, and `n_averaged` of an `AveragedModel` whose `module.` is removed.
 
     Args:
-        path: A file, an index of shards or their folder; or an open checkpoint.
-        key: The state dict to take (an address, such as `"ema"`), where the file has several.
-        wrappers: `"strip"` removes the names of DataParallel, `torch.compile` and similar
+        path: A file, an index of shards, the folder of a model, or an open checkpoint.
+        map_location: Where to put the tensors, as in `torch.load`.
+        key: The address of the state dict (such as `"ema"`), if the file has several.
+        wrappers: `"strip"` removes the prefixes of DataParallel, `torch.compile` and similar
             wrappers; `"keep"` leaves them.
-        map_location: As `torch.load` takes it.
-        dtype: The type that floating tensors are cast to, storage by storage.
-        mmap: Map the file privately in place of reading it: do not truncate the file while the
+        dtype: The type that floating tensors are cast to.
+        mmap: Map the file privately and do not read it. The file must not be truncated while the
             tensors live.
 
     Raises:
         TorchMissing: torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
-        NameCollision: two tensors would get one name without the wrapper.
-        DeviceError: a tensor's device is not here; the message names tensor, tag and remedy.
-        UnsupportedFormat: a DTensor or ShardedTensor, of which the file has one rank's part.
-        UsageError: `wrappers` is neither word, or `dtype` no floating type.
+        AmbiguousName: the file has several state dicts and `key` is not given.
+        NotFound: the file has no state dict, or none at `key`; the message lists what it has.
+        NameCollision: two tensors have the same key without the wrapper.
+        DeviceError: the device of a tensor is not available; the message names the tensor.
+        UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
+        UsageError: `wrappers` is neither word, or `dtype` is not a floating type.
     """
     if wrappers not in ("strip", "keep"):
         raise UsageError(f"wrappers={wrappers!r} is neither 'strip' nor 'keep'")

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import (
@@ -39,7 +39,9 @@ __all__ = [
     "only_a_part",
 ]
 
-MapLocation = Any
+MapLocation: TypeAlias = (
+    "str | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], Any] | None"
+)
 """None, a string, a `torch.device`, a dict of tags, or a callable `(storage, tag) -> storage`."""
 
 

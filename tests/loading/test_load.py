@@ -55,6 +55,14 @@ def test_an_open_checkpoint_stays_open(fixtures):
         assert_same(ckptool.load(checkpoint), first)
 
 
+@pytest.mark.parametrize("load", [ckptool.load, ckptool.load_state_dict])
+def test_map_location_may_be_given_by_position_as_to_torch(tmp_path, load):
+    path = saved(tmp_path / "state.pth", {"weight": torch.ones(2)})
+    assert torch.load(path, "meta")["weight"].is_meta
+    assert load(path, "meta")["weight"].is_meta
+    assert load(path, lambda storage, tag: storage)["weight"].tolist() == [1, 1]
+
+
 def test_objects_stay_inert_and_their_tensors_are_made(fixtures):
     whole = ckptool.load(fixtures / "torch-2.13.0" / "whole_single.pth")
     assert isinstance(whole, Opaque)
