@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, settings
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 # No deadline: a loaded machine is not a bug, and torch's first call is slow anywhere.
-settings.register_profile(
-    "ckptool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+_USUAL = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("ckptool", _USUAL, derandomize=True, max_examples=100)
+# What `make soak` finds by this profile becomes an `@example` of its test.
+settings.register_profile("explore", _USUAL, derandomize=False, max_examples=500, database=None)
 settings.load_profile("ckptool")
 
 LONGEST = 900

@@ -1,8 +1,9 @@
-"""`make soak`: processes killed at random times, files damaged at random, readers fuzzed."""
+"""`make soak`: kills, damage, fuzzing and property tests on random examples."""
 
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,6 +65,16 @@ def damaged(options, above):
     return found
 
 
+def explored(options):
+    """Run the property tests on other examples in each round; return the rounds that failed.
+
+    Tests that state their number of examples run that many in a round.
+    """
+    words = f"-q -m hypothesis --hypothesis-profile=explore -n {options.jobs} tests".split()
+    command = [sys.executable, "-m", "pytest", *words]
+    return [one for one in range(options.explore) if subprocess.run(command).returncode]
+
+
 def parsed():
     parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="of each kind")
@@ -75,6 +86,9 @@ def parsed():
     )
     parser.add_argument(
         "--fuzz", type=int, default=600, metavar="SECONDS", help="of all targets together"
+    )
+    parser.add_argument(
+        "--explore", type=int, default=3, metavar="ROUNDS", help="of the property tests"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kinds at a time")
     parser.add_argument("--folder", help="where the files are (default: build/)")
@@ -92,6 +106,7 @@ def main():
         seconds = time.perf_counter() - begin
         damages = damaged(options, above) if options.damages else []
         fuzzed = fuzz_all(options.fuzz, options.jobs, above) if options.fuzz else []
+        failed = explored(options)
     finally:
         if not any(above.rglob("tally-*")):  # inputs that went wrong are kept
             shutil.rmtree(above)
@@ -117,7 +132,9 @@ def main():
         ]
         print("", tabulate(rows, FUZZED, tablefmt="github"), sep="\n")
         print(*(reason for one in fuzzed for reason in one.failures), sep="\n", file=sys.stderr)
-    return 1 if any(one.failures for one in (*tallies, *damages, *fuzzed)) else 0
+    if options.explore:
+        print(f"\nproperty tests: {len(failed)} of {options.explore} rounds failed")
+    return 1 if failed or any(one.failures for one in (*tallies, *damages, *fuzzed)) else 0
 
 
 if __name__ == "__main__":
