@@ -284,22 +284,18 @@ class TensorRef:
         shape, stride = self.shape, self.stride
         if len(shape) != len(stride):
             raise self._corrupt(f"has {len(shape)} sizes and {len(stride)} strides")
-        first = last = self.offset
         count = 1
-        for size, step in zip(shape, stride, strict=True):
+        for size in shape:
             if size is None or size < 0:
                 raise self._corrupt(f"has a size of {size}")
             count *= size
-            if step >= 0:
-                last += (size - 1) * step
-            else:
-                first += (size - 1) * step
+        first, stop = self.span
         if count > MAX_ELEMENTS or first < 0 or self.offset > MAX_ELEMENTS:
             raise self._corrupt(f"of shape {list(shape)} at offset {self.offset} cannot exist")
-        if count and (last + 1) * self.itemsize > self.storage.nbytes * self._per_byte:
+        if count and stop * self.itemsize > self.storage.nbytes * self._per_byte:
             raise self._corrupt(
                 f"of shape {list(shape)}, stride {list(stride)} and offset {self.offset} reaches "
-                f"element {last:,}, outside its storage of {self.storage.nbytes:,} bytes"
+                f"element {stop - 1:,}, outside its storage of {self.storage.nbytes:,} bytes"
             )
 
     @property
@@ -315,6 +311,17 @@ class TensorRef:
     def numel(self) -> int:
         """Number of elements; 0 where a dimension is ragged (the parts know)."""
         return 0 if None in self.shape else math.prod(s for s in self.shape if s is not None)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The elements of the storage that it covers: the first, and the one after the last."""
+        first = last = self.offset
+        for size, step in zip(self.shape, self.stride, strict=True):
+            if size and step >= 0:
+                last += (size - 1) * step
+            elif size:
+                first += (size - 1) * step
+        return first, last + 1
 
     @property
     def nbytes(self) -> int:

@@ -6,24 +6,22 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
-from ckptool.loading.fill import alone
 from ckptool.loading.load import unpickled
-from ckptool.loading.memory import cuts, extent, memory_of, repeats
+from ckptool.loading.memory import cuts
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
-from ckptool.matching import Allowance, Cast, Match, MatchReport, Overlap, matched
+from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.tensors import materialise, require_torch, torch_dtype
-from ckptool.tensors.casting import FLOATS
+from ckptool.tensors import materialise, require_torch
+from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.names import moved_metadata
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "check_lists", "inert", "loss_of", "match", "metadata_for", "planned"]
 
-_BLOCK = 1 << 15
-"""Elements that are compared at a time: torch does not divide them among threads, which wait for
-each other and are far slower than one where the machine is busy."""
 TORCH_DECIDES = "torch decides"
 """How the report begins to say of names that the model's own code may take."""
 _NEVER_RAN = "saved by a lazy module that never ran, without elements"
@@ -215,7 +210,6 @@ def planned(
         cast=casts if by_type or as_stored else _judged(state, casts),
         tied=tuple(tied),
         untied=untied,
-        overlapping=tuple(_overlaps(state, target, pairs)),
         left_out=(*report.left_out, *beside),
     )
     if plan.pairs is not found.pairs:
@@ -230,47 +224,39 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
     An extra state with an object of a pickle inside would reach the model as something else.
     """
     report = plan.report
-    found: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    for name, own in plan.pairs.items():
-        node, slot = state.root[own], target.slots[name]
-        if type(node) is TensorRef and state.slots[own].shape is not None and slot.kind != "extra":
-            continue  # as most of many names
-        if _is_lazy(node, state, own):
-            if slot.shape is not None or slot.kind == "extra":
-                found[name] = _NEVER_RAN
-            elif isinstance(node, Opaque):
-                kept[name] = "the file's has no elements either"
-        elif slot.kind == "extra" and (what := inert(node)):
-            found[name] = f"holds {what}, which is not made from a file"
-    lazy = {own for own in report.unexpected_keys if _is_lazy(state.root[own], state, own)}
-    if not (found or kept or lazy):
+    found = {
+        name: why
+        for name, own in plan.pairs.items()
+        if (why := _unmade(state, own, is_extra=target.slots[name].kind == "extra"))
+    }
+    lazy = {own for own in report.unexpected_keys if _unmade(state, own, is_extra=False)}
+    if not found and not lazy:
         return plan
     missing = {*report.missing_keys, *found}
     report = report.with_changes(
         missing_keys=[name for name in target.slots if name in missing],
         unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
-        kept=(*report.kept, *kept.items()),
         left_out=(
             *report.left_out,
             *((plan.pairs[name], why) for name, why in found.items()),
-            *((own, _NEVER_RAN) for own in report.unexpected_keys if own in lazy),
+            *((own, _NEVER_RAN) for own in sorted(lazy)),
         ),
     )
-    gone = {**found, **kept}
-    pairs = {name: own for name, own in plan.pairs.items() if name not in gone}
+    pairs = {name: own for name, own in plan.pairs.items() if name not in found}
     return plan._replace(pairs=pairs, report=report)
 
 
-def _is_lazy(node: Any, state: State, own: str) -> bool:
-    """Return whether it is a parameter or buffer that has no shape yet."""
-    if isinstance(node, Opaque):
-        return getattr(node.func, "qualified", "") in _LAZY
-    if state.tree.format != "memory":
-        return False
-    from torch.nn.parameter import is_lazy
-
-    return state.tree.format == "memory" and is_lazy(state.value(own))
+def _unmade(state: State, own: str, *, is_extra: bool) -> str:
+    """Return why nothing can be made of an entry; empty: it can."""
+    node, slot = state.root[own], state.slots[own]
+    if type(node) is TensorRef and slot.shape is not None and not is_extra:
+        return ""  # as most of many names
+    if isinstance(node, Opaque) and getattr(node.func, "qualified", "") in _LAZY:
+        return _NEVER_RAN
+    if state.tree.format == "memory" and slot.shape is None and slot.kind != "extra":
+        return _NEVER_RAN
+    what = inert(node) if is_extra else ""
+    return f"holds {what}, which is not made from a file" if what else ""
 
 
 def inert(node: Any) -> str:
@@ -372,70 +358,16 @@ def loss_of(value: Any, dtype: str) -> str | None:
     Raises:
         CorruptFile, DeviceError: the elements cannot be read.
     """
-    target = torch_dtype(dtype)
     blocks = _blocks(value)
     if blocks is None:
         return None
-    elements = overflow = rounded = 0
     try:
-        for block in blocks:
-            changed, over = _changed(block.detach(), target)
-            elements += block.numel()
-            overflow += int(over.sum())
-            rounded += int((changed & ~over).sum())
+        losses = losses_of(blocks, str(value.dtype).removeprefix("torch."), dtype)
     except (RuntimeError, TypeError):  # the back end has no such operation
         return None
-    told = [
-        f"{count:,} {one if count == 1 else several}"
-        for count, one, several in (
-            (overflow, "overflows", "overflow"),
-            (rounded, "is rounded", "are rounded"),
-        )
-        if count
-    ]
-    if told:
-        count, _, words = told[0].partition(" ")
-        told[0] = f"{count} of {elements:,} {words}"
-    return ", ".join(told)
-
-
-def _changed(block: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which elements a cast changes, and which of these are beyond what the type has."""
-    import torch
-
-    real = dtype.to_real() if dtype.is_complex else dtype
-    if block.is_complex():  # a pair for each element
-        pairs = torch.view_as_real(block.resolve_conj().to(torch.complex128))
-        if dtype.is_complex:
-            changed, over = _changed(pairs, real)
-            return changed.any(-1), over.any(-1)
-        changed, over = _changed(pairs[..., 0], real)
-        return changed | (pairs[..., 1] != 0), over
-    after = block.to(real)
-    if block.is_floating_point():
-        before, after = block.double(), after.double()
-        changed = ~((before == after) | (before.isnan() & after.isnan()))
-        kind = FLOATS.get(str(real).removeprefix("torch."))
-        if kind is not None and kind.infinite:
-            return changed, changed & ~after.isfinite()
-        least, most = 0.0, 1.0
-        if real is not torch.bool:
-            info = torch.finfo(real) if real.is_floating_point else torch.iinfo(real)
-            least, most = info.min, info.max
-        edge = before if real.is_floating_point else before.trunc()
-        return changed, changed & ~((edge >= least) & (edge <= most))
-    if real.is_floating_point:
-        after = after.double()
-        bits = 1 if block.dtype is torch.bool else torch.iinfo(block.dtype).bits
-        signed = block.dtype.is_signed
-        least, most = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1)) if signed else (0.0, 2.0**bits)
-        inside = (after >= least) & (after < most)  # others become some integer on the way back
-        back = after.where(inside, 0.0).to(block.dtype)
-        return ~inside | (block != back), ~after.isfinite()
-    changed = block.to(torch.int64) != after.to(torch.int64)
-    if (block.dtype is torch.uint64) != (real is torch.uint64):
-        changed |= block.to(torch.int64) < 0  # 2**63 and more in one, below zero in the other
-    return changed, changed
+    changed = losses.underflow + losses.precision + losses.zeros
+    told = [(losses.overflow, "overflow"), (changed, "change")]
+    return ", ".join(f"{n:,} of {losses.elements:,} {verb}" for n, verb in told if n)
 
 
 def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
@@ -446,13 +378,13 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
             shape = tuple(size or 0 for size in value.shape)
-            return (materialise(value[at] if at else value) for at in cuts(shape, _BLOCK))
+            return (materialise(value[at] if at else value) for at in cuts(shape, CHUNK))
         value = materialise(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None
     if value.is_quantized or value.is_nested:
         return None
-    return (value.detach()[at] for at in cuts(value.shape, _BLOCK))
+    return (value.detach()[at] for at in cuts(value.shape, CHUNK))
 
 
 def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
@@ -502,50 +434,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _overlaps(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[Overlap]:
-    """Yield names whose tensors overlap in the model, and would not keep what they are given."""
-    entries = target.entries
-    if not entries:
-        return
-    import torch
-
-    placed = {
-        name: memory
-        for name in pairs
-        if name in entries
-        and not entries[name].is_meta
-        and (memory := memory_of(entries[name]))
-        and not repeats(memory.shape, memory.stride)
-    }
-    apart = alone(entries[name] for name in placed)
-    groups: dict[int, list[str]] = {}
-    for name, memory in placed.items():
-        if id(entries[name]) not in apart and memory.nbytes:
-            groups.setdefault(memory.storage, []).append(name)
-    for names in groups.values():
-        if len({placed[name] for name in names}) == 1:
-            continue  # a tie
-        room = torch.zeros(placed[names[0]].nbytes, dtype=torch.uint8)
-        views, values = {}, {}
-        for name in names:  # in torch's order: the last one counts
-            memory, dtype = placed[name], entries[name].dtype
-            value = state.value(pairs[name]).detach()
-            if value.is_meta:
-                return
-            size = room.numel() // dtype.itemsize * dtype.itemsize
-            typed = room[:size].view(dtype)
-            views[name] = typed.as_strided(memory.shape, memory.stride, memory.offset)
-            values[name] = value.to("cpu", dtype).reshape(memory.shape)
-            views[name].copy_(values[name])
-        if not all(torch.equal(_bytes(views[name]), _bytes(values[name])) for name in names):
-            starts, stops = zip(*(placed[name].span for name in names), strict=True)
-            full = [
-                name
-                for name in names
-                if placed[name].span == (min(starts), max(stops))
-                and prod(placed[name].shape) == extent(placed[name].shape, placed[name].stride)
-            ]
-            whole = min(full, key=lambda name: target.slots[name].kind != "parameter", default="")
-            yield Overlap(tuple(names), whole)

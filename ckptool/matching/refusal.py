@@ -44,14 +44,13 @@ _OTHER = Remedy(
 _SCATTERED = Remedy(
     note="too much is left, in too many places, to be allowed by a few globs; the report lists it"
 )
-_APART = Remedy(note="no argument helps: the model has to give each of them memory of its own")
 
 
 class Problem(NamedTuple):
     """A reason to refuse, and what would help."""
 
     kind: str
-    """`missing`, `unexpected`, `mismatched`, `untied`, `overlapping`, `ambiguous`,
+    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`,
     `lossy-cast`, `coverage`, `optimizer`."""
     text: str
     """One line, names folded."""
@@ -97,7 +96,7 @@ def judged(allowance: Allowance, report: MatchReport, untried: str) -> Judgement
         does = "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
         return Judgement(problems, Remedy(note=f"{note}: {does}"))
     if question:
-        beside = _of(problems, "untied", "overlapping", "lossy-cast", "optimizer")
+        beside = _of(problems, "untied", "lossy-cast", "optimizer")
         ways = tuple(together((way, beside)) for way in question.instead)
         return Judgement(problems, together((question, beside))._replace(instead=ways))
     return Judgement(problems, _helping(report, problems))
@@ -230,7 +229,7 @@ def _optimizer(report: MatchReport) -> Iterator[Problem]:
 
 
 def _shared_memory(report: MatchReport) -> Iterator[Problem]:
-    """Yield the groups of names that share memory in the model and differ in the file.
+    """Yield the groups of names that are one tensor in the model and differ in the file.
 
     The remedy against all groups is that of the first problem.
     """
@@ -239,33 +238,16 @@ def _shared_memory(report: MatchReport) -> Iterator[Problem]:
         text = f"{_folded(names)} are one tensor in the model, and differ in the file"
         yield Problem("untied", text, remedy)
         remedy = _NONE
-    for overlap in report.overlapping:
-        text = f"{_folded(overlap.names)} share memory in the model, and differ there in the file"
-        yield Problem("overlapping", text, remedy)
-        remedy = _NONE
 
 
 def _one_of_each(report: MatchReport) -> Remedy:
-    """Return what passes over all names of a group but the one that has all of its memory.
-
-    The others count as missing where they are not one tensor. Where no name has all of the memory,
-    no argument loads the group.
-    """
-    if any(not overlap.whole for overlap in report.overlapping):
-        return _APART
-    parts = [
-        name for overlap in report.overlapping for name in overlap.names if name != overlap.whole
-    ]
+    """Return the rules that pass over all names of each group but the first."""
     own = {new: own for one in report.renamed for own, new in one.names}
-    ties = (name for names in report.untied for name in names[1:])
-    extra = [own.get(name, name) for name in dict.fromkeys((*ties, *parts))]
+    extra = [own.get(name, name) for names in report.untied for name in names[1:]]
     if not extra:
         return _NONE
     rules = tuple(f"^{escaped(name)}$=>{_unused(name, n)}" for n, name in enumerate(extra))
-    remedies = [Remedy((("rules", rules),)), _allowing("allow_unexpected", extra)]
-    if parts:
-        remedies.append(_allowing("allow_missing", parts))
-    return _all_of(remedies)
+    return _all_of([Remedy((("rules", rules),)), _allowing("allow_unexpected", extra)])
 
 
 def _unused(name: str, number: int) -> str:
@@ -323,7 +305,7 @@ def _helping(report: MatchReport, problems: Sequence[Problem]) -> Remedy:
 def _all_of(remedies: Sequence[Remedy]) -> Remedy:
     """Return all of them together; where one of them is not possible, only that."""
     given = [one for one in remedies if one]
-    return next((one for one in given if one in (_SCATTERED, _APART)), together(given))
+    return next((one for one in given if one is _SCATTERED), together(given))
 
 
 def _allowing(argument: str, names: Sequence[str]) -> Remedy:

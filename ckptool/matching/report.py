@@ -118,10 +118,7 @@ class Ambiguity:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Tensors of the model that share some of their memory, and are not one tensor.
-
-    The file has values for them that cannot be in that memory at once.
-    """
+    """Tensors of the model that share some of their memory. No report has one any more."""
 
     names: tuple[str, ...]
     whole: str = ""
@@ -185,7 +182,7 @@ class MatchReport:
     untied: tuple[tuple[str, ...], ...] = ()
     """Names that are one tensor in the model, and not equal in the file."""
     overlapping: tuple[Overlap, ...] = ()
-    """Names that share memory in the model, and of which one would undo the other."""
+    """Always empty; kept for programs that read it: torch loads such tensors, in its order."""
     ambiguous: tuple[Ambiguity, ...] = ()
     """Their names are among the missing and the unexpected too."""
     proposed: tuple[Renaming, ...] = ()
@@ -228,7 +225,6 @@ class MatchReport:
             or self.unexpected_keys
             or self.mismatched
             or self.untied
-            or self.overlapping
             or any(cast.lossy for cast in self.cast)
             or (self.optimizer is not None and self.optimizer.problems)
         )

@@ -171,7 +171,6 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_ambiguous(report, fold),
         *(row for one in report.proposed for row in _renamed(one, fold, "PROPOSED")),
         *_tied("UNTIED", report.untied, fold),
-        *_tied("OVERLAP", [one.names for one in report.overlapping], fold),
         *_cast([cast for cast in report.cast if cast.lossy], fold),
         *(row for renaming in report.renamed for row in _renamed(renaming, fold)),
         *_cast([cast for cast in report.cast if not cast.lossy], fold),
@@ -213,7 +212,7 @@ def _ambiguous(report: MatchReport, fold: bool) -> list[_Row]:
 
 
 def _tied(status: str, groups: Sequence[tuple[str, ...]], fold: bool) -> list[_Row]:
-    rows, mark = [], "!=" if status in ("UNTIED", "OVERLAP") else "="
+    rows, mark = [], "!=" if status == "UNTIED" else "="
     for members in _alike([(group[0], group[1:]) for group in groups], fold):
         first = _patterns((groups[n][0] for n in members), fold)
         others = _patterns((name for n in members for name in groups[n][1:]), fold)
@@ -321,7 +320,6 @@ _MEANINGS = {
     "has it",
     "UNTIED": "one tensor in the model, and not the same in the file: it is of a model without "
     "that tie",
-    "OVERLAP": "parts of one memory in the model, and not the same there in the file",
     "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that "
     "of what it names",
     "RENAMED": "matches after the renaming shown",

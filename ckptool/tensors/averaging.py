@@ -141,8 +141,9 @@ class Averager:
 
     def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:
         kernel = self._kernel(tuple(dict.fromkeys(run.dtype for run in runs)), dtype)
+        count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
         size = BY_NAME[dtype].itemsize
-        for start, stop, room, skipped in chunks(offset, buffer, size):
+        for start, stop, room, skipped in chunks(offset, buffer, size, count):
             room[:] = kernel.mean(runs, start, stop)[skipped : skipped + len(room)]
 
     def _kernel(self, sources: tuple[str, ...], target: str) -> _Kernel:

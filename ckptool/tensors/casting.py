@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from shlex import quote
@@ -31,17 +30,13 @@ __all__ = [
     "FLOATS",
     "SATURATES",
     "Caster",
-    "Grid",
     "Kernel",
     "Losses",
-    "Owners",
-    "Piece",
-    "Spans",
     "checked",
     "chunks",
     "dequantized",
     "is_exact",
-    "own_elements",
+    "losses_of",
 ]
 
 
@@ -93,120 +88,6 @@ def is_exact(source: str, target: str) -> bool:
     )
 
 
-class Spans:
-    """Positions that were met, as disjoint runs in order."""
-
-    def __init__(self) -> None:
-        """None was met yet."""
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Meet the positions from `start` up to `stop`; the runs of them that are new."""
-        if start >= stop:
-            return []
-        low = bisect_left(self._stops, start)
-        high = bisect_right(self._starts, stop)
-        fresh, at = [], start
-        for known, end in zip(self._starts[low:high], self._stops[low:high], strict=True):
-            if at < known:
-                fresh.append((at, known))
-            at = max(at, end)
-        if at < stop:
-            fresh.append((at, stop))
-        if low < high:
-            start, stop = min(start, self._starts[low]), max(stop, self._stops[high - 1])
-        self._starts[low:high], self._stops[low:high] = [start], [stop]
-        return fresh
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The elements of a view with holes: steps and sizes, the widest step first."""
-
-    first: int
-    axes: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of one tensor: from `start` up to `stop`; of a view with holes those on `grid`.
-
-    Those on a grid `before` are another tensor's.
-    """
-
-    name: str
-    start: int
-    stop: int
-    grid: Grid | None = None
-    before: tuple[Grid, ...] = ()
-
-
-class Owners:
-    """The tensors over one storage, each with the elements that are counted as its own.
-
-    What several look at belongs to the first of them, and to one without holes before one with
-    holes. A view whose steps overlap is taken to have all from its first element to its last.
-    """
-
-    def __init__(self, views: Iterable[tuple[str, TensorRef]]) -> None:
-        """Divide a storage among `views`, all of one element type, by their names."""
-        taken = Spans()
-        self._dense: list[Piece] = []
-        self._holed: list[tuple[str, int, int, Grid]] = []
-        for name, view in views:
-            start, stop, grid = _extent(view)
-            if grid is None:
-                self._dense.extend(Piece(name, *run) for run in taken.add(start, stop))
-            else:
-                self._holed.append((name, start, stop, grid))
-        self._dense.sort(key=lambda piece: piece.start)
-        self._starts = [piece.start for piece in self._dense]
-
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """What of the elements from `start` up to `stop` belongs to whom, disjoint."""
-        at = start
-        for piece in self._dense[max(bisect_right(self._starts, start) - 1, 0) :]:
-            if piece.start >= stop:
-                break
-            low, high = max(piece.start, at), min(piece.stop, stop)
-            if low < high:
-                yield from self._between(at, low)
-                yield Piece(piece.name, low, high)
-                at = high
-        yield from self._between(at, stop)
-
-    def extent(self, name: str) -> tuple[int, int]:
-        """The first element of a tensor's own, and the one after the last."""
-        own = [(piece.start, piece.stop) for piece in self._dense if piece.name == name]
-        own += [(start, stop) for holed, start, stop, _ in self._holed if holed == name]
-        return min(start for start, _ in own), max(stop for _, stop in own)
-
-    def _between(self, start: int, stop: int) -> Iterator[Piece]:
-        """Elements that no tensor without holes has."""
-        before: list[Grid] = []
-        for name, first, last, grid in self._holed:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                yield Piece(name, low, high, grid, tuple(before))
-                before.append(grid)
-
-
-def _extent(view: TensorRef) -> tuple[int, int, Grid | None]:
-    """A tensor's first element in its storage, the one after its last, and its grid, if any."""
-    sizes = [size or 0 for size in view.shape]
-    if 0 in sizes:
-        return view.offset, view.offset, None
-    pairs = zip(view.stride, sizes, strict=True)
-    axes = sorted((step, size) for step, size in pairs if step > 0 and size > 1)
-    span, gaps, nested = 1, False, True
-    for step, size in axes:
-        gaps, nested = gaps or step > span, nested and step >= span
-        span += (size - 1) * step
-    grid = Grid(view.offset, tuple(reversed(axes))) if gaps and nested else None
-    return view.offset, view.offset + span, grid
-
-
 _BLOCK = 128
 """Rows and columns that have one scale in the files of DeepSeek-V3."""
 
@@ -233,7 +114,7 @@ class Caster:
         self.source = source
         self.target = target
         self.losses: dict[str, Losses] = {}
-        """Of each tensor by its name, as far as its elements have been computed."""
+        """By the name of the first tensor of each storage, as far as it has been computed."""
         self.allow_overflow = allow_overflow
         self.lock = Lock()
         """To be held while something is counted."""
@@ -242,16 +123,16 @@ class Caster:
         self._kernels = local()
 
     def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
-        """The storage in the other type, element by element, to be computed when it is read.
+        """Return the storage in the other type, to be computed when it is read.
 
-        Elements count for the first of `views` (names and tensors of the source type) that has
-        them, once; those of no view are cast and not counted.
+        Losses are counted once for each element from the first to the last that `views` (names and
+        tensors of the source type) cover, under the name of the first view.
         """
         count = storage.nbytes // BY_NAME[self.source].itemsize
         size = count * BY_NAME[self.target].itemsize
         data = None
         if storage.data is not None:
-            run = _Run(self, storage, storage.data, Owners(views))
+            run = _Run(self, storage, storage.data, list(views))
             ahead = self._ahead if may_be_shared(storage.data) else None
             source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
             data = ByteRange(source, 0, size)
@@ -337,7 +218,7 @@ def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
         require_torch()
         import torch
 
-        for start, stop, room, skipped in chunks(offset, buffer, 4):
+        for start, stop, room, skipped in chunks(offset, buffer, 4, weight.numel):
             first, left = divmod(start, columns)
             index = torch.arange(left, left + stop - start, dtype=torch.int32)
             row = index // columns
@@ -358,15 +239,23 @@ def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
 class _Run:
     """One storage on its way."""
 
-    def __init__(self, caster: Caster, storage: Storage, data: ByteRange, owners: Owners) -> None:
+    def __init__(
+        self,
+        caster: Caster,
+        storage: Storage,
+        data: ByteRange,
+        views: Sequence[tuple[str, TensorRef]],
+    ) -> None:
         self._caster = caster
         self._data = data
         self._checked = checked(storage, data)
         self._swap = storage.byteorder != sys.byteorder
-        self._owners = owners
-        self._counted = Spans()
-        self._left = data.length // BY_NAME[caster.source].itemsize
-        """Elements that were not counted yet."""
+        self._size = data.length // BY_NAME[caster.source].itemsize
+        self._name = views[0][0] if views else ""
+        spans = [view.span for _, view in views if view.numel]
+        self._first = min((first for first, _ in spans), default=0)
+        self._last = max((last for _, last in spans), default=0)
+        self._counted = bytearray(-(-self._size // CHUNK))
         self._refused: NotRepresentable | None = None
 
     def fill(self, offset: int, buffer: memoryview) -> None:
@@ -375,17 +264,17 @@ class _Run:
             raise self._refused
         size = BY_NAME[self._caster.target].itemsize
         checked = self._checked.is_settled
-        kernel, crc, first, last = self._caster.kernel, 0, offset // size, 0
-        for start, last, room, skipped in chunks(offset, buffer, size):
+        kernel, crc, begin, last = self._caster.kernel, 0, None, 0
+        for start, last, room, skipped in chunks(offset, buffer, size, self._size):
+            begin = start if begin is None else begin
             crc = kernel.read(self._data, start, last, None if checked else crc)
             if len(room) == (last - start) * size:
                 kernel.cast(swap=self._swap, into=room)
             else:
                 room[:] = kernel.cast(swap=self._swap)[skipped : skipped + len(room)]
-            if self._left:
-                self._count(kernel, start, last)
+            self._count(kernel, start, last)
         if not checked:
-            self._check(first, last, crc, regular=offset % BLOCK == 0)
+            self._check(begin or 0, last, crc, regular=offset % BLOCK == 0)
 
     def _check(self, first: int, last: int, crc: int, *, regular: bool) -> None:
         """Check the storage by the parts that were read; where they are no blocks, all at once."""
@@ -400,30 +289,26 @@ class _Run:
     def _count(self, kernel: Kernel, start: int, stop: int) -> None:
         """Count what was lost in the chunk that was just cast, unless it was counted before."""
         with self._caster.lock:
-            fresh = self._counted.add(start, stop)
-            self._left -= sum(last - first for first, last in fresh)
-        for run in fresh:
-            for piece in self._owners.pieces(*run):
-                losses = kernel.losses(start, piece)
-                with self._caster.lock:
-                    self._caster.losses.setdefault(piece.name, Losses()).add(losses)
-                if losses.overflow and not self._caster.allow_overflow:
-                    self._checked.check()  # a damaged file is not to blame on its numbers
-                    self._refused = self._caster.refused(piece.name, self._whole(piece.name))
-                    raise self._refused
+            if self._counted[start // CHUNK]:
+                return
+            self._counted[start // CHUNK] = True
+        losses = self._losses(kernel, start, stop)
+        if losses.elements:
+            with self._caster.lock:
+                self._caster.losses.setdefault(self._name, Losses()).add(losses)
+        if losses.overflow and not self._caster.allow_overflow:
+            self._checked.check()  # a damaged file is not to blame on its numbers
+            whole = Losses()
+            for at in range(0, self._size, CHUNK):
+                kernel.read(self._data, at, min(at + CHUNK, self._size))
+                kernel.cast(swap=self._swap)
+                whole.add(self._losses(kernel, at, min(at + CHUNK, self._size)))
+            self._refused = self._caster.refused(self._name, whole)
+            raise self._refused
 
-    def _whole(self, name: str) -> Losses:
-        """The losses of a whole tensor, wherever its elements lie."""
-        whole, kernel = Losses(), self._caster.kernel
-        first, last = self._owners.extent(name)
-        for start in range(first, last, CHUNK):
-            stop = min(start + CHUNK, last)
-            kernel.read(self._data, start, stop)
-            kernel.cast(swap=self._swap)
-            for piece in self._owners.pieces(start, stop):
-                if piece.name == name:
-                    whole.add(kernel.losses(start, piece))
-        return whole
+    def _losses(self, kernel: Kernel, start: int, stop: int) -> Losses:
+        low, high = max(start, self._first), min(stop, self._last)
+        return kernel.losses(low - start, high - start) if low < high else Losses()
 
 
 CHUNK = 1 << 15
@@ -432,16 +317,17 @@ among threads, whose waiting for each other costs more than it gains where the m
 
 
 def chunks(
-    offset: int, buffer: memoryview, size: int
+    offset: int, buffer: memoryview, size: int, count: int
 ) -> Iterator[tuple[int, int, memoryview, int]]:
-    """The elements, of `size` bytes, that a buffer for the bytes from `offset` has a part of.
+    """Yield the chunks of `count` elements that a buffer for the bytes from `offset` has parts of.
 
-    Of each chunk the first element and the one after its last, the part of the buffer that its
-    bytes go to, and how many of its first bytes lie before that.
+    Elements have `size` bytes; chunks begin at multiples of `CHUNK`. Each comes as its first
+    element, the one after its last, the part of the buffer that its bytes go to, and how many of
+    its first bytes lie before that.
     """
-    first, last = offset // size, -(-(offset + len(buffer)) // size)
+    first, last = offset // size // CHUNK * CHUNK, -(-(offset + len(buffer)) // size)
     for start in range(first, last, CHUNK):
-        stop = min(start + CHUNK, last)
+        stop = min(start + CHUNK, count)
         at = start * size - offset
         yield start, stop, buffer[max(at, 0) : at + (stop - start) * size], max(-at, 0)
 
@@ -523,17 +409,18 @@ class Kernel:
         self._target[: self._count].copy_(source)
         return into or memoryview(self._made)[: self._count * own.itemsize]
 
-    def losses(self, start: int, piece: Piece) -> Losses:
-        """What became of a piece of the chunk that was just cast, which began at `start`."""
-        chosen = slice(piece.start - start, piece.stop - start)
-        own = None if piece.grid is None else own_elements(piece)
+    def losses(self, low: int, high: int) -> Losses:
+        """Return what became of the elements `low` to `high` of the chunk that was just cast."""
         if self._exact:
-            return Losses(chosen.stop - chosen.start if own is None else int(own.sum()))
-        old = self._source[chosen].to(self._wide)
-        back = self._back[chosen].copy_(self._target[chosen])
-        if own is not None:
-            old, back = old[own], back[own]
-        return self._compared(old, back) if old.numel() else Losses()
+            return Losses(high - low)
+        old = self._source[low:high].to(self._wide)
+        return self._compared(old, self._back[: high - low].copy_(self._target[low:high]))
+
+    def losses_of(self, elements: torch.Tensor) -> Losses:
+        """Return what becomes of elements in memory, at most `CHUNK` of them."""
+        old = elements.flatten().to("cpu")
+        back = self._back[: old.numel()].copy_(old.to(self._own.dtype))
+        return self._compared(old.to(self._wide), back) if old.numel() else Losses()
 
     def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
         """The losses in few passes, where nothing overflows and there is no NaN."""
@@ -576,23 +463,41 @@ def _nonzero(elements: torch.Tensor) -> int:
     return int(torch.count_nonzero(elements))
 
 
-def own_elements(piece: Piece) -> torch.Tensor:
-    """Which elements of a piece of a view with holes are its own."""
+def losses_of(blocks: Iterable[torch.Tensor], source: str, target: str) -> Losses:
+    """Count what elements lose in another type, as a cast of a file does.
+
+    Blocks have at most `CHUNK` elements of type `source`. Between types of which one is no float,
+    an element that becomes another number counts in `precision`.
+
+    Raises:
+        RuntimeError, TypeError: torch has no such operation for one of the types.
+    """
+    total = Losses()
+    kernel = Kernel(source, target) if {source, target} <= FLOATS.keys() else None
+    for block in blocks:
+        if kernel is not None:
+            total.add(kernel.losses_of(block))
+        else:
+            changed = int(_changed(block, torch_dtype(target)).sum())
+            total.add(Losses(block.numel(), precision=changed))
+    return total
+
+
+def _changed(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    index = torch.arange(piece.start, piece.stop)
-    own = torch.ones(index.numel(), dtype=torch.bool)
-    for grid in piece.before:
-        own &= ~_on_grid(index, grid)
-    return own if piece.grid is None else own & _on_grid(index, piece.grid)
-
-
-def _on_grid(index: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Which elements of the storage a view looks at."""
-    rest = index - grid.first
-    inside = rest >= 0
-    for step, size in grid.axes:
-        at = rest // step
-        inside &= at < size
-        rest = rest - at * step
-    return inside & (rest == 0)
+    if block.is_complex():
+        pairs = torch.view_as_real(block.resolve_conj().to(torch.complex128))
+        if dtype.is_complex:
+            return _changed(pairs, dtype.to_real()).any(-1)
+        return _changed(pairs[..., 0], dtype) | (pairs[..., 1] != 0)
+    after = block.to(dtype.to_real() if dtype.is_complex else dtype)
+    if block.is_floating_point() and after.is_floating_point():
+        old, new = block.double(), after.double()
+        return ~((old == new) | (old.isnan() & new.isnan()))
+    if block.is_floating_point():
+        return block.double() != after.double()
+    if after.is_floating_point():
+        after = after.double()
+        return ~after.isfinite() | (after.to(block.dtype) != block)
+    return block.to(torch.int64) != after.to(torch.int64)

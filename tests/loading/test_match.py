@@ -300,10 +300,10 @@ def test_a_cast_is_judged_by_the_numbers(tmp_path, place):
     half = nn.Linear(3, 1).half()
     assert casts(torch.tensor([[1.0, 2.0, 0.5]]), half)["weight"] == (False, "")
     assert casts(torch.tensor([[1e6, 2.0, 0.1]]), half)["weight"] == (
-        True, "1 of 3 overflows, 1 is rounded"
+        True, "1 of 3 overflow, 1 of 3 change"
     )  # fmt: skip
     strided = torch.tensor([[1e6], [2.0], [0.1]]).t()
-    assert casts(strided, half)["weight"] == (True, "1 of 3 overflows, 1 is rounded")
+    assert casts(strided, half)["weight"] == (True, "1 of 3 overflow, 1 of 3 change")
     exact = casts(torch.ones(1, 3).bfloat16(), nn.Linear(3, 1))
     assert exact == {"weight": (False, "")}
 
@@ -314,7 +314,7 @@ def test_large_tensors_are_judged_in_blocks(tmp_path):
     for source in ({"weight": values}, {"weight": values.t().contiguous().t()}):
         for given in (source, saved(tmp_path / "f.pt", source)):
             (cast,) = ckptool.match(given, {"weight": values.half()})[1].cast
-            assert cast.loss == "1 of 600,000 overflows"
+            assert cast.loss == "1 of 600,000 overflow"
 
 
 def test_without_elements_the_types_alone_judge():

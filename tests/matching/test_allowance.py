@@ -12,7 +12,6 @@ from ckptool.matching import (
     MatchReport,
     Mismatch,
     OptimizerReport,
-    Overlap,
     Renaming,
 )
 from ckptool.transforms import regex_rule
@@ -48,7 +47,6 @@ def test_what_fits_is_accepted():
         {"cast": (Cast("a", "a", "float32", "float16", lossy=True),)},
         {"optimizer": OptimizerReport("names", 0, 2, ("one",))},
         {"untied": (("a", "b"),)},
-        {"overlapping": (Overlap(("a", "b")),)},
         {"ambiguous": (Ambiguity(("a",), ("b",)),)},
         {"moved": ("layers.{0..1} of the file may be layers.{1..2} of the model",)},
     ],

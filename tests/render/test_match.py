@@ -14,7 +14,6 @@ from ckptool.matching import (
     MatchReport,
     Mismatch,
     OptimizerReport,
-    Overlap,
     Renaming,
 )
 from ckptool.remedies import Remedy
@@ -190,13 +189,11 @@ def test_what_is_untied_kept_and_left_out_says_why():
     found = report(
         parameters=981,
         untied=(("embed.weight", "head.weight"),),
-        overlapping=(Overlap(("w", "v"), "w"),),
         kept=(("bn.num_batches_tracked", "old files have none"),),
         left_out=(("n_averaged", "counts what was averaged"),),
     )
     assert rows(found) == [
         ["embed.weight", "UNTIED", "!= head.weight"],
-        ["w", "OVERLAP", "!= v"],
         ["bn.num_batches_tracked", "KEPT", "old files have none"],
         ["n_averaged", "LEFT OUT", "counts what was averaged"],
     ]
