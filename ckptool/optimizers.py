@@ -13,8 +13,8 @@ from ckptool.statedict import Section, noted_owners
 
 __all__ = [
     "OPTIONS",
+    "bare_names",
     "groups_of",
-    "kept_by",
     "model_of",
     "names_in",
     "options_of",
@@ -35,7 +35,7 @@ that count. Torch keeps a 1 for the dimension that is gone, transformers nothing
 
 OPTIONS = (
     "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
-    "step_sizes", "max_iter",
+    "step_sizes", "max_iter", "momentum_decay",
 )  # fmt: skip
 """Options of torch's optimizers that `step()` takes from a group, and some kinds have not."""
 
@@ -57,13 +57,16 @@ def _key(held: Any) -> Any:
 
 
 def names_in(section: Section) -> list[str]:
-    """The parameters' names in their order, without wrappers; none where the groups keep none."""
+    """Return the parameters' names in their order; an empty list if the groups keep none."""
     names = [name for group in section.node["param_groups"] for name in _texts(group)]
     keys = [key for group in groups_of(section) for key in group]
     if len(names) != len(keys):
         names = [key for key in keys if isinstance(key, str)]
-    if len(names) != len(keys):
-        return []
+    return names if len(names) == len(keys) else []
+
+
+def bare_names(names: list[str]) -> list[str]:
+    """Return the names without wrapper prefixes, or as they are if two would become equal."""
     try:
         renamed = strip_names(names).renamed
     except NameCollision:
@@ -95,15 +98,6 @@ def shape_of(state: Any) -> Shape | None:
         if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
             return (*row.shape[:stop], column.shape[-1])
     return None
-
-
-def kept_by(section: Section) -> set[str]:
-    """What it keeps of a parameter, of all that it keeps something of: `exp_avg`, `step`."""
-    states = section.node["state"].values()
-    held = (state.items() for state in states if isinstance(state, dict))
-    return {
-        key for items in held for key, value in items if isinstance(key, str) and value is not None
-    }
 
 
 def options_of(section: Section) -> set[str]:

@@ -28,7 +28,7 @@ from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.inspection.usage import distinct
 from ckptool.matching import Cast, MatchReport
 from ckptool.model import Shape
-from ckptool.optimizers import groups_of, model_of, names_in, shapes_in
+from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section, model_state_dict
 from ckptool.words import counted, listed, printable
 
@@ -248,7 +248,7 @@ def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Comp
         text = "of the optimizer have shapes that no parameter of the model has"
         yield _misfit(section, f"{counted(foreign.total(), 'state')} {text}")
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
-        names = names_in(section)
+        names = bare_names(names_in(section))
         if names and set(names) != set(weights):
             return
         shapes = [weights[name] for name in names] if names else list(weights.values())

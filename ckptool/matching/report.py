@@ -134,7 +134,7 @@ class OptimizerReport:
     """How the state of an optimizer was matched, or why it was not."""
 
     by: str
-    """`names`, `shapes` or `position`."""
+    """`names` or `position`."""
     matched: int
     """Parameters whose state is loaded."""
     parameters: int

@@ -90,14 +90,6 @@ def test_without_names_parameters_of_one_shape_are_not_guessed_between():
     )
 
 
-MISNAMED = {
-    "0.bias is there twice": ["0.bias", "0.bias", "1.weight", "1.bias"],
-    "group 0 has 2 names for 4": ["0.weight", "0.bias"],
-    "group 0 has 0 names for 4": 5,
-    "one of its names is of type int": ["0.weight", "0.bias", "1.weight", 3],
-}
-
-
 def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
     old, new = three(), three()
     used = stepped(old, parameters=old.parameters())
@@ -312,7 +304,7 @@ def test_lbfgs_keeps_one_state_of_all_in_their_order():
     assert_alike(fresh.state_dict()["state"], used.state_dict()["state"])
     turned = torch.optim.LBFGS(reversed(list(model.parameters())))
     assert problem_of(model, turned, content(model, used)) == (
-        "the optimizer keeps one state of all its parameters, in another order"
+        "the optimizer keeps one state of all parameters, in another order"
     )
 
 
@@ -349,14 +341,6 @@ def test_files_of_old_versions_have_plain_steps():
     optimizer = torch.optim.Adam(model.parameters())
     loaded(model, optimizer, given)
     assert all(torch.equal(state["step"], torch.tensor(2.0)) for state in optimizer.state.values())
-
-
-def test_options_that_ask_something_of_the_device_are_told():
-    model = shapely()
-    given = content(model, stepped(model))
-    given["optimizer"]["param_groups"][0]["fused"] = True
-    report = loaded(model, torch.optim.Adam(model.parameters()), given)
-    assert report.notes == ("group 0 is fused now, as the file has it",)
 
 
 ODD = [
@@ -400,15 +384,12 @@ def test_state_that_is_none_is_no_state():
     assert loaded(model, torch.optim.SGD(model.parameters(), lr=0.1), given).matched == 0
 
 
-def test_state_of_nobody_is_left_out_and_told_and_that_of_all_is_kept():
+def test_state_of_nobody_is_left_out_and_that_of_all_is_kept():
     model = shapely()
     given = content(model, stepped(model))
     given["optimizer"]["state"] |= {17: {"exp_avg": torch.ones(3)}, "rng": torch.get_rng_state()}
     optimizer = torch.optim.Adam(model.parameters())
-    report = loaded(model, optimizer, given)
-    assert report.notes == (
-        "the file keeps state of 1 parameter that no group of its optimizer has: left out",
-    )
+    loaded(model, optimizer, given)
     assert 17 not in optimizer.state
     assert optimizer.state["rng"].dtype is torch.uint8
 
@@ -455,15 +436,6 @@ def test_a_cast_that_loses_nothing_is_listed(tmp_path):
     report = loaded(model, optimizer, saved(tmp_path, given))
     assert len(report.cast) == 8
     assert not any(one.lossy for one in report.cast)
-
-
-def test_parameters_on_the_meta_device_are_refused():
-    model = shapely()
-    given = content(model, stepped(model))
-    empty = shapely().to("meta")
-    assert "0.weight is on the meta device" in problem_of(
-        empty, torch.optim.Adam(empty.parameters()), given
-    )
 
 
 def test_nothing_is_shared_with_a_dict_in_memory():
@@ -681,15 +653,6 @@ def test_whatever_the_order_and_the_groups_every_parameter_gets_its_own(drawn):
                 assert group["lr"] == 1.0 + group_of[int(name[1:])]
 
 
-class Worded(torch.optim.Adam):
-    """It keeps words of each parameter, which torch's own loading makes something else of."""
-
-    def step(self, *rest):
-        super().step(*rest)
-        for number, state in enumerate(self.state.values()):
-            state.update(mode=f"m{number}", seen=["a", ("b", 1)])
-
-
 def test_what_fsdp_has_made_flat_is_told_with_what_loads_it():
     old = three()
     given = content(old, stepped(old, parameters=list(old.named_parameters())))
@@ -721,16 +684,6 @@ def test_every_refusal_says_what_helps(what):
     ckptool.load_into(new, given)
 
 
-@pytest.mark.parametrize("child", ["w", "module.w"])
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel])
-def test_a_name_that_two_readings_send_elsewhere_is_not_guessed(child, wrap):
-    old, new = Outer(), Outer()
-    used = stepped(old, parameters=[("module.w", old.module.w)])
-    optimizer = torch.optim.Adam([new.get_parameter(child)])
-    given = content(torch.nn.DataParallel(old), used)
-    assert "module.w of the file's optimizer could be" in problem_of(wrap(new), optimizer, given)
-
-
 def nested():
     """The names that `head` gives to its parameters are others' in full."""
     model = torch.nn.Module()
@@ -739,14 +692,14 @@ def nested():
     return model
 
 
-@pytest.mark.parametrize("part", ["head", "proj"])
-def test_names_of_a_part_that_are_others_in_full_are_not_guessed_between(part):
+def test_a_name_of_the_file_is_never_that_of_a_part():
     old, new = nested(), nested()
     given = content(old, stepped(old, parameters=list(old.head.named_parameters())))
-    optimizer = torch.optim.Adam(new.get_submodule(part).parameters())
-    problem = problem_of(new, optimizer, given)
-    assert problem.endswith("proj.weight of the file's optimizer could be proj.weight or "
-                            "head.proj.weight")  # fmt: skip
+    optimizer = torch.optim.Adam(new.head.parameters())
+    assert problem_of(new, optimizer, given) == (
+        "the file's optimizer is over other parameters: proj.weight is in the file only and "
+        "head.proj.weight is in the optimizer only"
+    )
 
 
 def test_save_writes_names_in_full_which_are_no_parts(tmp_path):
@@ -762,11 +715,8 @@ def test_save_writes_names_in_full_which_are_no_parts(tmp_path):
         )
 
 
-def test_position_is_not_proposed_where_shapes_speak_against_it():
+def test_position_is_not_proposed_for_another_number_of_parameters():
     model = shapely()
-    given = content(model, stepped(model, parameters=model.parameters()))
-    optimizer = torch.optim.Adam(reversed(list(model.parameters())))
-    assert "optimizer_order" not in refusal_of(model, optimizer, given)[1]
     given = content(model, stepped(model, parameters=list(model[0].parameters())))
     optimizer = torch.optim.Adam(model.parameters())
     assert "optimizer_order" not in refusal_of(model, optimizer, given)[1]
@@ -777,8 +727,6 @@ def test_position_is_not_proposed_where_shapes_speak_against_it():
     [
         ("Adam", "NAdam"),
         ("NAdam", "AdamW"),
-        ("Adamax", "Adam"),
-        ("Adam", "Adamax"),
         ("Adam", "SGD"),
     ],
 )
@@ -787,3 +735,13 @@ def test_state_of_another_kind_is_refused(saved_by, wanted):
     given = content(model, stepped(model, kind_of(saved_by)))
     optimizer = kind_of(wanted)(model.parameters(), lr=0.1)
     assert f"is of another kind than {wanted}" in problem_of(model, optimizer, given)
+
+
+@pytest.mark.parametrize("wanted", ["RAdam", "AdamW", "SparseAdam"])
+def test_kinds_that_keep_the_same_are_not_told_apart(wanted):
+    model = three()
+    given = copy.deepcopy(content(model, stepped(model, parameters=model.parameters())))
+    mine, theirs = (kind_of(wanted)(model.parameters(), lr=0.1) for _ in range(2))
+    theirs.load_state_dict(given["optimizer"])
+    assert loaded(model, mine, given, order="position").matched == 6
+    assert_alike(mine.state_dict()["state"], theirs.state_dict()["state"])
