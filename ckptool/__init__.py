@@ -17,26 +17,10 @@ from ckptool._lazy import importer
 from ckptool._version import __version__
 
 if TYPE_CHECKING:
-    from ckptool.api import (
-        add_module,
-        average,
-        convert,
-        diff,
-        doctor,
-        info,
-        list_tensors,
-        open,
-        recover,
-        remap,
-        rename,
-        report,
-        stats,
-        strip_module,
-        verify,
-    )
+    from ckptool.api import add_module, average, open, remap, rename, report, strip_module
     from ckptool.checkpoint import Change, Checkpoint, Details
-    from ckptool.conversion import Conversion
-    from ckptool.diagnosis import Complaint, Diagnosis
+    from ckptool.conversion import Conversion, convert
+    from ckptool.diagnosis import Complaint, Diagnosis, doctor
     from ckptool.errors import (
         AmbiguousName,
         CheckpointError,
@@ -64,9 +48,10 @@ if TYPE_CHECKING:
         WriteDenied,
         WriteError,
     )
-    from ckptool.files.recovery import Recovery
+    from ckptool.files.recovery import Recovery, recover
     from ckptool.formats.base import Problem
-    from ckptool.inspection import Diff, Stats, Verdict
+    from ckptool.inspection import Diff, Stats, Verdict, diff, info, list_tensors, verify
+    from ckptool.inspection.stats import stats
     from ckptool.limits import Limits
     from ckptool.loading.load import load
     from ckptool.loading.load_into import load_into
@@ -79,12 +64,9 @@ if TYPE_CHECKING:
     from ckptool.writing import Receipt
 
 _HOMES = {
-    "api": (
-        "add_module", "average", "convert", "diff", "doctor", "info", "list_tensors", "open",
-        "recover", "remap", "rename", "report", "stats", "strip_module", "verify",
-    ),
+    "api": ("add_module", "average", "open", "remap", "rename", "report", "strip_module"),
     "checkpoint": ("Change", "Checkpoint", "Details"),
-    "conversion": ("Conversion",),
+    "conversion": ("Conversion", "convert"),
     "errors": (
         "AmbiguousName", "CheckpointError", "CheckpointWarning", "CorruptFile", "DeviceError",
         "FileBusy", "FileDenied", "FileMissing", "LimitExceeded", "MatchError", "NameCollision",
@@ -92,10 +74,11 @@ _HOMES = {
         "TorchMissing", "TrainingError", "TruncatedFile", "UnreadableFile", "UnsupportedFormat",
         "UsageError", "WriteDenied", "WriteError",
     ),
-    "files.recovery": ("Recovery",),
+    "files.recovery": ("Recovery", "recover"),
     "formats.base": ("Problem",),
-    "diagnosis": ("Complaint", "Diagnosis"),
-    "inspection": ("Diff", "Stats", "Verdict"),
+    "diagnosis": ("Complaint", "Diagnosis", "doctor"),
+    "inspection": ("Diff", "Stats", "Verdict", "diff", "info", "list_tensors", "verify"),
+    "inspection.stats": ("stats",),
     "limits": ("Limits",),
     "loading.load": ("load",),
     "loading.load_into": ("load_into",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,11 @@ from ckptool.files import FileSource
 from ckptool.model import Path, TensorRef
 
 if TYPE_CHECKING:
+    import torch
+
     from ckptool.statedict import Section
+    from ckptool.transforms.casting import Keep
+    from ckptool.transforms.name_rules import Rule
     from ckptool.writing import Receipt
 
 __all__ = ["TORCH_REFUSES", "Change", "Checkpoint", "Details", "Report"]
@@ -105,7 +109,7 @@ class Checkpoint:
     """The tree as it was read."""
 
     def __enter__(self) -> Checkpoint:
-        """Itself."""
+        """Return the checkpoint itself."""
         return self
 
     def __exit__(
@@ -118,15 +122,15 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the file behind every tensor of this checkpoint and of those made from it."""
+        """Close the files that the tensors of this checkpoint, and of its copies, read from."""
         for source in self.sources:
             source.close()
 
     def __getitem__(self, key: Any) -> Any:
-        """The node under a key of the root, else under an address (`paths.resolve`).
+        """Return the node at `key`: a key of the root, else an address such as `"model/conv1"`.
 
         Raises:
-            NotFound: nothing, or several things (`AmbiguousName`), answer to it.
+            NotFound: there is nothing at `key` (`AmbiguousName`: there are several nodes).
         """
         from ckptool.tree import resolve
 
@@ -135,90 +139,229 @@ class Checkpoint:
         return resolve(self, key)[1]
 
     def __iter__(self) -> Iterator[Any]:
-        """The keys of the root."""
+        """Yield the keys of the root."""
         return iter(self.root if isinstance(self.root, Mapping) else ())
 
     def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
-        """Every listed tensor with its path, in the order of the file."""
+        """Yield the path and the `TensorRef` of every tensor, in the order of the file."""
         from ckptool.tree import walk
 
         return ((path, leaf) for path, leaf in walk(self.root) if isinstance(leaf, TensorRef))
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The named parts: state dicts, optimizers, schedulers, modules, and the values beside."""
+        """The parts of the checkpoint: state dicts, optimizers, schedulers, modules, values."""
         from ckptool.statedict import sections
 
         return sections(self.root)
 
     @property
     def devices(self) -> dict[str, int]:
-        """How many tensors each device tag has, in order of first use."""
+        """The number of tensors of each device tag, in order of first use."""
         counts: dict[str, int] = {}
         for _, tensor in self.tensors():
             counts[tensor.device] = counts.get(tensor.device, 0) + 1
         return counts
 
     def with_root(self, root: Any, *changes: Change) -> Checkpoint:
-        """The same file with another tree, and what made the difference."""
+        """Return a copy with another tree; `changes` say what is different."""
         return replace(self, root=root, changes=(*self.changes, *changes))
 
-    def strip_module(self, **options: Any) -> Checkpoint:
-        """Wrapper components taken off every name; options as `transforms.strip_module`."""
+    def strip_module(
+        self,
+        *,
+        only: str | Sequence[str] | None = None,
+        levels: int | None = None,
+        at: str | None = None,
+    ) -> Checkpoint:
+        """Return a checkpoint without wrapper prefixes such as `module.` and `_orig_mod.`.
+
+        Arguments and errors are those of `ckptool.strip_module`.
+        """
         from ckptool.transforms import strip_module
 
-        return strip_module(self, **options)
+        return strip_module(self, only=only, levels=levels, at=at)
 
-    def add_module(self, **options: Any) -> Checkpoint:
-        """`module.` put before every name; options as `transforms.add_module`."""
+    def add_module(
+        self, *, wrapper: str = "module", at: str | None = None, key: Any = None
+    ) -> Checkpoint:
+        """Return a checkpoint whose keys start with `module.`, for a DataParallel model.
+
+        Arguments and errors are those of `ckptool.add_module`.
+        """
         from ckptool.transforms import add_module
 
-        return add_module(self, **options)
+        return add_module(self, wrapper=wrapper, at=at, key=key)
 
-    def rename(self, rules: Iterable[Any] = (), **options: Any) -> Checkpoint:
-        """Every name rewritten by `rules`; rules and options as `transforms.rename`."""
+    def rename(
+        self,
+        rules: Iterable[str | Rule] = (),
+        *,
+        prefixes: Iterable[str] = (),
+        key: Any = None,
+    ) -> Checkpoint:
+        """Return a checkpoint with keys renamed by rules such as `^backbone=>encoder`, in order.
+
+        Arguments and errors are those of `ckptool.rename`.
+        """
         from ckptool.transforms import rename
 
-        return rename(self, rules, **options)
+        return rename(self, rules, prefixes=prefixes, key=key)
 
-    def extract(self, **options: Any) -> Checkpoint:
-        """A part of it; options as `transforms.extract`."""
+    def extract(
+        self,
+        *,
+        key: Any = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        model_only: bool = False,
+        trim: bool = True,
+    ) -> Checkpoint:
+        """Return a part of the checkpoint; `changes` name everything that is left out.
+
+        Args:
+            key: The address of the section, container or tensor that becomes the root.
+            include: Globs of the tensors to keep; default: all.
+            exclude: Globs of the tensors to leave out.
+            model_only: Keep only the state dict of the model.
+            trim: Drop the bytes of a storage that only removed tensors use.
+
+        Raises:
+            AmbiguousName: several nodes have the address `key`; or there are several state dicts.
+            NotFound: there is nothing at `key`, a glob matches nothing, or nothing would be left.
+            UsageError: `key` is a plain value; or a list or an object would lose some tensors.
+        """
         from ckptool.transforms import extract
 
-        return extract(self, **options)
+        return extract(
+            self, key=key, include=include, exclude=exclude, model_only=model_only, trim=trim
+        )
 
     def remap(self, rules: Mapping[str, str]) -> Checkpoint:
-        """Every device tag rewritten by `rules` (`transforms.remap`)."""
+        """Return a checkpoint with device tags rewritten by rules such as `{"cuda:*": "cpu"}`.
+
+        Raises:
+            DeviceError: a word is not a device, or a tensor cannot be moved.
+        """
         from ckptool.transforms import remap
 
         return remap(self, rules)
 
     def compact(self) -> Checkpoint:
-        """Storages cut down to what tensors see of them (`transforms.compact`)."""
+        """Return a checkpoint whose storages have only the bytes that tensors use."""
         from ckptool.transforms import compact
 
         return compact(self)
 
     def to_plain(self, *, drop: bool = False) -> Checkpoint:
-        """Objects turned into plain data (`transforms.to_plain`)."""
+        """Return a checkpoint whose objects are plain data: dicts, lists, numbers, tensors.
+
+        Args:
+            drop: Leave out the objects that have no plain form.
+
+        Raises:
+            NotRepresentable: an object has no plain form; the message names all of them.
+            NameCollision: two keys of a dict would become equal.
+        """
         from ckptool.transforms import to_plain
 
         return to_plain(self, drop=drop)
 
     def drop_objects(self) -> Checkpoint:
-        """Objects left out (`transforms.drop_objects`)."""
+        """Return a checkpoint without the objects that `torch.load(weights_only=True)` refuses.
+
+        Raises:
+            NotRepresentable: nothing, or no tensor of the model, would be left.
+        """
         from ckptool.transforms import drop_objects
 
         return drop_objects(self)
 
-    def cast(self, dtype: Any = None, **options: Any) -> Checkpoint:
-        """Floating tensors in another element type; options as `transforms.cast`."""
+    def cast(
+        self,
+        dtype: str | torch.dtype | None = None,
+        *,
+        keep: Keep = (),
+        everything: bool = False,
+        allow_overflow: bool = False,
+        dequantize: str | torch.dtype | None = None,
+        raw: bool = False,
+    ) -> Checkpoint:
+        """Return a checkpoint with floating tensors of another type; bytes are cast when written.
+
+        Args:
+            dtype: The type to cast to. None with `dequantize`: other tensors keep their type.
+            keep: Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`).
+            everything: Cast the state of optimizers too.
+            allow_overflow: Write elements that the type cannot hold as torch casts them.
+            dequantize: The type of 8-bit weights after they are multiplied by their scales.
+            raw: Cast quantised numbers as plain numbers.
+
+        Raises:
+            UsageError: `dtype`, or a type in `keep`, is not a floating type.
+            NotRepresentable: quantised numbers would be cast without their scales, or cannot be
+                dequantised.
+        """
         from ckptool.transforms import cast
 
-        return cast(self, dtype, **options)
+        return cast(
+            self,
+            dtype,
+            keep=keep,
+            everything=everything,
+            allow_overflow=allow_overflow,
+            dequantize=dequantize,
+            raw=raw,
+        )
 
-    def save(self, path: str | os.PathLike[str], **options: Any) -> Receipt:
-        """Write it to `path`; options as `writing.save`."""
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        overwrite: bool = False,
+        in_place: bool = False,
+        rewrite: bool = False,
+        strict: bool = False,
+        dry_run: bool = False,
+        max_shard_size: int | str | None = None,
+        verify: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Receipt:
+        """Write the checkpoint to `path`, as a whole or not at all.
+
+        Args:
+            path: The file to write.
+            format: The format (`torch-zip`, `safetensors`, ...); default: by the extension.
+            overwrite: Replace another file that exists.
+            in_place: Allow `path` to be the source, which is edited if its format allows it.
+            rewrite: With `in_place`, write a new file even if an edit would do.
+            strict: Refuse to leave out anything that the user did not ask to leave out.
+            dry_run: Plan only.
+            max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
+            verify: Read the result back and compare it. None: only if tensors are computed.
+            progress: Called with the bytes done and the bytes in all.
+
+        Raises:
+            NotRepresentable: the format cannot hold a tensor (with `strict`: anything else).
+            TargetExists: the target exists, or is the source.
+            NoSpace: the disk is full.
+            WriteDenied: the system refuses to write there.
+            UnreadableFile: the source changed while it was read (`TruncatedFile`: got shorter).
+            WriteError: the verification found a difference.
+        """
         from ckptool.writing import save
 
-        return save(self, path, **options)
+        return save(
+            self,
+            path,
+            format=format,
+            overwrite=overwrite,
+            in_place=in_place,
+            rewrite=rewrite,
+            strict=strict,
+            dry_run=dry_run,
+            max_shard_size=max_shard_size,
+            verify=verify,
+            progress=progress,
+        )

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import open_checkpoint
+from ckptool.formats import Source, opened
 from ckptool.matching import Allowance, Allowed
 from ckptool.writing import FLAT, Receipt, save, target_format
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptool.transforms.casting import Keep
 
 __all__ = ["Conversion", "convert", "without_objects"]
 
 SAFETENSORS = "safetensors"
 """How the names of its formats begin, in one file and in shards."""
-_LISTS = frozenset({"include", "exclude", "rename", "keep", "visible_devices"})
+_Item = TypeVar("_Item")
+Like: TypeAlias = (
+    "torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint"
+)
+"""A path, an open checkpoint, a model, a state dict, shapes by name, or names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +50,7 @@ class Conversion:
     """`strip` (the default towards safetensors) or `keep`."""
     rename: tuple[str, ...] = ()
     """`REGEX=>REPL`, in order; before `like`."""
-    like: Any = None
+    like: Like | None = None
     """What the names are to fit: a reference file or an open one, a model, a state dict."""
     like_key: str | None = None
     """The state dict of `like`, where it has several."""
@@ -59,7 +68,7 @@ class Conversion:
     """Drop the objects (with `plain`: that remain)."""
     ties: str = "keep"
     """`keep` writes tied tensors once where the format can, `copy` each on its own."""
-    cast: str | None = None
+    cast: str | torch.dtype | None = None
     """The element type that floating tensors become."""
     keep: tuple[tuple[str, str | None], ...] = ()
     """Exceptions from `cast`: globs, each with its type, or None for the one that there is."""
@@ -67,7 +76,7 @@ class Conversion:
     """Cast the optimizer's state too."""
     allow_overflow: bool = False
     """Cast what is too large for the type all the same."""
-    dequantize: str | None = None
+    dequantize: str | torch.dtype | None = None
     """The type that 8-bit weights become, multiplied by the scales beside them."""
     raw: bool = False
     """Cast quantised numbers as plain ones."""
@@ -213,7 +222,7 @@ def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
 
 
 def convert(
-    source: str | os.PathLike[str] | Checkpoint,
+    source: Source,
     target: str | os.PathLike[str],
     *,
     format: str | None = None,
@@ -223,38 +232,95 @@ def convert(
     dry_run: bool = False,
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **changes: Any,
+    key: str | None = None,
+    model_only: bool = False,
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    wrappers: str | None = None,
+    rename: Iterable[str] = (),
+    like: Like | None = None,
+    like_key: str | None = None,
+    allow_missing: Allowed = None,
+    allow_unexpected: Allowed = None,
+    allow_mismatched: Allowed = False,
+    min_coverage: float | None = None,
+    plain: bool = False,
+    drop_objects: bool = False,
+    ties: str = "keep",
+    cast: str | torch.dtype | None = None,
+    keep: Keep = (),
+    cast_optimizer: bool = False,
+    allow_overflow: bool = False,
+    dequantize: str | torch.dtype | None = None,
+    raw: bool = False,
+    compact: bool = False,
+    to: str | None = None,
+    device_map: Mapping[str, str] | None = None,
+    visible_devices: Iterable[int] | None = None,
 ) -> Receipt:
-    """Write `source` to `target`, changed as asked; tensor bytes that do not change are copied.
+    """Write `source` to `target` in another format or with changes; copy all other bytes.
 
     Args:
         source: A path (a file, an index of shards or their folder), or an open checkpoint.
-        target: Its extension decides the format, unless `format` does.
+        target: The file to write. Its extension decides the format, unless `format` is given.
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...
-        max_shard_size: Split into files of at most so much: `"5GB"`, or bytes.
+        max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
         strict: Refuse to leave anything out.
         overwrite: Replace an existing target.
         dry_run: Plan only.
-        verify: Read the result back and compare it; None: where tensors are computed.
-        progress: Told bytes done and in all.
-        changes: The fields of `Conversion`: `wrappers="strip"`, `to="cpu"`, `cast="bfloat16"`, ...
+        verify: Read the result back and compare it. None: only if tensors are computed.
+        progress: Called with the bytes done and the bytes in all.
+        key: The address of the only state dict to write.
+        model_only: Write only the state dict of the model, without the plain values in it.
+        include: Globs of the tensors to write; default: all.
+        exclude: Globs of the tensors to leave out.
+        wrappers: `"strip"` (default for safetensors) or `"keep"` wrapper prefixes.
+        rename: `REGEX=>REPL` each, applied in order.
+        like: A reference whose keys the result gets: a file, a model, or a state dict.
+        like_key: The address of the state dict of `like`, if it has several.
+        allow_missing: True, or globs of the keys of `like` that may be missing.
+        allow_unexpected: True, or globs of the keys to leave out because `like` lacks them.
+        allow_mismatched: True, or globs of the keys to leave out because the shape differs.
+        min_coverage: The least share of the parameters of `like` that must be there, 0 to 1.
+        plain: Turn objects into plain data.
+        drop_objects: Leave out objects (with `plain`: objects without a plain form).
+        ties: `"keep"` tied tensors tied, or `"copy"` each of them.
+        cast: The type that floating tensors are cast to.
+        keep: Exceptions from `cast`: globs, or globs with types (`{"*.norm.*": "float32"}`).
+        cast_optimizer: Cast the state of optimizers too.
+        allow_overflow: Write elements that the type cannot hold as torch casts them.
+        dequantize: The type of 8-bit weights after they are multiplied by their scales.
+        raw: Cast quantised numbers as plain numbers.
+        compact: Drop the bytes of storages that no tensor uses.
+        to: The device of all tensors.
+        device_map: The new device of each device: `{"cuda:1": "cuda:0"}`.
+        visible_devices: Renumber devices as `CUDA_VISIBLE_DEVICES` does.
 
     Raises:
         UnreadableFile: the source cannot be read.
-        UsageError: options that are none, or do not go together.
-        AmbiguousName: several state dicts, and none chosen by `key`.
-        MatchError: `like`, and a state dict does not fit it.
-        NameCollision: two tensors would get one name.
-        NotRepresentable: the target's format cannot hold a tensor (or, `strict`, anything else);
-            a cast overflows; objects remain that are not plain.
+        UsageError: an argument has a wrong value, or arguments exclude each other.
+        AmbiguousName: there are several state dicts, and `key` chooses none.
+        MatchError: a state dict does not fit `like`.
+        NameCollision: two tensors would get the same key.
+        NotRepresentable: the format cannot hold a tensor (with `strict`: anything else), a cast
+            overflows, or objects remain that are not plain.
         WriteError: nothing was written.
     """
-    conversion = _conversion(changes)
-    opened = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    try:
-        name = target_format(opened, target, format, sharded=max_shard_size is not None)
+    devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
+    conversion = Conversion(
+        key=key, model_only=model_only, wrappers=wrappers, rename=_listed("rename", rename),
+        include=_listed("include", include), exclude=_listed("exclude", exclude),
+        like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
+        allow_unexpected=allow_unexpected, allow_mismatched=allow_mismatched,
+        plain=plain, drop_objects=drop_objects, ties=ties, compact=compact,
+        cast=cast, keep=transforms.kept(keep), cast_optimizer=cast_optimizer,
+        allow_overflow=allow_overflow, dequantize=dequantize, raw=raw,
+        to=to, device_map=device_map, visible_devices=devices,
+    )  # fmt: skip
+    with opened(source) as checkpoint:
+        name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(
-            conversion.applied(opened, name),
+            conversion.applied(checkpoint, name),
             target,
             format=name,
             max_shard_size=max_shard_size,
@@ -264,29 +330,12 @@ def convert(
             verify=verify,
             progress=progress,
         )
-    finally:
-        if opened is not source:
-            opened.close()
 
 
-def _conversion(changes: Mapping[str, Any]) -> Conversion:
-    """The changes by name; lists are taken for tuples.
-
-    Raises:
-        UsageError: a name that is none; the message lists those that there are.
-    """
-    known = Conversion.__dataclass_fields__
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise UsageError(f"convert has no option {unknown[0]!r}; there are {', '.join(known)}")
-    fields = dict(changes)
-    if fields.get("keep") is not None:
-        fields["keep"] = transforms.kept(fields["keep"])
-    for name in _LISTS & fields.keys():
-        if isinstance(fields[name], str):
-            raise UsageError(f"{name} takes a list, not a string")
-        fields[name] = None if fields[name] is None else tuple(fields[name])
-    return Conversion(**fields)
+def _listed(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
+    if isinstance(values, str):
+        raise UsageError(f"{name} takes a list, not a string")
+    return tuple(values)
 
 
 def device_rules(to: str | None, device_map: Mapping[str, str] | None) -> dict[str, str]:

@@ -171,7 +171,7 @@ def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list
             fit = planned(state, like, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({place(part)})"
-            fit = fit._replace(report=fit.report.with_changes(file=file))
+            fit = fit.with_changes(file=file)
         made.append(_naming(part, fit))
     return made
 

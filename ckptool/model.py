@@ -22,6 +22,8 @@ from ckptool.files import ByteRange, InflatedSource
 if TYPE_CHECKING:
     import torch
 
+    from ckptool.tensors.materialise import MapLocation
+
 __all__ = [
     "ByteString",
     "DeviceValue",
@@ -451,11 +453,17 @@ class TensorRef:
         """The tensors that this one is made of, in the order of its parts."""
         return find_tensors(dict(self.parts or {}))
 
-    def torch(self, **options: Any) -> torch.Tensor:
-        """The tensor itself, on the CPU. Needs torch; options as `ckptool.load`'s."""
+    def torch(
+        self,
+        *,
+        map_location: MapLocation = "cpu",
+        mmap: bool = False,
+        dtype: torch.dtype | str | None = None,
+    ) -> torch.Tensor:
+        """Return the tensor. Arguments and errors are those of `ckptool.load_state_dict`."""
         from ckptool.tensors import materialise
 
-        return materialise(self, **options)
+        return materialise(self, map_location=map_location, mmap=mmap, dtype=dtype)
 
     def __getitem__(self, index: Any) -> TensorRef:
         """A view, by basic indexing (integers, slices, `...`); only its bytes are ever read."""

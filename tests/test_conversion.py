@@ -127,7 +127,6 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
         ({"like_key": "ema"}, "there is none"),
         ({"allow_missing": ["a"]}, "there is none"),
         ({"min_coverage": 0.5}, "there is none"),
-        ({"colour": "red"}, "no option 'colour'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(source, tmp_path, options, words):

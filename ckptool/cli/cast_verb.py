@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -59,9 +57,12 @@ __all__ = ["command", "parsed_keep"]
 def command(
     file: str,
     dtype: str | None,
+    dequantize: str | None,
+    raw: bool,
     keep: tuple[str, ...],
+    everything: bool,
+    allow_overflow: bool,
     target: Target,
-    **options: Any,
 ) -> None:
     """Cast the floating tensors to another type.
 
@@ -72,14 +73,22 @@ def command(
     weights with scales) is refused, but for --dequantize and --raw. The result goes to FILE with
     the type before its ending.
     """
-    word = dtype or options["dequantize"]
+    word = dtype or dequantize
     if word is None:
         raise UsageError("cast has no type to cast to", hint="--dtype bfloat16")
     name = floating_type(word)
     rules = parsed_keep(keep)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        made = cast(checkpoint, dtype, keep=rules, **options)
+        made = cast(
+            checkpoint,
+            dtype,
+            keep=rules,
+            everything=everything,
+            allow_overflow=allow_overflow,
+            dequantize=dequantize,
+            raw=raw,
+        )
         if target.dry_run and made.root is not checkpoint.root:
             text = "whether an element overflows is known only when all are computed"
             made = made.with_root(made.root, Change("note", text))

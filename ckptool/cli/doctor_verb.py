@@ -6,7 +6,7 @@ import click
 
 from ckptool.cli.console import Progress, print_document, print_lines, settle, stdout_look
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 
 __all__ = ["command"]
 
@@ -55,7 +55,7 @@ def command(
     not imported.
     """
     with Progress(quiet=quiet) as progress:
-        found = diagnose(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
+        found = doctor(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
     settle(0 if found.ok else 1)
     if as_json:
         print_document(found.to_dict())

@@ -1,6 +1,6 @@
 """Why a file does not load, and the command that mends it: checks find, one conversion mends."""
 
 from ckptool.diagnosis.complaint import Complaint
-from ckptool.diagnosis.diagnose import Diagnosis, diagnose
+from ckptool.diagnosis.diagnose import Diagnosis, doctor
 
-__all__ = ["Complaint", "Diagnosis", "diagnose"]
+__all__ = ["Complaint", "Diagnosis", "doctor"]

@@ -19,7 +19,7 @@ from ckptool.errors import CheckpointError
 from ckptool.formats import open_checkpoint
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "doctor"]
 
 Progress = Callable[[int, int], None]
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
@@ -72,7 +72,7 @@ class Diagnosis:
         }
 
 
-def diagnose(
+def doctor(
     path: str | os.PathLike[str],
     *,
     like: str | os.PathLike[str] | None = None,
@@ -84,24 +84,24 @@ def diagnose(
 ) -> Diagnosis:
     """Find every reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    Torch is not imported, and nothing of the file is run.
+    The diagnosis has the commands that help. Torch is not imported, and no code of the file runs.
 
     Args:
-        path: The file or folder; one that does not open has a diagnosis too.
-        like: A checkpoint of the architecture that it is to load into.
-        key: The state dict that is meant, by its address, where there are several.
-        quick: Look at the header alone: neither checksums nor NaN.
-        devices: The devices that the machine has (`cuda:0,cuda:1`, or a list of words or of
-            `torch.device`); None: those that this machine seems to have.
-        progress: Called with the bytes done and in all, of what is read.
-        limits: What a hostile file may cost.
+        path: The file or folder. A file that does not open as a checkpoint has a diagnosis too.
+        like: A checkpoint of the architecture that the file is to load into.
+        key: The address of the state dict, if the file has several.
+        quick: Read the header only: check neither checksums nor NaN.
+        devices: The devices of the machine (`"cuda:0,cuda:1"`, or a list of words or of
+            `torch.device`); default: the devices of this machine.
+        progress: Called with the bytes done and the bytes in all.
+        limits: Bounds for what a hostile file may cost.
 
     Raises:
-        FileMissing: there is no such file (a missing shard is a finding).
-        UnreadableFile: the system refuses it, or it asks for more than `limits`; or the reference
+        FileMissing: the file does not exist (a missing shard is a complaint).
+        UnreadableFile: the system refuses to read the file, the file exceeds `limits`, or `like`
             cannot be read.
-        UsageError: the reference holds no state dict, or several; or a word is no device.
-        NotFound: nothing answers to `key`.
+        UsageError: `like` has no state dict, or several; or a word is not a device.
+        NotFound: there is nothing at `key`.
     """
     file = os.fsdecode(path)
     here = devices_here() if devices is None else parsed_devices(devices)

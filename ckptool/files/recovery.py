@@ -88,20 +88,20 @@ def settle(path: str | os.PathLike[str]) -> None:
 def recover(
     path: str | os.PathLike[str], *, discard: bool = False, force: bool = False
 ) -> Recovery:
-    """Set right what a killed edit left of a file, and say what was done.
+    """Finish or roll back an edit of a file that was killed, and return what was done.
 
     Args:
         path: The file.
-        discard: Remove the journal alone, whatever it says, and leave the file as it is.
-        force: Also a file that has been copied or moved since, journal and all, if its content is
-            what the edit left.
+        discard: Only remove the journal of the edit; do not change the file.
+        force: Accept a file that was copied or moved after the edit together with its journal, if
+            its content is what the edit left.
 
     Raises:
-        FileMissing: there is no such file.
-        FileBusy: another process is editing it; the message names that one.
-        CorruptFile: the journal is damaged, or about other content; nothing was touched.
-        WriteDenied: the system does not let us write there.
-        WriteError: another refusal of the system.
+        FileMissing: the file does not exist.
+        FileBusy: another process is editing the file; the message names the process.
+        CorruptFile: the journal is damaged, or belongs to other content; nothing was changed.
+        WriteDenied: the system refuses to write there.
+        WriteError: the system refuses for another reason.
     """
     path = os.fspath(path)
     with worded(path):

@@ -25,6 +25,7 @@ __all__ = [
     "EditableFormat",
     "Format",
     "Probe",
+    "Source",
     "WritableFormat",
     "WritePlan",
     "candidates",
@@ -75,6 +76,9 @@ SHARD_FORMATS = {"safetensors-sharded": "safetensors", "torch-sharded": "torch-z
 
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 
+Source = str | os.PathLike[str] | Checkpoint
+"""A path, or a checkpoint that is open already."""
+
 
 def open_checkpoint(
     path: str | os.PathLike[str],
@@ -104,7 +108,7 @@ def open_checkpoint(
 
 
 @contextmanager
-def opened(source: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
+def opened(source: Source) -> Iterator[Checkpoint]:
     """A checkpoint that is open already, which stays so, or one opened for as long as this lasts.
 
     Raises:

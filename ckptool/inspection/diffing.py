@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
+from ckptool.formats import Source, opened
 from ckptool.inspection.aligning import Alignment, Entry, Pair, align
 from ckptool.inspection.diff_contents import Contents, Meter, Progress, Verdict
 from ckptool.inspection.diff_regions import is_set
@@ -27,7 +28,7 @@ from ckptool.inspection.renames import Renames
 from ckptool.inspection.values import is_value, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
-from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.tree import name_of
 from ckptool.words import counted
 
@@ -39,11 +40,11 @@ STATUSES = "ADMRT"
 
 
 def diff(
-    a: Checkpoint,
-    b: Checkpoint,
+    a: Source,
+    b: Source,
     *,
     strict_names: bool = False,
-    rules: Sequence[Rule] = (),
+    rules: Iterable[str | Rule] = (),
     key: Any = None,
     structure: bool = False,
     quick: bool = False,
@@ -57,50 +58,53 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints of any formats.
 
-    Equal bytes are equal, NaN among them or not; only where bytes differ are values compared.
+    Keys are compared without wrapper prefixes. Tensors are compared by their bytes, and by value
+    where the bytes differ. Device tags and `requires_grad` are reported and count only if `strict`.
 
     Args:
-        a: One of them.
-        b: The other.
-        strict_names: Compare names with their wrapper components.
-        rules: What turns names of A, wrappers off, into those of B.
-        key: An address: only what stands there (`aligning.align`).
-        structure: Compare names, types, dtypes and shapes alone; no value is looked at.
-        quick: Take the CRC-32 and size that both files state for what is equal and what differs,
-            read only where one is not stated, and compute no figures.
-        strict: Count device tags and requires_grad.
-        atol: With `rtol`: tensors all close count as equal, as `torch.allclose` has it.
-        rtol: See `atol`; where one is given the other has torch's default.
-        equal_nan: NaN is equal to NaN where values are compared.
-        max_diffs: Keep so many of `Diff.changed`, those with the largest relative change.
-        progress: Told bytes done and bytes in all, of one side.
-        limits: What a hostile file may cost.
+        a: A path, or an open checkpoint.
+        b: The checkpoint to compare `a` with.
+        strict_names: Compare keys with their wrapper prefixes.
+        rules: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
+        key: The address of the only part to compare.
+        structure: Compare keys, types, dtypes and shapes only; read no values.
+        quick: Compare the CRC-32 and size that the files state, read a tensor only if they are
+            missing, and compute no figures.
+        strict: Count differences of device tags and `requires_grad`.
+        atol: With `rtol`: tensors that are close count as equal, as in `torch.allclose`.
+        rtol: See `atol`; if only one is given, the other has torch's default.
+        equal_nan: Count NaN as equal to NaN where values are compared.
+        max_diffs: Keep at most this many entries of `Diff.changed`: the largest relative changes.
+        progress: Called with the bytes done and the bytes in all, of one side.
+        limits: Bounds for what a hostile file may cost.
 
     Raises:
-        NameCollision: two entries of one file would be compared under one name.
+        UnreadableFile: a path cannot be opened as a checkpoint, or bytes cannot be read.
+        NameCollision: two entries of one file would be compared under the same key.
         NotFound: there is nothing at `key`.
-        UsageError: options that do not fit together.
-        CorruptFile: bytes that cannot be read.
-        LimitExceeded: a file asks for more than `limits` allows.
+        UsageError: a text is not a rule, or arguments exclude each other.
+        LimitExceeded: a file exceeds `limits`.
     """
+    made = rules_of(rules)
     tolerant = atol is not None or rtol is not None
     _check_options(structure, quick, tolerant or equal_nan, max_diffs)
     meter = Meter(progress)
     contents = Contents(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, meter=meter, limits=limits
     )
-    aligned = align(a, b, strict_names=strict_names, rules=rules, key=key)
-    run = _Comparison(aligned, contents, meter, structure, quick, strict, limits)
-    renames = None
-    if not structure:
-        renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
-        if progress is not None:
-            run.expect(renames)
-    run.compare()
-    if renames is not None:
-        run.rename(renames)
-    meter.finish()
-    return run.result(a, b, max_diffs)
+    with opened(a) as one, opened(b) as other:
+        aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
+        run = _Comparison(aligned, contents, meter, structure, quick, strict, limits)
+        renames = None
+        if not structure:
+            renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
+            if progress is not None:
+                run.expect(renames)
+        run.compare()
+        if renames is not None:
+            run.rename(renames)
+        meter.finish()
+        return run.result(one, other, max_diffs)
 
 
 def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int | None) -> None:

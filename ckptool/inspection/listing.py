@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.errors import LimitExceeded
+from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
@@ -147,7 +147,7 @@ class StorageNames:
 
 
 def list_tensors(
-    checkpoint: Checkpoint,
+    source: Source,
     *,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -155,36 +155,46 @@ def list_tensors(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Listing:
-    """Every tensor, value and object that the globs let through.
+    """List the tensors, values and objects of a checkpoint.
 
-    A glob is held against a row's own name (its last key), or the whole name when it has a `/`.
-    `hash` reads every listed tensor; `progress` is then told bytes done and bytes in all.
+    Args:
+        source: A path, or an open checkpoint.
+        include: Globs of the rows to list; default: all. A glob with a `/` is compared with the
+            whole name of a row, any other glob with the last key.
+        exclude: Globs of the rows to leave out.
+        hash: Read every listed tensor and add the SHA-256 of its content.
+        progress: Called with the bytes done and the bytes in all.
+        limits: Bounds for nesting and for strides that repeat bytes.
 
     Raises:
-        LimitExceeded: the tree is nested deeper, or strides repeat more bytes, than real ones do.
-        CorruptFile: `hash` met bytes that cannot be read.
+        UnreadableFile: the path cannot be opened as a checkpoint.
+        LimitExceeded: the checkpoint exceeds `limits`.
+        CorruptFile: bytes to hash cannot be read.
     """
     globs, unless = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []
     values: list[ValueRow] = []
     objects: list[tuple[Path, Any]] = []
-    for path, leaf in walk(checkpoint.root, limits):
-        if (globs or unless) and not selected(path, globs, unless):
-            continue
-        if isinstance(leaf, TensorRef):
-            leaves.append((path, leaf))
-        else:
-            _sort_leaf(path, leaf, values, objects)
-    hashes = _Hashes(leaves, limits, progress) if hash else None
-    return Listing(
-        file=checkpoint.path,
-        format=checkpoint.format,
-        tensors=tuple(_tensor_rows(leaves, hashes)),
-        values=tuple(values),
-        objects=tuple(_object_row(path, leaf, hashes) for path, leaf in objects),
-        hashed=hash,
-        quantisers=tuple(dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)),
-    )
+    with opened(source) as checkpoint:
+        for path, leaf in walk(checkpoint.root, limits):
+            if (globs or unless) and not selected(path, globs, unless):
+                continue
+            if isinstance(leaf, TensorRef):
+                leaves.append((path, leaf))
+            else:
+                _sort_leaf(path, leaf, values, objects)
+        hashes = _Hashes(leaves, limits, progress) if hash else None
+        return Listing(
+            file=checkpoint.path,
+            format=checkpoint.format,
+            tensors=tuple(_tensor_rows(leaves, hashes)),
+            values=tuple(values),
+            objects=tuple(_object_row(path, leaf, hashes) for path, leaf in objects),
+            hashed=hash,
+            quantisers=tuple(
+                dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)
+            ),
+        )
 
 
 def _sort_leaf(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError
+from ckptool.formats import Source, opened
 from ckptool.inspection.listing import (
     Progress,
     RepeatedBytes,
@@ -235,7 +235,7 @@ SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
 
 
 def stats(
-    checkpoint: Checkpoint,
+    source: Source,
     *,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -244,55 +244,60 @@ def stats(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Stats:
-    """Measure the tensors that the globs let through; each is read once, ties too.
+    """Measure the tensors of a checkpoint: range, mean, zeros, NaN, histogram.
+
+    Tied tensors are read once.
 
     Args:
-        checkpoint: Open.
-        include: Globs, held against a tensor's own name (its last key), or the whole name when
-            they have a `/`; all by default.
-        exclude: Globs of those to leave out.
-        key: The address of what to measure: a section, a container, a tensor.
-        bins: Of each histogram.
-        progress: Told bytes done and bytes in all.
-        limits: What strides may repeat, and how deep the tree may be.
+        source: A path, or an open checkpoint.
+        include: Globs of the tensors to measure; default: all. A glob with a `/` is compared with
+            the whole name of a tensor, any other glob with the last key.
+        exclude: Globs of the tensors to leave out.
+        key: The address of what to measure: a section, a container or a tensor.
+        bins: The number of bins of each histogram.
+        progress: Called with the bytes done and the bytes in all.
+        limits: Bounds for nesting and for strides that repeat bytes.
 
     Raises:
-        NotFound: nothing, or several things (`AmbiguousName`), answer to `key`.
+        UnreadableFile: the path cannot be opened as a checkpoint, or bytes cannot be read.
+        NotFound: there is no tensor at `key` (`AmbiguousName`: there are several nodes).
         TorchMissing: torch is not installed, and there is a tensor to measure.
-        CorruptFile: bytes that cannot be read.
-        LimitExceeded: nesting, or strides that repeat bytes, beyond what real files have.
-        UsageError: fewer than one bin; a single text where a list of globs is wanted.
+        LimitExceeded: the checkpoint exceeds `limits`.
+        UsageError: `bins` is less than 1, or a text is given in place of a list of globs.
     """
     for given in (include, exclude):
         if isinstance(given, str):
             raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
     measuring = _Measuring(bins, limits, progress)
-    below: Path = () if key is None else resolve(checkpoint, key)[0]
-    globs, unless = tuple(include), tuple(exclude)
-    leaves = [
-        (path, leaf)
-        for path, leaf in walk(checkpoint.root, limits)
-        if isinstance(leaf, TensorRef)
-        and path[: len(below)] == below
-        and selected(path, globs, unless)
-    ]
-    if key is not None and not leaves:
-        raise NotFound(
-            f"there is no tensor to measure under {printable(name_of(below))!r}",
-            file=checkpoint.path or None,
-            hint=f"ckptool list {checkpoint.path}" if checkpoint.path else None,
-        )
-    rows = [_flagged(row) for row in measuring.rows(leaves)]
-    optimizers = [part.path for part in sections(checkpoint.root) if part.kind == "optimizer"]
-    models = [
-        at for at, (path, _) in enumerate(leaves) if not any(_inside(path, o) for o in optimizers)
-    ]
-    for place, oddity in outliers([(rows[at].row, rows[at].measures) for at in models]):
-        row = rows[models[place]]
-        rows[models[place]] = replace(
-            row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
-        )
-    return Stats(checkpoint.path, checkpoint.format, tuple(rows), _totals(rows))
+    with opened(source) as checkpoint:
+        below: Path = () if key is None else resolve(checkpoint, key)[0]
+        globs, unless = tuple(include), tuple(exclude)
+        leaves = [
+            (path, leaf)
+            for path, leaf in walk(checkpoint.root, limits)
+            if isinstance(leaf, TensorRef)
+            and path[: len(below)] == below
+            and selected(path, globs, unless)
+        ]
+        if key is not None and not leaves:
+            raise NotFound(
+                f"there is no tensor to measure under {printable(name_of(below))!r}",
+                file=checkpoint.path or None,
+                hint=f"ckptool list {checkpoint.path}" if checkpoint.path else None,
+            )
+        rows = [_flagged(row) for row in measuring.rows(leaves)]
+        optimizers = [part.path for part in sections(checkpoint.root) if part.kind == "optimizer"]
+        models = [
+            at
+            for at, (path, _) in enumerate(leaves)
+            if not any(_inside(path, o) for o in optimizers)
+        ]
+        for place, oddity in outliers([(rows[at].row, rows[at].measures) for at in models]):
+            row = rows[models[place]]
+            rows[models[place]] = replace(
+                row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
+            )
+        return Stats(checkpoint.path, checkpoint.format, tuple(rows), _totals(rows))
 
 
 def _inside(path: Path, outer: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError
+from ckptool.formats import Source, opened
 from ckptool.inspection.advice import (
     Needs,
     choice_notes,
@@ -139,12 +140,21 @@ class Info:
         }
 
 
-def info(checkpoint: Checkpoint) -> Info:
-    """The summary of a checkpoint, from its header alone.
+def info(source: Source) -> Info:
+    """Summarise a checkpoint from its header: sections, wrappers, devices, `weights_only`.
+
+    Args:
+        source: A path, or an open checkpoint.
 
     Raises:
-        LimitExceeded: the tree is nested deeper than a real checkpoint.
+        UnreadableFile: the path cannot be opened as a checkpoint.
+        LimitExceeded: the tree is nested deeper than in a real checkpoint.
     """
+    with opened(source) as checkpoint:
+        return _summary(checkpoint)
+
+
+def _summary(checkpoint: Checkpoint) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)

@@ -65,21 +65,23 @@ def verify(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Verdict:
-    """Whether one checkpoint is intact.
+    """Check a checkpoint: checksums, structure, and everything else that torch does not check.
+
+    A file that does not open as a checkpoint has a verdict too. Torch is not imported.
 
     Args:
-        path: The file, or the folder of an unzipped one or of shards.
-        values: Look for NaN and infinities too.
-        manifest: A file with the SHA-256 of every tensor's content. Where it is, it is held against
-            the checkpoint; where not, it is written, unless a problem was found.
-        progress: Told bytes done and bytes in all, of each part of the work anew.
-        limits: What the file may cost.
+        path: The file, or the folder of an unzipped file or of shards.
+        values: Look for NaN and infinite values too.
+        manifest: A file with the SHA-256 of the content of every tensor. An existing manifest is
+            compared with the checkpoint; a missing one is written, unless there is a problem.
+        progress: Called with the bytes done and the bytes in all, of each part of the work.
+        limits: Bounds for what the file may cost.
 
     Raises:
-        FileMissing: there is no such file.
-        FileDenied: the system does not let us read it.
-        UnsupportedFormat: a checkpoint of a kind that is not read.
-        UnreadableFile: it changed meanwhile.
+        FileMissing: the file does not exist.
+        FileDenied: the system refuses to read the file.
+        UnsupportedFormat: ckptool does not read this kind of checkpoint.
+        UnreadableFile: the file changed while it was read.
         UsageError: `manifest` is a file of another kind.
         WriteError: the manifest could not be written.
     """

@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -591,4 +592,4 @@ def _finished(model: torch.nn.Module, target: Target, report: MatchReport) -> Ma
         return report
     note = f"without elements, on the meta device: {listed(map(printable, left))}"
     warn(f"{target.label} is loaded, but for some tensors that are {note}")
-    return report.with_changes(notes=(*report.notes, note))
+    return replace(report, notes=(*report.notes, note))

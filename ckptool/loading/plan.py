@@ -150,13 +150,13 @@ class Plan(NamedTuple):
 
     def with_changes(self, **changes: Any) -> Plan:
         """Return the plan with other fields of its report."""
-        return self._replace(report=self.report.with_changes(**changes))
+        return self._replace(report=replace(self.report, **changes))
 
     def refusal(self, allowance: Allowance) -> MatchError | None:
         """Return the error to raise before anything is touched; None: accepted so far."""
         report = self.report
         if report.kept and any(reason.startswith(TORCH_DECIDES) for _, reason in report.kept):
-            report = report.with_changes(loaded=report.parameters, fitting=report.names)
+            report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal(report)
         unmade = [f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_UNMADE)]
         if refusal is not None and unmade:
@@ -206,7 +206,8 @@ def planned(
     casts = () if assign else tuple(one for one in report.cast if one.name in pairs)
     tied = (one for one in report.tied if not (apart & {*one} or pairs.keys().isdisjoint(one)))
     beside = ((name, "a plain value, which no model takes") for name in state.beside)
-    report = report.with_changes(
+    report = replace(
+        report,
         cast=casts if by_type or as_stored else _judged(state, casts),
         tied=tuple(tied),
         untied=untied,
@@ -214,7 +215,7 @@ def planned(
     )
     if plan.pairs is not found.pairs:
         kept = dict(report.kept).keys() - set(plan.undecided)
-        report = report.with_changes(**counted(target.slots, pairs, kept))
+        report = replace(report, **counted(target.slots, pairs, kept))
     return plan._replace(report=report)
 
 
@@ -233,7 +234,8 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
     if not found and not lazy:
         return plan
     missing = {*report.missing_keys, *found}
-    report = report.with_changes(
+    report = replace(
+        report,
         missing_keys=[name for name in target.slots if name in missing],
         unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
         left_out=(
@@ -295,7 +297,8 @@ def _left_to_torch(plan: Plan, target: Target) -> Plan:
     def reason(name: str) -> str:
         return f"{TORCH_DECIDES}: {target.custom_holder(name)} loads in its own way"
 
-    report = report.with_changes(
+    report = replace(
+        report,
         missing_keys=[name for name in report.missing_keys if name not in unfilled],
         unexpected_keys=[name for name in report.unexpected_keys if name not in own],
         mismatched=tuple(one for one in report.mismatched if one.own not in own),

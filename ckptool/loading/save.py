@@ -55,7 +55,7 @@ def save(
     model: torch.nn.Module | Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     overwrite: bool = True,
-    **values: Any,
+    **values: object,
 ) -> Receipt:
     """Write a checkpoint that a bare `torch.load` takes, `weights_only=True` and on any machine.
 

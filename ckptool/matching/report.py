@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from ckptool.matching.slots import Slot, holds
@@ -228,10 +228,6 @@ class MatchReport:
             or any(cast.lossy for cast in self.cast)
             or (self.optimizer is not None and self.optimizer.problems)
         )
-
-    def with_changes(self, **changes: Any) -> MatchReport:
-        """The same with other fields."""
-        return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.match/1`."""

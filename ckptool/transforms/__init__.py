@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.compacting import compact, untie, without_unseen
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.extraction import extract, single_state_dict
-    from ckptool.transforms.memory import (
-        add_module_dict,
-        remap_dict,
-        rename_dict,
-        strip_module_dict,
-    )
+    from ckptool.transforms.memory import changed_dict, remap_dict
     from ckptool.transforms.name_rules import (
         Rule,
         prefix_rule,
@@ -34,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Rule",
     "add_module",
-    "add_module_dict",
     "average",
     "cast",
+    "changed_dict",
     "compact",
     "drop_objects",
     "extract",
@@ -48,10 +43,8 @@ __all__ = [
     "remap",
     "remap_dict",
     "rename",
-    "rename_dict",
     "single_state_dict",
     "strip_module",
-    "strip_module_dict",
     "table_rule",
     "to_plain",
     "untie",
@@ -65,7 +58,7 @@ _HOMES = {
     "compacting": ("compact", "untie", "without_unseen"),
     "devices": ("remap", "visible_devices"),
     "extraction": ("extract", "single_state_dict"),
-    "memory": ("add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"),
+    "memory": ("changed_dict", "remap_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("add_module", "rename", "strip_module"),
     "plain": ("drop_objects", "to_plain"),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
@@ -31,6 +31,9 @@ from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
 from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
 from ckptool.words import counted, listed, printable
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FLOATING",
@@ -193,7 +196,10 @@ FLOATING = tuple(FLOATS)
 """The element types that are cast, from and to."""
 
 _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
-Keep = Mapping[str, Any] | Iterable[Any]
+Keep: TypeAlias = (
+    "Mapping[str, str | torch.dtype | None] | Iterable[str | tuple[str, str | torch.dtype | None]]"
+)
+"""Exceptions from a cast: globs with types, or with None for the type that a tensor has."""
 _SCALED = "fp8"
 """How the schemes begin whose weights can be dequantised."""
 
@@ -218,12 +224,12 @@ def floating_type(word: Any) -> str:
 
 def cast(
     checkpoint: Checkpoint,
-    dtype: Any = None,
+    dtype: str | torch.dtype | None = None,
     *,
     keep: Keep = (),
     everything: bool = False,
     allow_overflow: bool = False,
-    dequantize: Any = None,
+    dequantize: str | torch.dtype | None = None,
     raw: bool = False,
 ) -> Checkpoint:
     """Every floating tensor in the element type `dtype` (`floating_type`), as `.to(dtype)` does it.

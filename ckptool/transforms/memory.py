@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,62 +13,30 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.transforms.devices import Rules
-from ckptool.transforms.name_rules import Rule
-from ckptool.transforms.names import add_module, rename, strip_module
 from ckptool.tree import everything, rebuild
 
-__all__ = ["add_module_dict", "remap_dict", "rename_dict", "strip_module_dict"]
+__all__ = ["changed_dict", "remap_dict"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def strip_module_dict(
-    state_dict: Mapping[Any, Any],
-    *,
-    only: str | Sequence[str] | None = None,
-    levels: int | None = None,
-    at: str | None = None,
+def changed_dict(
+    mapping: Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]
 ) -> OrderedDict[Any, Any]:
-    """A new dict without wrapper names; options and errors as `names.strip_module`.
+    """Return a new dict: `mapping`, a state dict or a dict that contains some, after `change`.
 
-    Takes a state dict, or a checkpoint that holds some beside optimizers and values. `_metadata`
-    is kept and follows. The tensors are the same objects; the argument is not touched.
+    `_metadata` is kept and follows. The tensors are the same objects. Each warning of the change
+    is a `CheckpointWarning`.
+
+    Raises:
+        CheckpointError: as `change`.
     """
     boxes = _Boxes()
-    source = boxes.checkpoint(state_dict)
-    return boxes.unbox_root(strip_module(source, only=only, levels=levels, at=at).root)
-
-
-def add_module_dict(
-    state_dict: Mapping[Any, Any],
-    *,
-    wrapper: str = "module",
-    at: str | None = None,
-    key: Any = None,
-) -> OrderedDict[Any, Any]:
-    """A new dict with wrapper names put on; options and errors as `names.add_module`."""
-    boxes = _Boxes()
-    source = boxes.checkpoint(state_dict)
-    return boxes.unbox_root(add_module(source, wrapper=wrapper, at=at, key=key).root)
-
-
-def rename_dict(
-    state_dict: Mapping[Any, Any],
-    rules: Iterable[Rule | str] = (),
-    *,
-    prefixes: Iterable[str] = (),
-    key: Any = None,
-) -> OrderedDict[Any, Any]:
-    """A new dict under new names; rules, options and errors as `renaming.rename`.
-
-    A rule that matched nothing is a `CheckpointWarning`.
-    """
-    boxes = _Boxes()
-    renamed = rename(boxes.checkpoint(state_dict), rules, prefixes=prefixes, key=key)
-    for change in renamed.changes:
-        if change.kind == "warning":
-            warn(change.text)
-    return boxes.unbox_root(renamed.root)
+    changed = change(boxes.checkpoint(mapping))
+    for one in changed.changes:
+        if one.kind == "warning":
+            warn(one.text)
+    return boxes.unbox_root(changed.root)
 
 
 def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:

@@ -599,7 +599,8 @@ def strip_module(
                 left = [result.renamed.get(name, name) for name in names]
                 plan.changes.extend(_kept_in_part(part, left, only))
         elif part.kind == "module":
-            _unwrap(plan, part, names, only=only, levels=levels, at=at)
+            found = unwrapped_modules(part.holder, only=only, levels=levels, at=at)
+            _unwrap(plan, part, names, found)
     plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
     return plan.applied(checkpoint)
 
@@ -679,9 +680,8 @@ def _stripped(
     return Change("strip", text, count)
 
 
-def _unwrap(plan: NamePlan, part: Section, names: list[str], **options: Any) -> None:
+def _unwrap(plan: NamePlan, part: Section, names: list[str], found: Unwrapped) -> None:
     """Plan the pickled wrappers inside a module away."""
-    found = unwrapped_modules(part.holder, **options)
     plan.instead.update(found.instead)
     plan.note(names, found.renamed)
     if found.instead:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def diagnosed(tmp_path):
             options["like"] = tmp_path / "reference.pth"
         options.setdefault("quick", True)
         options.setdefault("devices", ["cpu"])
-        return diagnose(tmp_path / "model.pth", **options)
+        return doctor(tmp_path / "model.pth", **options)
 
     return of
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from ckptool import api
+import ckptool
 
 
 class Net(torch.nn.Module):
@@ -115,7 +115,7 @@ def retagged(make, device):
 
 def on_a_tpu(folder: Path) -> Path:
     """Tensors of a TPU, which torch pickles by another function."""
-    with api.open(saved(healthy)(folder)) as checkpoint:
+    with ckptool.open(saved(healthy)(folder)) as checkpoint:
         checkpoint.remap({"*": "xla:0"}).save(folder / "tpu.pth")
     return folder / "tpu.pth"
 
@@ -198,14 +198,14 @@ def exported(folder: Path) -> Path:
 def sharded(folder: Path) -> Path:
     path = saved(healthy)(folder)
     index = folder / "parts" / "model.safetensors.index.json"
-    api.convert(path, index, max_shard_size=64)
+    ckptool.convert(path, index, max_shard_size=64)
     return index
 
 
 def parallel_shards(folder: Path) -> Path:
     path = saved(wrapped("module"))(folder)
     index = folder / "parts" / "model.safetensors.index.json"
-    api.convert(path, index, max_shard_size=64, wrappers="keep")
+    ckptool.convert(path, index, max_shard_size=64, wrappers="keep")
     return index
 
 
@@ -213,7 +213,7 @@ def safetensors(make):
     def made(folder: Path) -> Path:
         path = make(folder)
         target = folder / "weights.safetensors"
-        api.convert(path, target, wrappers="keep")
+        ckptool.convert(path, target, wrappers="keep")
         return target
 
     return made

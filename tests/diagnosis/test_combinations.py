@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.cli import main
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 from tests.diagnosis.faults import Net, trained
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module")
@@ -57,7 +57,7 @@ def saved_with(fault, folder):
 def test_any_faults_together_are_mended(fault):
     with tempfile.TemporaryDirectory() as folder:
         path, wanted = saved_with(fault, Path(folder))
-        found = diagnose(path, quick=True, devices=["cpu"])
+        found = doctor(path, quick=True, devices=["cpu"])
         assert found.ok == (not any(one.severity != "note" for one in found.complaints))
         for commands in (found.commands, [found.all_at_once] if found.commands else []):
             for command in commands:
@@ -66,6 +66,6 @@ def test_any_faults_together_are_mended(fault):
             state = torch.load(made, weights_only=True)
             assert all(torch.equal(state[name], value) for name, value in wanted.items())
             Net().load_state_dict(state, strict=True)
-            assert diagnose(made, devices=["cpu"]).ok
+            assert doctor(made, devices=["cpu"]).ok
             if found.commands:
                 made.unlink()

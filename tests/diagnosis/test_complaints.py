@@ -119,9 +119,9 @@ def test_small_waste_is_none(complaint):
 
 
 def test_objects_without_a_plain_form_that_carry_weights_have_no_command(fixtures):
-    from ckptool.diagnosis import diagnose
+    from ckptool.diagnosis import doctor
 
-    found = diagnose(fixtures / "distributed" / "dtensor_0_of_2.pth", quick=True)
+    found = doctor(fixtures / "distributed" / "dtensor_0_of_2.pth", quick=True)
     (objects,) = [one for one in found.complaints if one.kind == "objects"]
     assert (objects.commands, found.commands) == ((), ())
     assert "gather" in objects.remedy

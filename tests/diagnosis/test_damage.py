@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptool.cli import main
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 from tests.diagnosis.faults import Net, healthy, saved, wrapped
 
 
@@ -44,11 +44,11 @@ def test_a_healthy_file_is_read_and_has_no_complaint(diagnosed):
 def test_a_bit_that_torch_does_not_miss_is_found(tmp_path):
     path = flipped(saved(wrapped("module"))(tmp_path))
     torch.load(path)  # no error
-    found = diagnose(path, devices=["cpu"])
+    found = doctor(path, devices=["cpu"])
     assert (found.complaints[0].kind, found.complaints[0].severity) == ("damaged", "fails")
     assert (found.commands, found.all_at_once, found.target) == ((), None, None)
     assert all(one.remedy for one in found.complaints)
-    assert "damaged" not in kinds(diagnose(path, quick=True))
+    assert "damaged" not in kinds(doctor(path, quick=True))
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,18 @@ def test_infinities_that_nobody_means_mislead(complaint, name, value):
 )
 def test_a_rewrite_mends_what_is_wrong_around_the_tensors(fixtures, tmp_path, name, kind):
     path = shutil.copy(fixtures / name, tmp_path)
-    found = diagnose(path)
+    found = doctor(path)
     (complaint,) = [one for one in found.complaints if one.kind == kind]
     assert complaint.commands
     run(found)
-    assert kind not in kinds(diagnose(found.target))
+    assert kind not in kinds(doctor(found.target))
 
 
 def test_what_a_plan_writes_is_whole(tmp_path):
     root = OrderedDict(wrapped("module")())
     root["module.head.bias"] = torch.arange(100_000.0)[:4]
     path = saved({"model": root, "epoch": 1}, pickle_protocol=4)(tmp_path)
-    found = diagnose(path)
+    found = doctor(path)
     run(found)
-    assert kinds(diagnose(found.target)) == ["metadata"]
+    assert kinds(doctor(found.target)) == ["metadata"]
     Net().load_state_dict(torch.load(found.target))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckptool.cli import main
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 from ckptool.errors import UsageError
 from tests.diagnosis.faults import Net, healthy
 
@@ -40,7 +40,7 @@ def test_unexpected_names_are_left_out_by_a_glob_that_spares_the_rest(diagnosed,
     assert [one.kind for one in found.complaints] == ["unexpected"]
     assert "--allow-unexpected" in found.commands[0]
     Net().load_state_dict(mended(found), strict=True)
-    assert diagnose(found.target, like=tmp_path / "reference.pth", quick=True).complaints == ()
+    assert doctor(found.target, like=tmp_path / "reference.pth", quick=True).complaints == ()
 
 
 def test_wrapped_unexpected_names_go_too(diagnosed):
@@ -65,7 +65,7 @@ def test_a_prefix_is_found_and_mended(diagnosed, tmp_path, rename, option):
     found = diagnosed(root, like=wanted)
     assert [one.kind for one in found.complaints if one.severity == "fails"] == ["renamed"]
     assert mended(found).keys() == wanted.keys()
-    assert diagnose(found.target, like=tmp_path / "reference.pth", quick=True).ok
+    assert doctor(found.target, like=tmp_path / "reference.pth", quick=True).ok
 
 
 def test_a_prefix_comes_off_and_what_is_left_over_goes(diagnosed):
@@ -194,7 +194,7 @@ def test_wrappers_become_those_of_the_reference(diagnosed, tmp_path, own, wanted
     for command in [found.all_at_once] if once else found.commands:
         assert main(shlex.split(command)[1:]) == 0
     assert torch.load(found.target).keys() == wanted.keys()
-    assert diagnose(found.target, like=tmp_path / "reference.pth", quick=True).ok
+    assert doctor(found.target, like=tmp_path / "reference.pth", quick=True).ok
 
 
 def test_data_parallel_refuses_what_add_module_mends(diagnosed):
@@ -229,7 +229,7 @@ def test_wrappers_inside_become_those_of_the_reference(diagnosed, tmp_path, own,
     for command in [found.all_at_once] if once else found.commands:
         assert main(shlex.split(command)[1:]) == 0
     assert torch.load(found.target).keys() == like.keys()
-    assert diagnose(found.target, like=tmp_path / "reference.pth").ok
+    assert doctor(found.target, like=tmp_path / "reference.pth").ok
 
 
 def test_what_torch_accepts_of_old_files_is_no_complaint(diagnosed):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptool.cli import main
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
 from ckptool.statedict import MODEL_KINDS
@@ -48,7 +48,7 @@ def loads(path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name):
     path = copied(name, memory_path)
-    found = diagnose(path, quick=True, devices=["cpu"])
+    found = doctor(path, quick=True, devices=["cpu"])
     for command in found.commands:
         assert main(shlex.split(command)[1:]) == 0, command
     target = found.target or path
@@ -59,7 +59,7 @@ def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name
     ]
     assert all(one.remedy for one in found.complaints if one.kind in left)
     assert left or loads(target)  # some load in a process that has imported what they need
-    again = {one.kind for one in diagnose(target, quick=True, devices=["cpu"]).complaints}
+    again = {one.kind for one in doctor(target, quick=True, devices=["cpu"]).complaints}
     assert not again & {one.kind for one in found.complaints if one.commands}
 
 
@@ -67,13 +67,13 @@ def test_the_plan_gives_a_file_that_loads_or_there_is_a_reason(memory_path, name
 @pytest.mark.parametrize("name", NAMES)
 def test_every_other_command_that_is_printed_cures_what_it_is_for(memory_path, name):
     path = copied(name, memory_path)
-    found = diagnose(path, quick=True, devices=["cpu"])
+    found = doctor(path, quick=True, devices=["cpu"])
     done = set()
     for complaint in found.complaints:
         for command in complaint.alternatives:
             assert command in done or main(shlex.split(command)[1:]) == 0, command
             done.add(command)
-            again = diagnose(shlex.split(command)[3], quick=True, devices=["cpu"])
+            again = doctor(shlex.split(command)[3], quick=True, devices=["cpu"])
             assert complaint.kind not in {one.kind for one in again.complaints}, command
     if found.resume is not None:
         assert main(shlex.split(found.resume)[1:]) == 0, found.resume
@@ -108,12 +108,12 @@ def test_the_commands_of_info_give_a_file_that_loads(memory_path, name):
     ],
 )
 def test_a_module_fails_for_the_class_that_may_not_be_there(name, says):
-    found = diagnose(FIXTURES / name, quick=True, devices=["cpu"])
+    found = doctor(FIXTURES / name, quick=True, devices=["cpu"])
     (complaint,) = (one for one in found.complaints if one.kind == "module")
     assert says in complaint.why
 
 
 def test_a_part_of_deepspeeds_names_what_gathers_it():
     path = FIXTURES / "foreign" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    found = diagnose(path, quick=True, devices=["cpu"])
+    found = doctor(path, quick=True, devices=["cpu"])
     assert any("zero_to_fp32.py" in one.remedy for one in found.complaints)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptool import verify
 from ckptool.cli import main
-from ckptool.diagnosis import diagnose
+from ckptool.diagnosis import doctor
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
 from ckptool.inspection.obstacles import dangerous
@@ -33,7 +33,7 @@ def run(command):
 
 
 def examined(path, **options):
-    return diagnose(path, quick=True, devices=["cpu"], **options)
+    return doctor(path, quick=True, devices=["cpu"], **options)
 
 
 def summary(path):
@@ -295,7 +295,7 @@ def test_a_damaged_safetensors_file_has_the_message_of_safetensors(tmp_path, cut
     path = tmp_path / "model.safetensors"
     save_file(dict(state()), path)
     path.write_bytes(path.read_bytes()[:cut])
-    (found,) = diagnose(path).complaints
+    (found,) = doctor(path).complaints
     ((who, pieces),) = quoted(found)
     assert who == "safetensors"
     assert all(piece in refusal(path, who) for piece in pieces)

@@ -50,9 +50,3 @@ def test_every_field_is_in_the_document():
         {"name": "c", "own": "m.c", "shape": [None, 2], "wanted": [3]}
     ]
     assert document["optimizer"]["problems"] == ["it has two groups"]
-
-
-def test_a_change_makes_another_report():
-    report = MatchReport(file="a")
-    assert report.with_changes(file="b").file == "b"
-    assert report.file == "a"

@@ -43,6 +43,9 @@ HEAD = """# Every public name
   name without `torch.`: `"float32"`.
 - A **path** into a file is a tuple of keys, `("state_dict", "conv1.weight")`; a **key** as an
   argument is such a tuple, or the keys joined by `/`.
+- A **Source** is a path or an open checkpoint, a **MapLocation** what `torch.load` takes. A
+  **Keep** is a list of globs, or a dict of globs and types. A **State** is a state dict or an open
+  checkpoint; the result is of the same kind.
 - torch is imported by what makes or takes tensors (`load_state_dict`, `load_into`, `match`,
   `load`, `save`, `TensorRef.torch`, figures, casts), and by nothing else.
 """

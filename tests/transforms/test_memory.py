@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from ckptool import add_module, remap, rename, strip_module
 from ckptool.errors import CheckpointWarning, DeviceError, NameCollision
-from ckptool.transforms import (
-    add_module_dict,
-    remap_dict,
-    rename_dict,
-    strip_module_dict,
-    table_rule,
-)
+from ckptool.transforms import table_rule
 from ckptool.transforms.memory import _Relocation
 
 Pair = namedtuple("Pair", "a b")
@@ -46,7 +41,7 @@ def test_a_wrapped_models_dict_becomes_that_of_the_model_inside(wrap):
     net = network()
     plain, wrapped = net.state_dict(), wrap(net).state_dict()
     names, metadata = list(wrapped), dict(wrapped._metadata)
-    made = strip_module_dict(wrapped)
+    made = strip_module(wrapped)
     assert type(made) is OrderedDict
     assert list(made) == list(plain)
     assert all(made[new] is wrapped[old] for old, new in zip(names, made, strict=True))
@@ -58,12 +53,12 @@ def test_a_wrapped_models_dict_becomes_that_of_the_model_inside(wrap):
 
 def test_adding_gives_what_data_parallel_takes():
     plain = network().state_dict()
-    made = add_module_dict(plain)
+    made = add_module(plain)
     wrapped = torch.nn.DataParallel(network()).state_dict()
     assert list(made) == list(wrapped)
     assert made._metadata == wrapped._metadata
     torch.nn.DataParallel(network()).load_state_dict(made)
-    assert same(strip_module_dict(made), plain)
+    assert same(strip_module(made), plain)
 
 
 def test_a_checkpoint_in_memory_is_treated_alike():
@@ -79,7 +74,7 @@ def test_a_checkpoint_in_memory_is_treated_alike():
         "optimizer": optimizer.state_dict(),
         "ema": defaultdict(None, {"module.w": torch.zeros(2)}),
     }
-    made = strip_module_dict(saved)
+    made = strip_module(saved)
     assert list(made) == list(saved)
     assert list(made["state_dict"]) == list(network().state_dict())
     assert made["optimizer"]["param_groups"][0]["param_names"] == [
@@ -98,21 +93,21 @@ def test_what_is_shared_and_what_leads_back_to_itself():
     shared = {"module.w": torch.zeros(2)}
     saved = {"a": shared, "b": shared, "list": [1]}
     saved["self"] = saved
-    made = strip_module_dict(saved)
+    made = strip_module(saved)
     assert made["a"] is made["b"]
     assert made["self"] is made
 
 
 def test_options_and_errors_are_those_of_files():
     saved = {"module.module.w": torch.zeros(2)}
-    assert list(strip_module_dict(saved, levels=1)) == ["module.w"]
-    assert list(add_module_dict(saved, wrapper="_orig_mod")) == ["_orig_mod.module.module.w"]
+    assert list(strip_module(saved, levels=1)) == ["module.w"]
+    assert list(add_module(saved, wrapper="_orig_mod")) == ["_orig_mod.module.module.w"]
     with pytest.raises(NameCollision):
-        strip_module_dict({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)})
+        strip_module({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)})
 
 
 def test_numpy_arrays_are_weights_too():
-    assert list(strip_module_dict({"module.w": np.zeros((2, 2))})) == ["w"]
+    assert list(strip_module({"module.w": np.zeros((2, 2))})) == ["w"]
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*nested:UserWarning")
@@ -123,12 +118,12 @@ def test_other_dtypes_and_layouts_do_not_stand_in_the_way():
         "module.nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
         "module.quantized": torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
     }
-    assert list(strip_module_dict(saved)) == ["sparse", "half", "nested", "quantized"]
+    assert list(strip_module(saved)) == ["sparse", "half", "nested", "quantized"]
 
 
 def test_tensors_that_stay_are_the_same_objects():
     saved = {"w": torch.zeros(2), "device": torch.device("cuda:1"), "n": 1}
-    made = remap_dict(saved, {"cuda:1": "cpu", "cuda:2": "cpu"})
+    made = remap(saved, {"cuda:1": "cpu", "cuda:2": "cpu"})
     assert made["w"] is saved["w"]
     assert made["device"] == torch.device("cpu")
     assert saved["device"] == torch.device("cuda:1")
@@ -139,9 +134,9 @@ def test_a_device_that_torch_does_not_have_here_is_one_sentence():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(DeviceError, match="torch cannot use cuda:0 here"):
-        remap_dict({"w": torch.zeros(2)}, {"cpu": "cuda:0"})
+        remap({"w": torch.zeros(2)}, {"cpu": "cuda:0"})
     with pytest.raises(DeviceError, match="is no device"):
-        remap_dict({}, {"*": "gpu"})
+        remap({}, {"*": "gpu"})
 
 
 def test_what_shared_a_storage_shares_the_new_one():
@@ -163,7 +158,7 @@ def test_moving_keeps_ties_parameters_and_metadata():
     state = network().cuda().state_dict(keep_vars=True)
     weight = torch.arange(6.0, device="cuda:0")
     state["tied"], state["view"] = weight, weight[2:4]
-    made = remap_dict(state, {"cuda:*": "cpu"})
+    made = remap(state, {"cuda:*": "cpu"})
     assert {str(value.device) for value in made.values()} == {"cpu"}
     assert made["tied"].untyped_storage().data_ptr() == made["view"].untyped_storage().data_ptr()
     assert made["view"].tolist() == [2.0, 3.0]
@@ -181,20 +176,18 @@ def test_the_rooms_of_names_never_import_torch():
 
 def test_renaming_in_memory():
     plain = network().state_dict()
-    made = rename_dict(plain, [r"^0\.=>first."], prefixes=["1=norm"])
+    made = rename(plain, [r"^0\.=>first."], prefixes=["1=norm"])
     assert list(made)[:3] == ["first.weight", "first.bias", "norm.weight"]
     assert all(made[new] is plain[old] for old, new in zip(plain, made, strict=True))
     assert list(made._metadata) == ["", "first", "norm", "2"]
     assert list(plain._metadata) == ["", "0", "1", "2"]
-    swapped = rename_dict(
-        {"a": torch.ones(1), "b": torch.zeros(1)}, [table_rule({"a": "b", "b": "a"})]
-    )
+    swapped = rename({"a": torch.ones(1), "b": torch.zeros(1)}, [table_rule({"a": "b", "b": "a"})])
     assert swapped["b"].item() == 1
 
 
 def test_a_rule_that_matches_nothing_in_memory_is_a_warning():
     with pytest.warns(CheckpointWarning, match=r"conv=>x matched no name") as caught:
-        rename_dict(network().state_dict(), ["conv=>x"])
+        rename(network().state_dict(), ["conv=>x"])
     assert caught[0].filename == __file__
     with pytest.raises(NameCollision, match=r"'a' and 'b' would both be named 'b'"):
-        rename_dict({"a": torch.ones(1), "b": torch.ones(1)}, ["a=>b"])
+        rename({"a": torch.ones(1), "b": torch.ones(1)}, ["a=>b"])
