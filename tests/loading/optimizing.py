@@ -36,12 +36,6 @@ def loaded(model, optimizer, source, **options):
         return plan.report
 
 
-def problem_of(model, optimizer, source, **options):
-    """The only problem."""
-    (problem,) = report_of(model, optimizer, source, **options).problems
-    return problem
-
-
 def refusal_of(model, optimizer, source, **options):
     """The only problem, and what helps."""
     report = report_of(model, optimizer, source, **options)
@@ -84,6 +78,52 @@ def content(model, optimizer, **more):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
 
 
+def given_by(model, **options):
+    """The same, with an optimizer that has made steps."""
+    return content(model, stepped(model, **options))
+
+
+def adam(model):
+    """An optimizer that has made none, and knows no names."""
+    return torch.optim.Adam(model.parameters())
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters())
+
+
+def is_weight(name):
+    return name.endswith("weight")
+
+
+def groups(model, split, **options):
+    """Parameters by name in two groups."""
+    every = list(model.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in every if split(n)], "weight_decay": 0.5, **options},
+        {"params": [(n, p) for n, p in every if not split(n)], "weight_decay": 0.0},
+    ]
+
+
+class Thin:
+    """A wrapper that is no `Optimizer`."""
+
+    def __init__(self, inner):
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+class Around(Thin, torch.optim.Optimizer):
+    """A wrapper, as accelerate puts one around an optimizer."""
+
+    defaults = property(lambda self: self.optimizer.defaults)
+
+
 def by_name(model, optimizer):
     """The state of each parameter."""
     return {name: optimizer.state.get(p) for name, p in model.named_parameters()}
@@ -91,17 +131,14 @@ def by_name(model, optimizer):
 
 def assert_alike(one, other):
     """Two states, whatever they are nested in."""
+    assert isinstance(one, type(other))
     if isinstance(one, torch.Tensor):
-        assert isinstance(other, torch.Tensor)
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert sorted(one, key=str) == sorted(other, key=str)
-        for key in one:
-            assert_alike(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_alike(a, b)
+    elif isinstance(one, (dict, list, tuple)):
+        mine, its = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (one, other))
+        assert mine.keys() == its.keys()
+        for key in mine:
+            assert_alike(mine[key], its[key])
     else:
         assert one == other

@@ -16,17 +16,13 @@ from tests.loading.optimizing import assert_alike, by_name, shapely, stepped, th
 TRAINERS = Path(__file__).parents[2] / "fixtures" / "trainers"
 
 
-def trained(kind=torch.optim.Adam, model=None):
-    model = model or shapely()
-    return model, stepped(model, kind)
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """The folder of a trainer, with what it holds beside model and optimizer."""
     folder = tmp_path / "checkpoint-500"
     folder.mkdir()
-    model, optimizer = trained()
+    model = shapely()
+    optimizer = stepped(model)
     save_file(model.state_dict(), folder / "model.safetensors")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
@@ -124,7 +120,8 @@ def test_state_by_names_as_accelerate_gathers_it_of_fsdp(tmp_path):
 
 def test_the_optimizer_in_the_models_own_file_comes_first(checkpoint):
     folder, _ = checkpoint
-    model, optimizer = trained()
+    model = shapely()
+    optimizer = stepped(model)
     optimizer.param_groups[0]["lr"] = 0.25
     state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
     (folder / "model.safetensors").unlink()
@@ -141,7 +138,7 @@ def test_the_optimizer_in_the_models_own_file_comes_first(checkpoint):
 def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
     folder, wanted = checkpoint
     (folder / "optimizer.pt").rename(folder / "optimizer_1.bin")
-    torch.save(trained(torch.optim.SGD)[1].state_dict(), folder / "optimizer.bin")
+    torch.save(stepped(shapely(), torch.optim.SGD).state_dict(), folder / "optimizer.bin")
     error = refused(folder, "there are 2 files of optimizers", "optimizer.bin", "optimizer_1")
     assert error.hint == "`optimizer_key='optimizer.bin'`; or `optimizer_key='optimizer_1.bin'`"
     model, optimizer = fresh()
@@ -152,7 +149,7 @@ def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
 def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
     folder, wanted = checkpoint
     state = torch.load(folder / "optimizer.pt")
-    other = trained(torch.optim.SGD)[1].state_dict()
+    other = stepped(shapely(), torch.optim.SGD).state_dict()
     torch.save({"mine": {"opt": state}, "other": other}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: there are 2 optimizers")
     assert error.hint == "`optimizer_key='mine/opt'`; or `optimizer_key='other'`"
@@ -174,23 +171,14 @@ def test_with_the_file_of_the_model_alone_it_says_what_to_pass(checkpoint, opene
     assert_alike(by_name(model, optimizer), wanted)
 
 
-def test_without_any_it_says_so(checkpoint):
+def test_a_folder_or_file_without_one_says_so(checkpoint):
     folder, _ = checkpoint
-    (folder / "optimizer.pt").unlink()
-    assert "ckptool.load(FILE)" in refused(folder, "wanted, and there is none in the file").hint
-
-
-def test_a_file_that_holds_something_else_is_named(checkpoint):
-    folder, _ = checkpoint
+    refused(folder, "nothing named 'nope.pt'", kind=NotFound, optimizer_key="nope.pt")
     torch.save({"a": 1}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: ", "there is none in the file")
     assert "ckptool.load(FILE)" in error.hint
-
-
-def test_a_key_that_is_no_file_of_the_folder_tells_which_there_are(checkpoint):
-    folder, _ = checkpoint
-    given = {"kind": NotFound, "optimizer_key": "nope.pt"}
-    refused(folder, "there is nothing named 'nope.pt'", **given)
+    (folder / "optimizer.pt").unlink()
+    assert "ckptool.load(FILE)" in refused(folder, "wanted, and there is none in the file").hint
 
 
 def test_a_damaged_file_is_named_and_nothing_is_touched(checkpoint):
