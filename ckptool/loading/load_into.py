@@ -75,61 +75,68 @@ def load_into(
     optimizer_key: Any = None,
     optimizer_order: str | None = None,
 ) -> MatchReport:
-    """Load a file, or a state dict, into `model`; or change nothing and say why.
+    """Load a file or a state dict into `model`, or raise an error and change nothing.
 
-    Names are matched as `match` does it. The plan is judged before the model is touched. Where
-    torch's own code alone loads the model, the file is read straight into its tensors, and nothing
-    of the model's size is held beside it; a read that fails in the very end leaves a model of more
-    than 128 MiB filled in part, and the error says so. Where hooks, a loading or an extra state of
-    a module have a part, torch's own `load_state_dict` runs on the real model, with a copy of the
-    model beside it, and what torch reports as missing or unexpected decides: after a refusal, an
-    exception or Ctrl-C the parameters, buffers, attributes, extra states and the optimizer are as
-    they were. What such code changes inside other objects is not put back.
+    Keys are matched as in `ckptool.match`, and the match is judged before the model changes.
 
-    A model on the `meta` device is filled by assignment over the privately mapped file: nothing is
-    copied, and **the file must not be truncated or written to while the model lives**, which would
-    end the process or change its numbers. Names that are one tensor in the model stay one; names
-    that only the file ties become two. What a `state_dict` of the model's own leaves out and torch
-    asks for (a frozen part) is missing in its files: `allow_missing`.
+    - If only torch's own code loads the model, the file is read straight into its tensors, without
+      a copy of the model. If such a read fails at the end, a model of more than 128 MiB stays
+      filled in part; the error says so.
+    - If a module has hooks, loading code or extra state, torch's own `load_state_dict` runs on the
+      model while a copy of it is kept. What torch reports as missing or unexpected decides. After
+      a refusal, an exception or Ctrl-C the parameters, buffers, attributes, extra states and the
+      optimizer are as before. Other objects that such code changes are not restored.
+    - A model on the `meta` device gets tensors that are mapped from the file; nothing is copied.
+      **Do not truncate or overwrite the file while the model lives**: that would end the process
+      or change the numbers.
+    - A model that DDP, FSDP or DTensors spread over processes is loaded by all processes or by
+      none. **Every process calls `load_into`**, each with its own `source`. If a process is
+      refused, the others raise an error too; if a process does not call, they raise it after the
+      timeout of the process group.
 
-    A model that DDP, FSDP or DTensors spread over processes is loaded by all of them, **each of
-    which calls this** with its own `source`, or by none: a process that is refused stops the
-    others, which say why. Where one does not come, the others raise an error once the timeout of
-    the process group has passed.
+    Keys that are tied in the model stay tied; keys that are tied only in the file are separated. A
+    key that the `state_dict` of the model leaves out and that torch asks for (a frozen part) is
+    missing in the file: use `allow_missing`.
 
     Args:
-        model: On any device, in any wrapper.
+        model: A model on any device, with or without wrappers.
         source: A file, the folder of a model or of a trainer's checkpoint, an open checkpoint, a
-            state dict, or a dict that holds one.
-        strict: False allows missing and unexpected names, as torch does.
-        allow_missing: True, or globs of the model's names that may be missing in the file.
-        allow_unexpected: True, or globs of the file's names that the model need not have.
-        allow_mismatched: True, or globs of names whose shape may differ: those are not loaded.
-        allow_lossy_cast: True, or globs of names whose numbers may change with their type.
+            state dict, or a dict that contains one.
+        strict: False allows missing and unexpected keys, as in torch.
+        allow_missing: True, or globs of the model's keys that may be missing in the file.
+        allow_unexpected: True, or globs of the file's keys that the model may lack.
+        allow_mismatched: True, or globs of keys to skip if the shape differs.
+        allow_lossy_cast: True, or globs of keys whose numbers may change with the type.
         min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
-        rules: `REGEX=>REPL`, applied to the file's names before anything else.
-        prefixes: `OLD=NEW`, after the rules.
-        map_location: Where tensors go that are assigned, as `torch.load` takes it.
-        assign: None: on the meta device alone; True: everywhere, with the types of the file.
-        verify: Whether the file is read and compared with its checksums before the model is
-            touched. None: where it has at most 1 GiB to load and is not mapped.
-        optimizer: Loaded from the same file, by the names of its parameters; from a folder whose
-            model file has none, from `optimizer.pt` (or `optimizer.bin`) in it.
-        key: Which state dict of the source, as `load_state_dict` takes it.
-        optimizer_key: Which optimizer's state, where there are several: an address in the file, or
-            the name of its own file in the folder.
-        optimizer_order: `"position"`: the optimizer is over the same parameters in the same order.
+        rules: `REGEX=>REPL` each, applied to the file's keys first.
+        prefixes: `OLD=NEW` each, applied after `rules`.
+        map_location: The device of assigned tensors, as in `torch.load`.
+        assign: True assigns all tensors, with the types of the file. None assigns only on the meta
+            device.
+        verify: Compare the file with its checksums before the model changes. None: only if at most
+            1 GiB is loaded and the file is not mapped.
+        optimizer: The optimizer to load from the same file, by the names of its parameters; from
+            `optimizer.pt` or `optimizer.bin` in a folder whose model file has no optimizer state.
+        key: The address of the state dict (such as `"ema"`), if the source has several.
+        optimizer_key: The address of the optimizer state in the file, or the name of its file in
+            the folder, if there are several.
+        optimizer_order: `"position"`: load the optimizer state by position. The optimizer must
+            have the same parameters in the same order.
+
+    Returns:
+        The report of the match: what was loaded, renamed, cast and left out.
 
     Raises:
-        MatchError: it does not fit; `report` says all about it, `hint` what helps. Or another
-            process of a spread model failed, or did not come.
+        MatchError: the source does not fit; `report` has the details, `hint` the remedy. Or another
+            process failed or did not call.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        CorruptFile: its bytes are not what they were when it was written.
-        AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
-        NameCollision: `rules` make two names one.
-        DeviceError: `map_location` sends a tensor to a device that is not here.
-        UsageError: `model` is no module, an argument has no such value, or `assign=False` and the
-            model is on the meta device.
+        CorruptFile: the bytes of the file differ from its checksums.
+        AmbiguousName: the source has several state dicts and `key` is not given.
+        NotFound: the source has no state dict, or none at `key`.
+        NameCollision: `rules` give two keys the same name.
+        DeviceError: `map_location` names a device that is not available.
+        UsageError: `model` is not a module, an argument has a wrong value, or `assign=False` and
+            the model is on the meta device.
         TorchMissing: torch is not installed.
     """
     require_torch()

@@ -50,34 +50,38 @@ def match(
     key: Any = None,
     like_key: Any = None,
 ) -> tuple[OrderedDict[str, Any], MatchReport]:
-    r"""Return the entries of a state dict that fit a model, under its names; and a full report.
+    """Return the entries of a state dict that fit a model, under the model's keys, and a report.
 
-    Wrapper components (`module.`, `_orig_mod.`, ...) are removed or added on either side, then one
-    prefix, then the renames of torch's own history; further renames are proposed in the report and
-    not applied. Neither argument changes: the dict is a new one with the same tensors, in the
-    model's order and ready for its `load_state_dict`, `_metadata` under the model's paths. Names
-    that the model ties all have the tensor that one of them has. Names inside a module with loading
-    code of its own are reported as `torch decides`, and are in the dict as that module knows them.
+    Wrapper prefixes (`module.`, `_orig_mod.`, ...) are removed or added, then one common prefix,
+    then torch's own renames apply. Other renames are only proposed in the report. `report.fits`
+    says whether everything fits.
 
-    `report.fits` says whether everything fits; `load_into` refuses what does not, and loads.
+    The result is a new dict with the same tensors, in the model's order, with `_metadata`, ready
+    for `model.load_state_dict`. The arguments do not change. Tied keys of the model all get the
+    tensor that one of them has. Keys inside a module with its own loading code are reported as
+    `torch decides` and keep the name that this module knows.
 
     Args:
-        state_dict: A state dict or a dict that holds one, or a file or an open checkpoint, whose
-            tensors are read onto the CPU.
-        like: A model, on any device, or what stands for one: a state dict, a dict of name to
-            shape, names, or the path of a reference file or an open one.
-        rules: `REGEX=>REPL`, for the names of `state_dict`, before anything else.
-        prefixes: `OLD=NEW`, after the rules: whole components at the front of a name.
-        key: The state dict to take, where there are several (an address, such as `"ema"`).
-        like_key: The same for `like`.
+        state_dict: A state dict, a dict that contains one, a file, or an open checkpoint. The
+            tensors of a file are read onto the CPU.
+        like: A model on any device, or its stand-in: a state dict, a dict of names to shapes, a
+            list of names, the path of a reference file, or an open checkpoint.
+        rules: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
+        prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
+        key: The address of the state dict (such as `"ema"`), if there are several.
+        like_key: The address of the state dict of `like`, if there are several.
+
+    Returns:
+        The dict, and the report.
 
     Raises:
         TorchMissing: torch is not installed.
         UnreadableFile: a file cannot be opened as a checkpoint; see `ckptool.open`.
-        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
-        NameCollision: the rules make two names one.
-        UsageError: an argument is not one of the above, or a text is no rule.
-        UnsupportedFormat: the file has one rank's part of a DTensor or ShardedTensor.
+        AmbiguousName: there are several state dicts and no `key`; the message lists them.
+        NotFound: there is no state dict, or none at `key`.
+        NameCollision: the rules give two keys the same name.
+        UsageError: an argument has a wrong type, or a text is not a rule.
+        UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
     """
     require_torch()
     check_lists(rules=rules, prefixes=prefixes)

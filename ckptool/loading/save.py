@@ -57,63 +57,61 @@ def save(
     overwrite: bool = True,
     **values: object,
 ) -> Receipt:
-    """Write a checkpoint that a bare `torch.load` takes, `weights_only=True` and on any machine.
+    """Write a checkpoint that a plain `torch.load` reads, with `weights_only=True`, on any machine.
 
-    It is a dict: `state_dict` of the model, `optimizer`, and the values by their names (`epoch`,
-    `step`, `scheduler`, `scaler`, `ema`, `rng`, `config`, ...). The file appears whole or not at
-    all; what it replaces stays until then. Missing folders are made; what a link leads to is
-    replaced, and the link stays.
+    The file is a dict: `state_dict` of the model, `optimizer`, and the values by their names
+    (`epoch`, `scheduler`, `ema`, `config`, ...). The file appears as a whole or not at all, and an
+    old file stays until then. Missing folders are made. If `path` is a link, its target is
+    replaced and the link stays.
 
-    The state dict has the names of the model inside all wrappers, with its `_metadata`; tensors are
-    detached and tagged `cpu`, what shared memory shares it, and of a large storage only what
-    tensors see is written. Nothing is copied as a whole on the way. The optimizer's is torch's own
-    form, with the names of the parameters as `param_names` of each group. Any other module,
-    optimizer, scheduler or scaler among the values, at whatever depth, becomes its state dict; an
-    `AveragedModel` there keeps its own names, which go with its counter. Of one that is the model
-    itself the counter, `n_averaged`, stands beside the state dict.
+    - The state dict has the names of the model inside all wrappers, and `_metadata`. Tensors are
+      detached and tagged `cpu`; shared memory stays shared. Only the parts of a storage that
+      tensors use are written. The model is not copied.
+    - The optimizer state has torch's own form, with the names of the parameters as `param_names`
+      of each group.
+    - Every other module, optimizer, scheduler or scaler among the values becomes its state dict.
+      An `AveragedModel` there keeps its own names and its counter. If `model` is one, the counter
+      `n_averaged` is written next to the state dict.
+    - The file says which state dict is the model's and which state is the optimizer's, so that
+      `load_into` and `load_state_dict` need no `key`.
 
-    Where there are other state dicts beside that of the model, `load_into` and `load_state_dict`
-    take that of the model without being told, as the file says which it is. So it does of the
-    `optimizer`, and of others that are values themselves, as the modules are whose parameters they
-    have.
+    If SIGTERM ends Python during a save, the old file stays, with a hidden temporary file that the
+    next save to the same path removes.
 
-    In a script SIGTERM ends Python at once: an old file stays, and a hidden temporary file, which
-    the next save to the same name removes. A handler that raises has it removed.
-
-    Under `torch.distributed` **every rank calls it**, whatever the model is: sharded parameters are
-    gathered, rank 0 writes what it was given, the others wait, and what goes wrong is raised in all
-    of them. Under an `if rank == 0:` rank 0 waits for the others as long as the timeout of the
-    process group lets it (torch's own is 30 minutes with gloo), and then nothing is written.
+    Under `torch.distributed` **every rank calls `save`**, for every kind of model: sharded
+    parameters are gathered, rank 0 writes its values, and an error is raised on all ranks. If only
+    rank 0 calls, it waits until the timeout of the process group (30 minutes with gloo) and writes
+    nothing.
 
     Args:
-        path: Where to. A name that ends in `.safetensors` makes such a file, of a model alone.
-        model: A module, wrapped or not; or its state dict, whose wrapper names go.
-        optimizer: Its parameters are to be found in `model`, or else in any one module among the
-            values. Where they are of several (`[*G.parameters(), *D.parameters()]`), or some of
-            none, the names are those of the module that has most: a group that has others too is
-            written without names, with a warning, unless it was given named parameters.
-        overwrite: Replace a file that is there; False: refuse.
+        path: The file to write. If it ends in `.safetensors`, it holds only a model.
+        model: A module with or without wrappers, or its state dict.
+        optimizer: An optimizer over the parameters of `model`, or of one module among the values.
+            If its parameters belong to several modules, the names are from the module that has
+            most of them; a group with other parameters is written without names, with a
+            `CheckpointWarning`, unless it was given named parameters.
+        overwrite: Replace an existing file; False: refuse.
         values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
-            `dtype`, and list, tuple, dict, OrderedDict, set and Counter of those; numpy scalars
-            become numbers. Of a tensor its elements, shape, layout and type are saved: an attribute
-            that was set on it is not, a class of its own becomes torch's, mkldnn's layout a strided
-            one.
+            `dtype`; list, tuple, dict, OrderedDict, set and Counter of these; numpy scalars, which
+            become numbers. Attributes of a tensor are not saved; a tensor subclass becomes a plain
+            tensor, an mkldnn tensor a strided one.
 
     Returns:
         What was written; the same on every rank.
 
     Raises:
         TorchMissing: torch is not installed.
-        NotRepresentable: a value is of another kind, a tensor has no elements here; the message
+        NotRepresentable: a value is of another kind, or a tensor has no elements here; the message
             names the place. Nothing was written.
-        NameCollision: two names of the model would become one without its wrappers.
-        UsageError: there is nothing to save, or two things of one name; `overwrite` is no bool.
-        TargetExists: the file is there, and `overwrite` is False; or it is a folder.
-        NoSpace: the disk cannot hold it.
-        WriteDenied: the system does not let us write there.
-        FileBusy: another process, or thread, is writing the file.
-        WriteError: another rank failed, did not come, or has something else to gather; or the
-            system takes no such name.
+        NameCollision: two keys of the model would become the same without its wrappers.
+        UsageError: there is nothing to save, two things have the same name, or `overwrite` is not
+            a bool.
+        TargetExists: the file exists and `overwrite` is False; or `path` is a folder.
+        NoSpace: the disk is full.
+        WriteDenied: the system refuses to write there.
+        FileBusy: another process or thread is writing the file.
+        WriteError: another rank failed, did not call, or gathers something else; or the system
+            refuses the name.
     """
     require_torch()
     ranks = Ranks(
