@@ -280,8 +280,9 @@ class Assigned:
         if self._is_taken(made):
             made = made.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
-            if not isinstance(made, torch.nn.Parameter):
-                made = torch.nn.Parameter(made.detach(), requires_grad=tensor.requires_grad)
+            trained = tensor.requires_grad
+            if not isinstance(made, torch.nn.Parameter) or made.requires_grad != trained:
+                made = torch.nn.Parameter(made.detach(), requires_grad=trained)
         elif isinstance(made, torch.nn.Parameter):
             made = made.detach()
         self._made[key] = made

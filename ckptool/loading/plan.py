@@ -20,7 +20,7 @@ from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.tensors import materialise, require_torch
+from ckptool.tensors import is_one_part, materialise, require_torch
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.name_rules import Rule, rules_of
@@ -203,7 +203,7 @@ def planned(
     if not as_stored:
         plan = _without_unmade(plan, state, target)
     if target.custom:
-        plan = _left_to_torch(plan, target)
+        plan = _left_to_torch(plan, state, target)
     report, pairs = plan.report, plan.pairs
     untied = tuple(_untied(state, target, pairs))
     apart = {name for group in untied for name in group}
@@ -280,8 +280,11 @@ def inert(node: Any) -> str:
     return ""
 
 
-def _left_to_torch(plan: Plan, target: Target) -> Plan:
-    """Leave to torch what does not fit inside modules with loading code of their own."""
+def _left_to_torch(plan: Plan, state: State, target: Target) -> Plan:
+    """Leave to torch what does not fit inside modules with loading code of their own.
+
+    A tensor that only its class can make is not given to that code.
+    """
     report, renamed = plan.report, plan.match.renamed
     undecided = {
         name: own
@@ -289,12 +292,10 @@ def _left_to_torch(plan: Plan, target: Target) -> Plan:
         if target.custom_holder(name := renamed.get(own, own)) and name not in plan.pairs
     }
     undecided |= {one.name: one.own for one in report.mismatched if target.custom_holder(one.name)}
+    undecided = {name: own for name, own in undecided.items() if not _is_one_part(state, own)}
     own = {*undecided.values()}
-    unfilled = [
-        name
-        for name in (*report.missing_keys, *(one.name for one in report.mismatched))
-        if target.custom_holder(name)
-    ]
+    misshapen = (one.name for one in report.mismatched if one.own in own)
+    unfilled = [n for n in (*report.missing_keys, *misshapen) if target.custom_holder(n)]
     if not (undecided or unfilled):
         return plan
 
@@ -313,6 +314,11 @@ def _left_to_torch(plan: Plan, target: Target) -> Plan:
         left_out=(*report.left_out, *((old, reason(name)) for name, old in undecided.items())),
     )
     return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report)
+
+
+def _is_one_part(state: State, own: str) -> bool:
+    ref = state.ref(own)
+    return ref is not None and is_one_part(ref)
 
 
 def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, Any] | None:

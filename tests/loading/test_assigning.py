@@ -1,5 +1,6 @@
 """What takes the place of a tensor: one object for one, and memory of its own."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,19 @@ def test_parameters_and_buffers_stay_what_they_are():
     assert (type(made), made.requires_grad) == (torch.Tensor, False)
     given = nn.Parameter(torch.ones(1))
     assert Assigned(cast=True).made(parameter(1), None, given) is given
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_trained_is_the_models_choice_as_in_torch(tmp_path, trained):
+    state = {"weight": nn.Parameter(torch.ones(2, 2), requires_grad=not trained)}
+    torch.save(state, tmp_path / "f.pth")
+    for source in (state, tmp_path / "f.pth"):
+        by_torch, own = (nn.Linear(2, 2, bias=False).requires_grad_(trained) for _ in range(2))
+        load_into(own, source, assign=True)
+        assert state["weight"].requires_grad != trained
+        by_torch.load_state_dict(torch.load(tmp_path / "f.pth"), assign=True)
+        assert own.weight.requires_grad == by_torch.weight.requires_grad == trained
+        assert torch.equal(own.weight, by_torch.weight)
 
 
 def test_a_scalar_that_was_a_list_of_one():

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptool.errors import MatchError
 from ckptool.loading.load_into import load_into
+from tests.conftest import FIXTURES
 from tests.loading.bits import Untouched
 
 np = pytest.importorskip("numpy")
@@ -163,3 +164,19 @@ def test_a_tie_that_is_not_loaded_is_counted_once(tmp_path):
         report = load_into(model, source, strict=False)
         assert (report.loaded, report.parameters, report.tied) == (10, 26, ())
         assert (report.fitting, report.names) == (1, 3)
+
+
+def test_loading_code_is_not_given_what_only_its_class_makes():
+    file = FIXTURES / "distributed" / "dtensor_0_of_2.pth"
+    model = nn.Module()
+    model.plain, model.sharded = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(5))
+    model._register_load_state_dict_pre_hook(lambda *_: None)
+    before = Untouched(model)
+    with pytest.raises(MatchError):
+        load_into(model, file)
+    before.check()
+    report = load_into(model, file, allow_unexpected=True, allow_mismatched=True)
+    assert {*report.unexpected_keys} == {"by_column", "replicated", "parameter"}
+    assert [one.own for one in report.mismatched] == ["sharded"]
+    assert model.plain.all()
+    assert not model.sharded.any()
