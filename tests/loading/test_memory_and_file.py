@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def told(source, like):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return ckptool.match(source, like)[1].with_changes(file="")
+            return replace(ckptool.match(source, like)[1], file="")
     except CheckpointError as error:
         return type(error), str(error).replace(f"{source}: ", "")
 

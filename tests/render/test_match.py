@@ -143,7 +143,7 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert "UNEXPECTED" not in text
     assert r"`rules=[r'\.q$=>.a']` decides it" in text
     assert "a rule of yours decides it" in "\n".join(lines(found, options=True))  # the hint has it
-    moved = found.with_changes(moved=("l.{1..4} may be l.{0..3}",))
+    moved = replace(found, moved=("l.{1..4} may be l.{0..3}",))
     assert "a rule of yours decides it\nnote: l.{1..4} may be l.{0..3}" in str(moved)
 
 
@@ -286,7 +286,7 @@ def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():
     assert str(found).splitlines()[0] == f"model.pth does not fit Net: {reason}"
     error = Allowance().refusal(found)
     assert str(error) == f"model.pth does not fit Net: {reason}"
-    more = Allowance().refusal(found.with_changes(unexpected_keys=["x"]))
+    more = Allowance().refusal(replace(found, unexpected_keys=["x"]))
     assert str(more).splitlines() == [
         "model.pth does not fit Net: 1 tensor is not in the model: x", reason,
     ]  # fmt: skip
