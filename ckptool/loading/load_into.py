@@ -236,6 +236,8 @@ class _Loading:
         self._assigned = {
             name for name in names if name in entries and (assign or entries[name].is_meta)
         }
+        if self._assigned and not by_name:  # torch assigns all or none
+            self._assigned = {name for name in names if name in entries}
         if assign is False and self._assigned:
             raise UsageError(
                 f"{listed(map(printable, sorted(self._assigned)))}: on the meta device, where "
@@ -373,79 +375,55 @@ class _Loading:
         return given
 
     def _load(self, given: OrderedDict[str, Any]) -> None:
-        """Have torch load what it is given, with everything that hooks do."""
+        """Have torch load what it is given, with everything that hooks do.
+
+        With tensors on the meta device, or `assign=True`, torch assigns all that it is given.
+        """
         found = metadata_for(self._state, self._target, self.plan)
-        metadata = {path: dict(held) for path, held in (found or {}).items()}
-        real: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for path, module in self._model.named_modules(remove_duplicate=False):
-            held = [
-                (home, name, tensor)
-                for home in (module._parameters, module._buffers)
-                for name, tensor in home.items()
-                if tensor is not None
-            ]
-            if any(id(tensor) in self._replaced for *_, tensor in held):
-                metadata.setdefault(path, {})["assign_to_params_buffers"] = True
-                real.extend(held)
-        if metadata:
-            vars(given)["_metadata"] = metadata
-        versions = {name: _version(tensor) for name, tensor in self._target.entries.items()}
+        if found is not None:
+            vars(given)["_metadata"] = {path: dict(held) for path, held in found.items()}
+        wanted: dict[str, Any] = {"strict": False}
+        if self._assigned:
+            wanted["assign"] = True
+        elif overrides_load(self._model):  # one that returns nothing can only be strict
+            allowed = self._allowance
+            known = {*given, *self._decided}
+            wanted["strict"] = self._target.slots.keys() <= known and not (
+                allowed.missing or allowed.unexpected or not allowed.strict
+            )
+        takes = inspect.signature(self._model.load_state_dict).parameters.values()
+        names = {one.name for one in takes}
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in takes)
+        options = {name: value for name, value in wanted.items() if takes_any or name in names}
+        if "assign" in wanted and "assign" not in options:
+            kind = type(self._model).__name__
+            raise self._refused(f"{kind}.load_state_dict takes no assign=, which it needs")
+        entries = self._target.entries
+        before = {name: _version(entries[name]) for name in self._decided if name in entries}
         try:
-            answer = self._model.load_state_dict(given, **self._options())
+            answer = self._model.load_state_dict(given, **options)
         except RuntimeError as error:
             told = str(error)
             if not told.startswith("Error(s) in loading state_dict"):
                 raise
             raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
-        if not self._assign:
-            self._copy_into_real(real)
         self._own_memory(given)
-        self._judge(answer, versions)
+        after = state_dict_of(self._model) if before and not sharded(self._model) else {}
+        touched = (n for n in before if n in after and _version(after[n]) != before[n])
+        self._judge(answer, set(touched))
 
-    def _options(self) -> dict[str, Any]:
-        """Return `strict=False`, as `_judge` looks at what is missing.
-
-        A `load_state_dict` of the model's own may not take it, or look for missing names only
-        where it is strict.
-        """
-        if overrides_load(self._model):
-            takes = inspect.signature(self._model.load_state_dict).parameters
-            if "strict" not in takes and not any(
-                one.kind is one.VAR_KEYWORD for one in takes.values()
-            ):
-                return {}
-            given = self._given_names.keys() | {
-                name for name, reason in self.plan.report.kept if reason.startswith(TORCH_DECIDES)
-            }
-            allowance = self._allowance
-            if allowance.strict and not (allowance.missing or allowance.unexpected):
-                return {"strict": self._target.slots.keys() <= given}
-        return {"strict": False}
-
-    def _copy_into_real(self, held: list[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
-        """Keep the tensors that torch replaced beside those on the meta device.
-
-        Those that a hook made for tensors on the meta device get their type.
-        """
-        import torch
-
-        for home, name, tensor in held:
-            given = home.get(name)
-            if given is None or given is tensor:
-                continue
-            if id(tensor) not in self._replaced and not tensor.is_meta:
-                with torch.no_grad():
-                    tensor.copy_(given)
-                home[name] = tensor
-            elif given.dtype != tensor.dtype and not given.is_meta:
-                home[name] = Assigned(cast=True).made(tensor, None, given.detach())
+    @cached_property
+    def _decided(self) -> set[str]:
+        """The names that the model's own code may fill, as it likes."""
+        kept = self.plan.report.kept
+        return {name for name, reason in kept if reason.startswith(TORCH_DECIDES)}
 
     def _own_memory(self, given: Mapping[str, Any]) -> None:
         """Copy tensors that a hook took as they are: they would stay mapped to the file."""
-        import torch
-
         if not self._state.mmap or self._assigned or self._state.tree.format == "memory":
             return
+        import torch
+
         tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
         mapped = {place.storage for place in map(memory_of, tensors) if place}
         for tensor in tensors_of(self._model):
@@ -453,49 +431,46 @@ class _Loading:
             if place is not None and place.storage in mapped:
                 tensor.data = tensor.data.clone()
 
-    def _judge(self, answer: Any, versions: Mapping[str, tuple[int, int]]) -> None:
-        """Refuse what torch, or the model's own code, could not place, unless that is allowed."""
-        report, target = self.plan.report, self._target
-        after = {} if sharded(self._model) else state_dict_of(self._model)
-        touched = {
-            n for n, version in versions.items() if n in after and _version(after[n]) != version
-        }
-        decided = {name for name, reason in report.kept if reason.startswith(TORCH_DECIDES)}
+    def _judge(self, answer: Any, touched: set[str]) -> None:
+        """Refuse what torch, or the model's own code, could not place, unless that is allowed.
+
+        What `answer` does not call missing or unexpected has been taken; names that were left to
+        the model's own code are loaded where they are `touched`.
+        """
+        report, target, decided = self.plan.report, self._target, self._decided
         known = {*report.missing_keys, *(one.name for one in report.mismatched)}
         known.update(name for name, _ in report.kept if name not in decided)
-        if hasattr(answer, "missing_keys"):
-            missing, unexpected = list(answer.missing_keys), list(answer.unexpected_keys)
-        else:  # a `load_state_dict` of the model's own that returns nothing
-            missing, unexpected = [name for name in versions if name not in touched], []
+        missing = getattr(answer, "missing_keys", [])
+        unexpected = getattr(answer, "unexpected_keys", [])
         lost = [name for name in missing if without_hidden(name) not in known]
         taken = {own: name for name, own in self.plan.undecided.items() if name not in unexpected}
-        kept = [
-            (name, f"{'filled' if name in touched else 'not asked for'} by {holder}'s own loading")
-            for name in decided
-            if name not in lost and (holder := target.custom_holder(name))
-        ]
-        left_out = [
-            (
-                own,
-                f"taken by {target.custom_holder(taken[own])}'s own loading"
-                if own in taken
-                else reason,
-            )
-            for own, reason in report.left_out
-            if own in taken or not reason.startswith(TORCH_DECIDES)
-        ]
         if not (lost or unexpected or decided or taken):
             return
-        met = {*self.plan.pairs, *(name for name, _ in kept if name in touched)}
+
+        def by(name: str, verb: str) -> str:
+            return f"{verb} by {target.custom_holder(name)}'s own loading"
+
+        own = [name for name in decided if name not in lost]
         self.plan = self.plan.with_changes(
             missing_keys=[*report.missing_keys, *lost],
             unexpected_keys=[
                 *report.unexpected_keys,
                 *(self._given_names.get(name, name) for name in unexpected),
             ],
-            kept=(*((n, why) for n, why in report.kept if n not in decided), *kept),
-            left_out=tuple(left_out),
-            **counted(target.slots, met - set(lost), known - set(report.missing_keys)),
+            kept=(
+                *((name, why) for name, why in report.kept if name not in decided),
+                *((n, by(n, "filled" if n in touched else "not asked for")) for n in own),
+            ),
+            left_out=tuple(
+                (own, by(taken[own], "taken") if own in taken else why)
+                for own, why in report.left_out
+                if own in taken or not why.startswith(TORCH_DECIDES)
+            ),
+            **counted(
+                target.slots,
+                {*self.plan.pairs, *touched} - set(lost),
+                known - set(report.missing_keys),
+            ),
         )
         refusal = self._allowance.refusal(self.plan.report)
         if refusal is not None:

@@ -197,25 +197,12 @@ class _ExtraState:
 
     def restore(self) -> None:
         # The attributes of the module are restored already, which is enough for most states.
-        if not _is_same(self._module.get_extra_state(), self._state):
+        try:
+            is_same = bool(self._module.get_extra_state() == self._state)
+        except Exception:  # tensors inside, or whatever an object's own comparing raises
+            is_same = False
+        if not is_same:
             self._module.set_extra_state(self._state)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two extra states are surely the same."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    try:
-        same = one == other
-        return bool(same.all() if hasattr(same, "all") else same)
-    except Exception:  # whatever an object's own comparing raises
-        return False
 
 
 def _has_extra(module: torch.nn.Module) -> bool:
