@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+import ckptool
 from ckptool.loading import plan
 from ckptool.loading.plan import loss_of
 
@@ -83,3 +84,10 @@ def test_losses_of_blocks_add_up(monkeypatch):
 def test_what_has_no_elements_here_is_not_known():
     assert loss_of(torch.ones(2, device="meta"), "float16") is None
     assert loss_of(torch.eye(2).to_sparse(), "float16") is None
+
+
+def test_the_elements_of_a_parameter_are_known_too(tmp_path):
+    torch.save({"weight": torch.nn.Parameter(torch.tensor([1.0, 0.1]))}, tmp_path / "f.pth")
+    with ckptool.open(tmp_path / "f.pth") as checkpoint:
+        assert loss_of(checkpoint["weight"], "float16") == "1 of 2 change"
+        assert loss_of(checkpoint["weight"][:1], "float16") == ""
