@@ -86,21 +86,22 @@ class Details:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What a file holds, over its header alone. A transform returns a new one, same storages.
+    """The content of a file, read from its header; tensors are read when they are used.
 
-    Close it, or use it as a context manager: its tensors read from the open file.
+    Close the checkpoint, or use it as a context manager. Its methods return a new checkpoint over
+    the same open file.
     """
 
     root: Any
     """The tree: dicts, lists and tuples, plain values, `TensorRef` and `Opaque`."""
     format: str
-    """As `convert` takes it: `torch-zip`, `torch-legacy`, `safetensors`, ..."""
+    """The name of the format: `torch-zip`, `torch-legacy`, `safetensors`, ..."""
     path: str
-    """As it was given."""
+    """The path as it was given."""
     details: Details = field(default_factory=Details)
-    """What the file is beside its content: sizes, writer, notes."""
+    """Facts about the file: sizes, writer, notes."""
     changes: tuple[Change, ...] = ()
-    """What transforms did since it was read, in order."""
+    """The changes since the file was read, in order."""
     sources: tuple[FileSource, ...] = ()
     """The open files that the tensors read from."""
     reports: tuple[Report, ...] = ()

@@ -232,26 +232,27 @@ def cast(
     dequantize: str | torch.dtype | None = None,
     raw: bool = False,
 ) -> Checkpoint:
-    """Every floating tensor in the element type `dtype` (`floating_type`), as `.to(dtype)` does it.
+    """Return a checkpoint whose floating tensors have the type `dtype`, as `.to(dtype)` casts.
 
-    Ties, views, strides, gradients' flags and hooks stay: a storage is cast as a whole. Integers,
-    booleans, complex and quantised numbers stay, and so does what optimizers and schedulers hold,
-    unless `everything` is wanted. What is lost (overflow, underflow, precision) is counted for each
-    tensor while it is written, and told by `Checkpoint.reports`.
+    A storage is cast as a whole, so that ties, views and strides stay. Integers, booleans, complex
+    and quantised numbers keep their type; so does the state of optimizers and schedulers, unless
+    `everything` is given. `Checkpoint.reports` count the elements that overflowed or were rounded
+    when the file is written.
 
     Args:
-        checkpoint: Whose tensors are cast.
-        dtype: A name, or a `torch.dtype`; None with `dequantize`: other tensors keep theirs.
-        keep: Exceptions (`kept`). The first glob that matches a tensor decides.
-        everything: Optimizers too.
-        allow_overflow: Take what torch makes of elements that the type cannot hold. Otherwise
-            writing them is an error (`NotRepresentable`).
-        dequantize: The type that 8-bit weights become, multiplied by scales that leave the result.
-        raw: Cast other quantised numbers as plain ones.
+        checkpoint: An open checkpoint.
+        dtype: A name, or a `torch.dtype`. None with `dequantize`: other tensors keep their type.
+        keep: Exceptions: globs, or globs with types. The first glob that matches decides.
+        everything: Cast the state of optimizers too.
+        allow_overflow: Write elements that the type cannot hold as torch casts them. Otherwise
+            such elements are an error (`NotRepresentable`) when the file is written.
+        dequantize: The type of 8-bit weights after they are multiplied by their scales, which are
+            left out.
+        raw: Cast quantised numbers as plain numbers.
 
     Raises:
-        UsageError: `dtype`, or one of `keep`, is no type that can be cast to; `keep` is no such.
-        NotRepresentable: quantised numbers would be cast without their companions, or cannot be
+        UsageError: `dtype`, or a type in `keep`, is not a floating type; or `keep` is not a list.
+        NotRepresentable: quantised numbers would be cast without their scales, or cannot be
             dequantised (`NotFound`: there are none).
     """
     rules: dict[str, str | None] = {}

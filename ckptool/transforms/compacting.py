@@ -60,13 +60,13 @@ _MOST_TOLD = 20
 
 
 def compact(checkpoint: Checkpoint) -> Checkpoint:
-    """Storages without the bytes that no tensor sees; what shared bytes still shares them.
+    """Return a checkpoint whose storages have only the bytes that tensors use.
 
-    The spans of a storage that tensors reach are put one behind the other: tensors whose spans
-    overlap keep their span whole. A tensor that is alone in its span and has holes (a column of a
-    matrix) gets strides without them. Expanded tensors stay expanded. Storages that are values
-    themselves, that lie inside the pickle (arrays), or whose elements share bytes, are left whole.
-    What nothing in the file refers to goes with the old file; the changes count it.
+    Shared bytes stay shared. Tensors whose spans overlap keep their span as a whole; a tensor that
+    is alone in its span and has holes (a column of a matrix) gets strides without holes. Expanded
+    tensors stay expanded. Storages that are values themselves, arrays inside the pickle, and types
+    whose elements share bytes do not change. Bytes that nothing in the file refers to are dropped
+    too; the changes count them.
     """
     trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:

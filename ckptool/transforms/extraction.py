@@ -441,26 +441,27 @@ def extract(
     model_only: bool = False,
     trim: bool = True,
 ) -> Checkpoint:
-    """A part of the checkpoint, and all else named among the changes, kind `left-out`.
+    """Return a part of the checkpoint; changes of kind `left-out` name everything else.
+
+    Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
+    whole. Globs with a `/` are compared with the original names. If nothing is removed, the result
+    is the same checkpoint.
 
     Args:
-        checkpoint: Open.
-        key: The address of a section, a container or a tensor, which becomes the root; a lone
-            tensor a dict of one.
-        include: Globs; the tensors that match one are kept (`paths.selected`), all by default.
-        exclude: Globs; the tensors that match one go.
-        model_only: The one state dict of a model (below `key`), and nothing beside it, nor values
-            among its tensors; a pickled module becomes one.
-        trim: Cut storages that lost a tensor down to what is still seen of them, sharing kept; for
-            formats that have no storages there is no need.
-
-    What is no tensor stays unless `model_only`; what cannot do without a tensor goes as a whole
-    (`pruning.pruned`). Globs with a `/` are held against the names as they were. Nothing goes: the
-    same checkpoint comes back.
+        checkpoint: An open checkpoint.
+        key: The address of the section, container or tensor that becomes the root; a single tensor
+            becomes a dict of one.
+        include: Globs of the tensors to keep; default: all.
+        exclude: Globs of the tensors to leave out.
+        model_only: Keep only the state dict of the model (below `key`), without the plain values
+            in it; a pickled module becomes its state dict.
+        trim: Drop the bytes of storages that only removed tensors use. Formats without storages do
+            not need it.
 
     Raises:
-        AmbiguousName: several answer to `key`; with `model_only`, several state dicts.
-        NotFound: nothing answers to it, to a glob of `include`, or nothing is left.
+        AmbiguousName: several nodes have the address `key`; or there are several state dicts.
+        NotFound: there is nothing at `key`, a glob of `include` matches nothing, or nothing is
+            left.
         UsageError: `key` is empty or names a plain value; or a list or an object would lose some
             tensors.
     """

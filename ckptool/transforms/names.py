@@ -433,18 +433,17 @@ def rename(
     prefixes: Iterable[str] = (),
     key: Any = None,
 ) -> Checkpoint:
-    r"""Rewrite the names of every state dict, or of the one under `key`.
+    """Rename the keys of every state dict, or of the state dict at `key`.
 
-    Rules are applied in order, each to what the one before made of a name: `REGEX=>REPL` as a
-    text, or what `regex_rule`, `prefix_rule` and `table_rule` give; then the `prefixes`,
-    `OLD=NEW`. `_metadata` follows, and so do optimizers that hold names. A pickled module stays
-    as it is, with a warning; one tells of each rule that matched nothing. Nothing to change: the
-    same checkpoint comes back.
+    Rules apply in order, each to the result of the rule before: `REGEX=>REPL`, or the result of
+    `regex_rule`, `prefix_rule` or `table_rule`; then the `prefixes`, `OLD=NEW`. `_metadata` and the
+    names in optimizers follow. A pickled module does not change, and causes a warning; so does a
+    rule that matches nothing. If there is nothing to change, the result is the same checkpoint.
 
     Raises:
-        NameCollision: two entries would get one name.
-        NotFound: nothing of that `key`.
-        UsageError: a text that is no rule; nothing would be left of a name, or a `/` come in.
+        NameCollision: two entries would get the same key.
+        NotFound: there is nothing at `key`.
+        UsageError: a text is not a rule, nothing would be left of a key, or a key would get a `/`.
     """
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
     plan = NamePlan(checkpoint.path, _HINT)
@@ -575,15 +574,15 @@ def strip_module(
     levels: int | None = None,
     at: str | None = None,
 ) -> Checkpoint:
-    """Take wrapper components off the names of every state dict (`wrappers.strip_names`).
+    """Remove wrapper prefixes from the keys of every state dict.
 
-    `_metadata` follows, and so do optimizers that hold names. A pickled wrapper module gives way
-    to the module inside. Nothing to change or to tell: the same checkpoint comes back.
+    `_metadata` and the names in optimizers follow. A pickled wrapper module is replaced by the
+    module inside. If there is nothing to change or to report, the result is the same checkpoint.
 
     Raises:
-        NameCollision: two tensors would get one name.
-        NotFound: no name begins with the path `at`.
-        UsageError: `only` names no wrapper, or `levels` is less than 1.
+        NameCollision: two tensors would get the same key.
+        NotFound: no key starts with the path `at`.
+        UsageError: `only` is not a known wrapper, or `levels` is less than 1.
     """
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
     parts = distinct(sections(checkpoint.root))
@@ -608,15 +607,15 @@ def strip_module(
 def add_module(
     checkpoint: Checkpoint, *, wrapper: str = "module", at: str | None = None, key: Any = None
 ) -> Checkpoint:
-    """Put a wrapper component before the names of every state dict, or of the one under `key`.
+    """Add a wrapper prefix to the keys of every state dict, or of the state dict at `key`.
 
-    `at` puts it around the submodule of that path. Names that have it already get it once more,
-    with a warning among the changes; so does a pickled module, which stays as it is.
+    `at` wraps only the submodule with that path. Keys that have the prefix get it again, with a
+    warning among the changes. A pickled module does not change, and causes a warning too.
 
     Raises:
-        NameCollision: two tensors would get one name.
-        NotFound: nothing of that `key`, or no name begins with the path `at`.
-        UsageError: `wrapper` is none that is known.
+        NameCollision: two tensors would get the same key.
+        NotFound: there is nothing at `key`, or no key starts with the path `at`.
+        UsageError: `wrapper` is not a known wrapper.
     """
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
     rename, every = prefixed(wrapper, at), distinct(sections(checkpoint.root))

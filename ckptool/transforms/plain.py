@@ -475,7 +475,7 @@ _MOST_NAMED = 20
 
 
 def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
-    """Objects turned into plain data where that loses nothing but their class.
+    """Return a checkpoint whose objects are plain data, if they lose nothing but their class.
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
@@ -506,14 +506,14 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
 
 def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
-    """What `torch.load(weights_only=True)` refuses left out, each named among the changes.
+    """Return a checkpoint without the objects that `torch.load(weights_only=True)` refuses.
 
-    An entry of a dict or set leaves, its key being an object as well as its value; in a list or
-    tuple None takes the place, so that the others keep theirs. Tensors stay: an array, and a tensor
-    of a class of its own, as a tensor of torch; the items of a namedtuple as a tuple.
+    The changes name each of them. An entry of a dict or set is removed if its key or its value is
+    an object; in a list or tuple None takes the place of the object. Tensors stay: arrays and
+    tensor subclasses become plain tensors, a namedtuple becomes a tuple.
 
     Raises:
-        NotRepresentable: nothing would remain, or no tensor of a model.
+        NotRepresentable: nothing, or no tensor of the model, would be left.
     """
     return _dropped(checkpoint, hint="--plain makes plain data of what it can")
 
