@@ -1,5 +1,6 @@
 """An optimizer loaded from what a script saves, as `load_into` goes about it."""
 
+import re
 from contextlib import contextmanager
 
 import torch
@@ -56,6 +57,23 @@ def shapely():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
 
 
+def model_of(state_dict):
+    """Modules with parameters, and buffers, of these names, all zero."""
+    model = torch.nn.Module()
+    for name, tensor in state_dict.items():
+        *path, own = name.split(".")
+        module = model
+        for component in path:
+            if component not in dict(module.named_children()):
+                module.add_module(component, torch.nn.Module())
+            module = module.get_submodule(component)
+        if own.startswith(("running_", "num_batches")):
+            module.register_buffer(own, torch.zeros_like(tensor))
+        else:
+            module.register_parameter(own, torch.nn.Parameter(torch.zeros_like(tensor)))
+    return model
+
+
 def stepped(model, kind=torch.optim.Adam, parameters=None, steps=2, **options):
     """An optimizer whose state of each parameter is another."""
     if kind is not torch.optim.Adafactor:
@@ -92,17 +110,12 @@ def lbfgs(model):
     return torch.optim.LBFGS(model.parameters())
 
 
-def is_weight(name):
-    return name.endswith("weight")
-
-
-def groups(model, split, **options):
+def groups(model, pattern, **options):
     """Parameters by name in two groups."""
-    every = list(model.named_parameters())
-    return [
-        {"params": [(n, p) for n, p in every if split(n)], "weight_decay": 0.5, **options},
-        {"params": [(n, p) for n, p in every if not split(n)], "weight_decay": 0.0},
-    ]
+    held = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        held[bool(re.search(pattern, name))].append((name, parameter))
+    return [{"params": held[True], "weight_decay": 0.5, **options}, {"params": held[False]}]
 
 
 class Thin:

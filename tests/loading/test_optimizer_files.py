@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ckptool
-from tests.loading.optimizing import assert_alike, loaded, refusal_of, report_of
+from tests.loading.optimizing import assert_alike, loaded, model_of, refusal_of, report_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -19,23 +19,6 @@ FILES = [
     "ddp/ddp_full.pth", "ecosystem/lightning.ckpt", "trainers/ddp.pth.tar",
     "trainers/lightning.ckpt",
 ]  # fmt: skip
-
-
-def model_of(state_dict):
-    """Modules with parameters, and buffers, of these names, all zero."""
-    model = torch.nn.Module()
-    for name, tensor in state_dict.items():
-        *path, own = name.split(".")
-        module = model
-        for component in path:
-            if component not in dict(module.named_children()):
-                module.add_module(component, torch.nn.Module())
-            module = module.get_submodule(component)
-        if own.startswith(("running_", "num_batches")):
-            module.register_buffer(own, torch.zeros_like(tensor))
-        else:
-            module.register_parameter(own, torch.nn.Parameter(torch.zeros_like(tensor)))
-    return model
 
 
 def optimizer_for(model, state):

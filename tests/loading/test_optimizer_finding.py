@@ -38,6 +38,14 @@ def fresh():
     return model, torch.optim.Adam(model.parameters(), lr=0.5)
 
 
+def taken(source, wanted, **options):
+    """The report, where each parameter has the state that is wanted."""
+    model, optimizer = fresh()
+    report = ckptool.load_into(model, source, optimizer=optimizer, **options)
+    assert_alike(by_name(model, optimizer), wanted)
+    return report
+
+
 def refused(source, *words, kind=MatchError, **options):
     """What it says, and that nothing was touched."""
     model, optimizer = fresh()
@@ -55,12 +63,10 @@ def refused(source, *words, kind=MatchError, **options):
 def test_the_optimizer_in_the_folder_of_a_trainer_is_loaded(checkpoint, name, as_text):
     folder, wanted = checkpoint
     (folder / "optimizer.pt").rename(folder / name)
-    model, optimizer = fresh()
-    report = ckptool.load_into(model, str(folder) if as_text else folder, optimizer=optimizer)
+    report = taken(str(folder) if as_text else folder, wanted)
     assert report.coverage == 1.0
     assert report.optimizer.matched == 4
     assert report.optimizer.notes == (f"the state is that of '{name}', beside the model",)
-    assert_alike(by_name(model, optimizer), wanted)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -97,9 +103,7 @@ def test_beside_shards_it_is_found_as_well(checkpoint):
     names = dict.fromkeys(shapely().state_dict(), "model-00001-of-00001.safetensors")
     index = json.dumps({"metadata": {}, "weight_map": names})
     (folder / "model.safetensors.index.json").write_text(index)
-    model, optimizer = fresh()
-    ckptool.load_into(model, folder, optimizer=optimizer)
-    assert_alike(by_name(model, optimizer), wanted)
+    taken(folder, wanted)
 
 
 def test_state_by_names_as_accelerate_gathers_it_of_fsdp(tmp_path):
@@ -141,9 +145,7 @@ def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
     torch.save(stepped(shapely(), torch.optim.SGD).state_dict(), folder / "optimizer.bin")
     error = refused(folder, "there are 2 files of optimizers", "optimizer.bin", "optimizer_1")
     assert error.hint == "`optimizer_key='optimizer.bin'`; or `optimizer_key='optimizer_1.bin'`"
-    model, optimizer = fresh()
-    ckptool.load_into(model, folder, optimizer=optimizer, optimizer_key="optimizer_1.bin")
-    assert_alike(by_name(model, optimizer), wanted)
+    taken(folder, wanted, optimizer_key="optimizer_1.bin")
 
 
 def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
@@ -153,9 +155,7 @@ def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
     torch.save({"mine": {"opt": state}, "other": other}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: there are 2 optimizers")
     assert error.hint == "`optimizer_key='mine/opt'`; or `optimizer_key='other'`"
-    model, optimizer = fresh()
-    ckptool.load_into(model, folder, optimizer=optimizer, optimizer_key="mine/opt")
-    assert_alike(by_name(model, optimizer), wanted)
+    taken(folder, wanted, optimizer_key="mine/opt")
     refused(folder, "nothing", kind=NotFound, optimizer_key="nothing")
 
 
@@ -166,9 +166,7 @@ def test_with_the_file_of_the_model_alone_it_says_what_to_pass(checkpoint, opene
         source = read if opened else folder / "model.safetensors"
         error = refused(source, "there is none in the file, but optimizer.pt beside it")
     assert error.hint == f"load_into(model, '{folder}', optimizer=...) looks there too"
-    model, optimizer = fresh()
-    ckptool.load_into(model, str(folder), optimizer=optimizer)
-    assert_alike(by_name(model, optimizer), wanted)
+    taken(str(folder), wanted)
 
 
 def test_a_folder_or_file_without_one_says_so(checkpoint):

@@ -14,7 +14,6 @@ from tests.loading.optimizing import (
     content,
     given_by,
     groups,
-    is_weight,
     lbfgs,
     stepped,
     three,
@@ -63,7 +62,7 @@ OWN_FILE = (
     "in a file of its own"
 )
 KIND = "the file's optimizer is of another kind than"
-SPLIT = {"parameters": lambda model: groups(model, is_weight)}
+SPLIT = {"parameters": lambda model: groups(model, "weight$")}
 REFUSED = [
     ({"parameters": unnamed}, adam, NAMELESS, VOUCH),
     ({"parameters": unnamed, "kind": torch.optim.LBFGS}, lbfgs, NAMELESS, VOUCH),
@@ -74,7 +73,7 @@ REFUSED = [
     ({}, flattened, "the optimizer's parameter 0 is of FSDP, of which every rank has a part",
      "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
      "loads such state, by names"),
-    (SPLIT, lambda model: torch.optim.Adam(groups(model, lambda name: name.startswith("a"))),
+    (SPLIT, lambda model: torch.optim.Adam(groups(model, "^a")),
      "a.bias is in group 1 of the file, and others of group 0 of the optimizer are in group 0",
      ALONE),
     (SPLIT, lambda model: torch.optim.Adam([model.a.weight, model.b.weight]),
