@@ -54,7 +54,6 @@ INSIDE = {
         "plan",
         "optimizer",
         "load_into",
-        "live_tree",
         "save",
     ],
 }

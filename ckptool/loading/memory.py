@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool.tensors.live import dtype_name
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Memory", "cuts", "dtype_name", "extent", "memory_of", "repeats", "shape_of"]
+__all__ = ["Memory", "cuts", "extent", "memory_of", "repeats"]
 
 
 class Memory(NamedTuple):
@@ -88,28 +89,3 @@ def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[Any, ...]]:
         for at in range(shape[0]):
             for rest in cuts(shape[1:], most):
                 yield (at, *rest)
-
-
-def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
-    """Return the shape, None for each ragged dimension; None for a lazy parameter."""
-    import torch
-    from torch.nn.parameter import is_lazy
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_lazy(tensor):
-        return None
-    if not tensor.is_nested:
-        return tuple(tensor.shape)
-    try:
-        return tuple(size if type(size) is int else None for size in tensor.shape)
-    except RuntimeError:  # a nested tensor of the strided layout has no shape as a whole
-        return (None,) * tensor.dim()
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of the element type, without `torch.`."""
-    return _name(tensor.dtype)
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

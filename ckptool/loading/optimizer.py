@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes
-from ckptool.loading.memory import dtype_name, shape_of
 from ckptool.loading.plan import Plan, inert
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
@@ -34,6 +33,7 @@ from ckptool.optimizers import shape_of as shape_kept
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
 from ckptool.tensors import is_one_part
+from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.tree import name_of, resolve, walk
 from ckptool.words import counted, listed, printable
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool import errors
 from ckptool.errors import CheckpointError, MatchError, warn
-from ckptool.loading.memory import dtype_name
 from ckptool.matching import EXTRA, Slot
+from ckptool.tensors.live import dtype_name
 
 if TYPE_CHECKING:
     import torch

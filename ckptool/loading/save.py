@@ -22,11 +22,11 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.files.system import worded
-from ckptool.loading.live_tree import frozen
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded
 from ckptool.model import OrderedMap
 from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
 from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
+from ckptool.tensors.live import frozen
 from ckptool.tensors.runtime import require_torch
 from ckptool.transforms.names import moved_metadata
 from ckptool.writing import FLAT, Receipt, target_format

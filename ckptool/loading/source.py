@@ -14,7 +14,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint, opened
 from ckptool.loading.load import TreeMaker
-from ckptool.loading.memory import dtype_name, shape_of
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
@@ -22,7 +21,6 @@ from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage
 from ckptool.names import N_AVERAGED
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
-    OF_THE_MODEL,
     Section,
     is_extra_state,
     is_flat,
@@ -30,6 +28,7 @@ from ckptool.statedict import (
     wrapped_names,
 )
 from ckptool.tensors import is_one_part, only_a_part, require_torch
+from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed, printable
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Source", "State", "stated"]
 
-_AS_THEY_ARE = (bool, int, float, complex, str, bytes, type(None))
 _NODES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
 """Nodes of a tree, which an open checkpoint gave."""
 
@@ -54,7 +52,7 @@ class State:
         self,
         tree: Checkpoint,
         section: Section,
-        boxes: _Boxes | None = None,
+        live: LiveTree | None = None,
         *,
         map_location: MapLocation = "cpu",
         mmap: bool = False,
@@ -66,8 +64,8 @@ class State:
         """The part of `tree` that it is."""
         self.root: OrderedMap = plain_state_dict(tree, section)
         """The entries as they are loaded: those of a pickled module are detached."""
-        boxes = boxes or _Boxes()
-        self._originals, self._containers = boxes.originals, boxes.containers
+        live = live or LiveTree()
+        self._originals, self._containers = live.originals, live.containers
         self.slots: Slots = _slots(section, self._originals)
         """The model's own entries, without plain values that a script put beside them."""
         self.folder: str | None = None
@@ -91,7 +89,7 @@ class State:
         held = self.root.metadata
         if not isinstance(held, Mapping):
             return None
-        given = held if self.tree.format == "memory" else self._made_metadata(held)
+        given = self._made_metadata(held)
         made = {path: entry for path, entry in given.items() if isinstance(path, str)}
         holders = {name.rpartition(".")[0] for name in self.slots}
         inside = {
@@ -214,10 +212,10 @@ def stated(
         raise UsageError(
             f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
         )
-    boxes = _Boxes()
-    tree = Checkpoint(boxes.mapping(source, OrderedMap()), "memory", "")
+    live = _Live()
+    tree = Checkpoint(live.mapping(source, OrderedMap()), "memory", "")
     section = _chosen(tree, key, wanted)
-    with closing(State(tree, section, boxes, map_location=map_location, mmap=mmap)) as state:
+    with closing(State(tree, section, live, map_location=map_location, mmap=mmap)) as state:
         yield state
 
 
@@ -290,95 +288,36 @@ def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
     return live
 
 
-class _Held:
-    """Stands for an object of the caller's that is neither plain data nor a tensor."""
+class _Live(LiveTree):
+    """The tree of a dict in memory: a module is its state dict, an array a tensor."""
 
-    __slots__ = ()
+    def below(self, key: Any, node: Any) -> Any:
+        """Keep an array that is an extra state as it is: it is the module's own."""
+        if is_extra_state(key) and is_array(node):
+            return self.standing_for(node, Held(node))
+        return super().below(key, node)
 
-
-class _Boxes:
-    """Makes trees of dicts in memory, and remembers what each node stands for.
-
-    A tensor becomes a `TensorRef` of its shape and dtype, without a storage. A module becomes its
-    state dict.
-    """
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.originals: dict[int, Any] = {}
-        """The tensor or object that a node stands for, by the `id` of the node."""
-        self.containers: dict[int, Any] = {}
-        """The same for the containers around them."""
-        self._boxes: dict[int, Any] = {}
-        self._alive: list[Any] = []
-
-    def mapping(self, node: Mapping[Any, Any], box: dict[Any, Any]) -> dict[Any, Any]:
-        """Fill `box` with nodes for what `node` holds."""
-        self._boxes[id(node)] = box
-        for key, value in node.items():
-            if is_extra_state(key) and _is_array(value):  # the module's own, whatever it is
-                self._alive.append(value)
-                box[key] = self._standing_for(value, _Held())
-            else:
-                box[key] = self._box(value)
-        metadata = (
-            node.metadata if isinstance(node, OrderedMap) else getattr(node, "_metadata", None)
-        )
-        if isinstance(box, OrderedMap) and isinstance(metadata, Mapping):
-            box.attributes = {"_metadata": metadata}
-            if hasattr(node, OF_THE_MODEL):
-                box.attributes[OF_THE_MODEL] = getattr(node, OF_THE_MODEL)
-        return box
-
-    def _box(self, node: Any) -> Any:
-        if isinstance(node, _AS_THEY_ARE + _NODES):
-            return node
-        known = self._boxes.get(id(node))
-        if known is None:
-            self._alive.append(node)
-            known = self._boxes[id(node)] = self._made(node)
-            if id(known) not in self.originals:
-                self.containers[id(known)] = node
-        return known
-
-    def _made(self, node: Any) -> Any:
+    def other(self, node: Any) -> Any:
+        """Return the node of a tensor, module, array, or object."""
         import torch
 
+        if isinstance(node, _NODES):
+            return node
         if isinstance(node, torch.Tensor):
-            return self._standing_for(node, self._ref(node))
+            return self.standing_for(node, stand_in(node))
         if isinstance(node, Mapping):
             return self.mapping(node, {} if type(node) is dict else OrderedMap())
         if isinstance(node, torch.nn.Module):
-            return self._box(node.state_dict())
-        if type(node) is list:
-            box = self._boxes[id(node)] = []
-            box.extend(map(self._box, node))
-            return box
+            return self.node(node.state_dict())
         if isinstance(node, torch.Size):
             return Size(node)
         if isinstance(node, tuple):
-            return tuple(map(self._box, node))
-        if _is_array(node):
+            return tuple(map(self.node, node))
+        if is_array(node) and node.dtype.kind in "biufc":
             if any(step < 0 for step in node.strides) or not node.dtype.isnative:
                 node = node.astype(node.dtype.newbyteorder("="), order="C")
             with suppress(TypeError), warnings.catch_warnings():  # torch has no such type
                 warnings.simplefilter("ignore")  # that it may not be written to
                 array = torch.from_numpy(node)
-                return self._standing_for(array, self._ref(array))
-        return self._standing_for(node, _Held())
-
-    def _ref(self, tensor: torch.Tensor) -> TensorRef:
-        # Shape and strides are not known of every kind; where it lies is asked of the tensor.
-        return TensorRef(
-            dtype_name(tensor), shape_of(tensor) or (), (), 0, None, str(tensor.device)
-        )
-
-    def _standing_for(self, original: Any, box: Any) -> Any:
-        self.originals[id(box)] = original
-        return box
-
-
-def _is_array(node: Any) -> bool:
-    """Return whether it is an array of numbers, of numpy."""
-    is_array = type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"
-    return is_array and node.dtype.kind in "biufc"
+                return self.standing_for(array, stand_in(array))
+        return super().other(node)

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.errors import UsageError
-from ckptool.loading.memory import dtype_name, memory_of, shape_of
+from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.names import WRAPPERS
 from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
+from ckptool.tensors.live import dtype_name, shape_of
 
 if TYPE_CHECKING:
     import torch

@@ -6,18 +6,16 @@ import copy
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
+from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.transforms.devices import Rules
 from ckptool.tree import everything, rebuild
 
 __all__ = ["changed_dict", "remap_dict"]
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def changed_dict(
@@ -31,12 +29,12 @@ def changed_dict(
     Raises:
         CheckpointError: as `change`.
     """
-    boxes = _Boxes()
-    changed = change(boxes.checkpoint(mapping))
+    live = _Live()
+    changed = change(live.checkpoint(mapping))
     for one in changed.changes:
         if one.kind == "warning":
             warn(one.text)
-    return boxes.unbox_root(changed.root)
+    return live.live(changed.root)
 
 
 def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:
@@ -48,118 +46,77 @@ def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> Order
     Raises:
         DeviceError: a target is no device, or torch cannot use it here.
     """
-    boxes = _Boxes()
-    root = boxes.checkpoint(state_dict).root
-    relocation = _Relocation(Rules(rules), [boxes.original(node) for node in everything(root)])
+    live = _Live()
+    root = live.checkpoint(state_dict).root
+    originals = live.originals
+    relocation = _Relocation(Rules(rules), [originals.get(id(node)) for node in everything(root)])
 
     def move(node: Any) -> Any:
-        original = boxes.original(node)
+        original = originals.get(id(node))
         moved = relocation.moved(original)
-        return node if moved is original else boxes.box(moved)
+        return node if moved is original else live.node(moved)
 
-    return boxes.unbox_root(rebuild(root, move))
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A leaf that is no tensor: some object of the caller's."""
-
-    original: Any
+    return live.live(rebuild(root, move))
 
 
-class _Boxes:
-    """Trees of torch tensors as the model's trees, with a stand-in for each tensor and object."""
+class _Live(LiveTree):
+    """The tree of a dict of torch tensors, and the dict that a changed tree stands for."""
 
     def __init__(self) -> None:
-        self._boxed: dict[int, Any] = {}
-        self._tensors: dict[int, Any] = {}
-        self._unboxed: dict[int, Any] = {}
-        self._alive: list[Any] = []
+        super().__init__()
+        self._unmade: dict[int, Any] = {}
 
     def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
-        """What stands for `mapping`; its root is an ordered dict whatever that is."""
-        return Checkpoint(self._box_mapping(mapping, OrderedMap()), "memory", "")
+        """Return what stands for `mapping`; its root is an ordered dict whatever that is."""
+        return Checkpoint(self.mapping(mapping, OrderedMap()), "memory", "")
 
-    def original(self, node: Any) -> Any:
-        """The tensor or object that a stand-in stands for; None for a container."""
-        return node.original if isinstance(node, _Held) else self._tensors.get(id(node))
-
-    def box(self, node: Any) -> Any:
-        """The model's form of a node."""
-        if isinstance(node, _PLAIN):
-            return node
-        if id(node) not in self._boxed:
-            self._alive.append(node)
-            self._boxed[id(node)] = self._made(node)
-        return self._boxed[id(node)]
-
-    def _made(self, node: Any) -> Any:
-        if type(node) is dict or isinstance(node, OrderedDict):
-            return self._box_mapping(node, {} if type(node) is dict else OrderedMap())
-        if type(node) in (list, tuple):
-            return type(node)([self.box(item) for item in node])
+    def other(self, node: Any) -> Any:
+        """Return the node of a tensor or object; a dict of another class keeps its class."""
+        torch = _torch()
+        if isinstance(node, OrderedDict):
+            return self.mapping(node, OrderedMap())
         if isinstance(node, dict):
-            items = [(key, self.box(value)) for key, value in node.items()]
-            return Opaque(_Held(node), steps=[("set", items)])
-        tensor = _stand_in(node)
-        if tensor is None:
-            return _Held(node)
-        self._tensors[id(tensor)] = node
-        self._alive.append(tensor)
-        return tensor
+            items = [(key, self.node(value)) for key, value in node.items()]
+            return Opaque(Held(node), steps=[("set", items)])
+        if torch is not None and isinstance(node, torch.Tensor):
+            return self.standing_for(node, stand_in(node))
+        if is_array(node):
+            array = TensorRef(str(node.dtype), node.shape, (), 0, None, "cpu", kind="numpy")
+            return self.standing_for(node, array)
+        return super().other(node)
 
-    def _box_mapping(self, node: Mapping[Any, Any], box: dict[Any, Any]) -> dict[Any, Any]:
-        self._boxed[id(node)] = box
-        box.update((key, self.box(value)) for key, value in node.items())
-        if isinstance(box, OrderedMap) and isinstance(node, OrderedDict):
-            box.attributes = {key: self.box(value) for key, value in vars(node).items()}
-        return box
+    def live(self, root: Any) -> OrderedDict[Any, Any]:
+        """Return the dict that a root stands for, in new containers."""
+        made: OrderedDict[Any, Any] = self._live(root)
+        return made
 
-    def unbox_root(self, root: Any) -> OrderedDict[Any, Any]:
-        """The dict that a root stands for."""
-        unboxed: OrderedDict[Any, Any] = self.unbox(root)
-        return unboxed
-
-    def unbox(self, node: Any) -> Any:
-        """What a node stands for, in new containers."""
-        if isinstance(node, (TensorRef, _Held)):
-            return self.original(node)
+    def _live(self, node: Any) -> Any:
+        if id(node) in self.originals:
+            return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
             return node
-        if id(node) not in self._unboxed:
-            self._unboxed[id(node)] = self._unmade(node)
-        return self._unboxed[id(node)]
+        if id(node) not in self._unmade:
+            self._unmade[id(node)] = self._made_anew(node)
+        return self._unmade[id(node)]
 
-    def _unmade(self, node: Any) -> Any:
+    def _made_anew(self, node: Any) -> Any:
         if isinstance(node, (list, tuple)):
-            return type(node)([self.unbox(item) for item in node])
+            return type(node)([self._live(item) for item in node])
         if isinstance(node, Opaque):
             made, items = copy.copy(node.func.original), dict(node.steps[0][1])
             made.clear()
         else:
             made, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
-        self._unboxed[id(node)] = made
-        made.update((key, self.unbox(value)) for key, value in items.items())
+        self._unmade[id(node)] = made
+        made.update((key, self._live(value)) for key, value in items.items())
         if isinstance(node, OrderedMap):
-            vars(made).update((key, self.unbox(value)) for key, value in node.attributes.items())
+            vars(made).update((key, self._live(value)) for key, value in node.attributes.items())
         return made
 
 
 def _torch() -> Any:
     """Torch, if the caller has imported it: else there are no tensors either."""
     return sys.modules.get("torch")
-
-
-def _stand_in(node: Any) -> TensorRef | None:
-    """A `TensorRef` with what the rules for state dicts look at; None for anything but a tensor."""
-    torch = _torch()
-    if torch is not None and isinstance(node, torch.Tensor):
-        dtype = str(node.dtype).removeprefix("torch.")
-        shape = (1,) * node.dim()
-        return TensorRef(dtype, shape, shape, 0, None, str(node.device))
-    if type(node).__module__ == "numpy" and type(node).__name__ == "ndarray":
-        return TensorRef(str(node.dtype), node.shape, (), 0, None, "cpu", kind="numpy")
-    return None
 
 
 class _Relocation:

@@ -5,7 +5,7 @@ import torch
 
 from ckptool import save
 from ckptool.errors import NotRepresentable
-from ckptool.loading.live_tree import _LiveTensors
+from ckptool.tensors.live import _LiveTensors
 from tests.tensors.judge import assert_same
 
 

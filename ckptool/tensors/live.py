@@ -1,8 +1,9 @@
-"""Live Python and torch objects as the tree of a checkpoint: plain data, and tensors in memory.
+"""Live Python and torch objects as the tree of a checkpoint.
 
-An object that is no plain data is refused, with its place and what would help: nothing is pickled
-whose class a reader would have to import. The bytes of tensors are read from memory when they are
-written.
+`LiveTree` makes new containers, with a stand-in for each tensor and object: for transforms of dicts
+in memory, and for loading from them. `frozen` makes what is saved: plain data, and tensors whose
+bytes are read from memory when they are written. An object that is no plain data is refused, with
+its place and a remedy: nothing is pickled whose class a reader would have to import.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import enum
 import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool.checkpoint import Checkpoint
@@ -27,14 +29,131 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["frozen"]
+__all__ = ["Held", "LiveTree", "dtype_name", "frozen", "is_array", "shape_of", "stand_in"]
 
-_AS_THEY_ARE = frozenset((type(None), bool, float, complex, str, bytes))
+_AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes))
 _MOST_BITS = 8 * 255 - 1
 """Bits of an integer that torch's safe unpickler reads."""
 _KEYS = (str, int, float, complex, bytes, bool, type(None), tuple, DeviceValue, Global)
 _WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
 """Devices whose storages hold no bytes (`Tensor._reduce_ex_internal`)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """The node of an object of the caller's that is neither plain data nor a tensor."""
+
+    original: Any
+
+
+class LiveTree:
+    """The tree of some live objects: each object has one node, so that what is shared stays so."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.path: list[Any] = []
+        """The keys on the way to the object that is being looked at."""
+        self.originals: dict[int, Any] = {}
+        """The tensor or object that a leaf stands for, by the `id` of the leaf."""
+        self.containers: dict[int, Any] = {}
+        """The dict, list or tuple that a container stands for, by the `id` of the container."""
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def node(self, node: Any) -> Any:
+        """Return the node of the tree that stands for an object."""
+        kind = type(node)
+        if kind in _AS_THEY_ARE:
+            return node
+        known = self._made.get(id(node))
+        if known is not None:
+            return known[1]
+        if kind is dict:
+            made: Any = self.mapping(node, {})
+        elif kind is OrderedDict:
+            made = self.mapping(node, OrderedMap())
+        elif kind is list:
+            made = []
+            self._made[id(node)] = node, made
+            made.extend(self.below(at, item) for at, item in enumerate(node))
+        elif kind is tuple:
+            made = tuple([self.below(at, item) for at, item in enumerate(node)])
+        else:
+            made = self.other(node)
+        if isinstance(made, (dict, list, tuple)):
+            self.containers[id(made)] = node
+        return self._made.setdefault(id(node), (node, made))[1]
+
+    def mapping(self, node: Mapping[Any, Any], made: dict[Any, Any]) -> dict[Any, Any]:
+        """Fill `made` with nodes for what a mapping holds, and for its attributes."""
+        self._made[id(node)] = node, made
+        for key, value in node.items():
+            made[self.key(key)] = self.below(key, value)
+        if isinstance(made, OrderedMap):
+            if isinstance(node, OrderedMap):
+                attributes = node.attributes
+            else:
+                attributes = vars(node) if isinstance(node, OrderedDict) else {}
+            made.attributes = {key: self.below(key, value) for key, value in attributes.items()}
+        return made
+
+    def below(self, key: Any, node: Any) -> Any:
+        """Return the node of what stands under a key of the object that is being looked at."""
+        self.path.append(key)
+        made = self.node(node)
+        self.path.pop()
+        return made
+
+    def key(self, key: Any) -> Any:
+        """Return the key of the tree for a key."""
+        return key
+
+    def other(self, node: Any) -> Any:
+        """Return the node of an object that is neither plain data nor a plain container."""
+        return self.standing_for(node, Held(node))
+
+    def standing_for(self, original: Any, leaf: Any) -> Any:
+        """Return `leaf`, and remember what it stands for."""
+        self.originals[id(leaf)] = original
+        self._made.setdefault(id(original), (original, leaf))
+        return leaf
+
+
+def stand_in(tensor: torch.Tensor) -> TensorRef:
+    """Return a reference of the shape, type and device of a tensor, without its elements."""
+    return TensorRef(dtype_name(tensor), shape_of(tensor) or (), (), 0, None, str(tensor.device))
+
+
+def is_array(node: Any) -> bool:
+    """Return whether an object is an array of numpy. numpy is not imported."""
+    return type(node).__module__ == "numpy" and type(node).__name__ == "ndarray"
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
+    """Return the shape, None for each ragged dimension; None for a lazy parameter."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_lazy(tensor):
+        return None
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    try:
+        return tuple(size if type(size) is int else None for size in tensor.shape)
+    except RuntimeError:  # a nested tensor of the strided layout has no shape as a whole
+        return (None,) * tensor.dim()
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return torch's name of the element type, without `torch.`."""
+    return _name(tensor.dtype)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# what is saved
 
 
 def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
@@ -46,140 +165,85 @@ def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
     Raises:
         NotRepresentable: an object is no plain data, or a tensor has no elements here.
     """
-    freezer = _Freezer(instead, file)
+    tree = _Frozen(instead, file)
     try:
-        checkpoint = Checkpoint(freezer.node(root), "torch-zip", file)
+        checkpoint = Checkpoint(tree.node(root), "torch-zip", file)
     except RecursionError as error:
         text = "containers are nested deeper than Python's stack"
         raise NotRepresentable(text, file=file) from error
-    return checkpoint.compact() if freezer.tensors.see_parts else checkpoint
+    return checkpoint.compact() if tree.tensors.see_parts else checkpoint
 
 
-class _Freezer:
-    """One pass over a tree."""
+class _Frozen(LiveTree):
+    """A tree of plain data and tensors, and of nothing else."""
 
     def __init__(self, instead: Mapping[int, Any], file: str) -> None:
-        import torch
-
+        super().__init__()
+        self.tensors = _LiveTensors()
         self._instead = instead
         self._file = file
-        self.tensors = _LiveTensors()
-        self._done: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
-        self._path: list[Any] = []
-        self._tensor = torch.Tensor
-        self._makers: dict[type[Any], Callable[[Any], Any]] = {
-            dict: self._mapping,
-            OrderedDict: self._mapping,
-            list: self._list,
-            tuple: self._tuple,
-            set: self._set,
-            Counter: self._counter,
-            torch.Size: self._size,
-            torch.device: lambda node: DeviceValue(str(node)),
-            torch.dtype: lambda node: Global("torch", str(node).removeprefix("torch.")),
-        }
 
     def node(self, node: Any) -> Any:
-        """Return the node of the tree that stands for `node`."""
-        if type(node) in _AS_THEY_ARE:
-            return node
-        if type(node) is int:
-            return self._integer(node)
+        if type(node) is int and node.bit_length() > _MOST_BITS:
+            self._refuse(node, f"of {node.bit_length():,} bits is more than torch reads")
         node = self._instead.get(id(node), node)
-        known = self._done.get(id(node))
-        if known is not None:
-            return known[1]
+        if type(node) is not tuple:
+            return super().node(node)
         if id(node) in self._open:
             self._refuse(node, "holds itself")
         self._open.add(id(node))
-        made = self._made(node)
+        made = super().node(node)
         self._open.discard(id(node))
-        return self._remember(node, made)
+        return made
 
-    def _made(self, node: Any) -> Any:
-        maker = self._makers.get(type(node))
-        if maker is not None:
-            return maker(node)
-        if isinstance(node, self._tensor):
-            return self._tensor_over(node)
+    def key(self, key: Any) -> Any:
+        if type(key) is str:
+            return key
+        made = self.below(key, key)
+        if not isinstance(made, _KEYS):
+            self._refuse(key, "is a key, and no plain one")
+        return made
+
+    def other(self, node: Any) -> Any:
+        import torch
+
+        kind = type(node)
+        if isinstance(node, torch.Tensor):
+            try:
+                return self.tensors.frozen(node)
+            except NotRepresentable as error:
+                message = f"{_spelled(self.path)}: {error.message}"
+                raise NotRepresentable(message, file=self._file, hint=error.hint) from error
+        if kind is set:
+            return Opaque(Global("builtins", "set"), ([self.key(item) for item in _sorted(node)],))
+        if kind is Counter:
+            return Opaque(Global("collections", "Counter"), (self.mapping(dict(node), {}),))
+        if kind is torch.Size:
+            return Size(node)
+        if kind is torch.device:
+            return DeviceValue(str(node))
+        if kind is torch.dtype:
+            return Global("torch", _name(node))
         number = _plain_number(node)
         return self._refuse(node) if number is None else self.node(number)
-
-    def _tensor_over(self, node: Any) -> Any:
-        try:
-            return self.tensors.frozen(node)
-        except NotRepresentable as error:
-            message = f"{self._place()}: {error.message}"
-            raise NotRepresentable(message, file=self._file, hint=error.hint) from error
-
-    def _remember(self, node: Any, made: Any) -> Any:
-        self._done[id(node)] = (node, made)
-        return made
 
     def _refuse(self, node: Any, fact: str = "is no plain data") -> NoReturn:
         kind = type(node)
         owner = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         raise NotRepresentable(
-            f"{self._place()}: {owner}{kind.__qualname__} {fact}",
+            f"{_spelled(self.path)}: {owner}{kind.__qualname__} {fact}",
             file=self._file,
-            hint=_remedy(node, self._path),
+            hint=_remedy(node, self.path),
         )
 
-    def _place(self) -> str:
-        """Return the place of the pass, as Python spells it."""
-        return _spelled(self._path)
 
-    def _below(self, key: Any, node: Any) -> Any:
-        self._path.append(key)
-        made = self.node(node)
-        self._path.pop()
-        return made
-
-    def _integer(self, node: int) -> int:
-        if node.bit_length() > _MOST_BITS:
-            self._refuse(node, f"of {node.bit_length():,} bits is more than torch reads")
-        return node
-
-    def _mapping(self, node: dict[Any, Any]) -> dict[Any, Any]:
-        made: dict[Any, Any] = OrderedMap() if isinstance(node, OrderedDict) else {}
-        self._remember(node, made)
-        for key, value in node.items():
-            made[self._key(key)] = self._below(key, value)
-        if isinstance(made, OrderedMap) and vars(node):
-            made.attributes = {key: self._below(key, value) for key, value in vars(node).items()}
-        return made
-
-    def _key(self, key: Any) -> Any:
-        if type(key) is str:
-            return key
-        made = self._below(key, key)
-        if not isinstance(made, _KEYS):
-            self._refuse(key, "is a key, and no plain one")
-        return made
-
-    def _list(self, node: list[Any]) -> list[Any]:
-        made: list[Any] = []
-        self._remember(node, made)
-        made.extend(self._below(at, item) for at, item in enumerate(node))
-        return made
-
-    def _tuple(self, node: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([self._below(at, item) for at, item in enumerate(node)])
-
-    def _size(self, node: tuple[int, ...]) -> Size:
-        return Size(self._tuple(node))
-
-    def _set(self, node: set[Any]) -> Opaque:
-        """Sort the items where they have an order: equal sets make equal files."""
-        try:
-            items = sorted(node)
-        except TypeError:
-            items = list(node)
-        return Opaque(Global("builtins", "set"), ([self._key(item) for item in items],))
-
-    def _counter(self, node: Counter[Any]) -> Opaque:
-        return Opaque(Global("collections", "Counter"), (self._mapping(dict(node)),))
+def _sorted(items: set[Any]) -> list[Any]:
+    """Return the items in order where they have one: equal sets make equal files."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return list(items)
 
 
 def _plain_number(node: Any) -> Any:
@@ -211,35 +275,18 @@ def _spelled(path: Iterable[Any]) -> str:
 
 
 def _expression(node: Any, name: str) -> str:
-    if type(node) is int:  # one of more bits than torch reads
+    if isinstance(node, enum.Enum):
+        return f"{name}.value"
+    if isinstance(node, (str, int, os.PathLike, date)):
         return f"str({name})"
-    for kind, expression in _BY_CLASS:
-        if isinstance(node, kind):
-            return expression.format(name)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return f"dataclasses.asdict({name})"
-    for method in ("_asdict", "to_dict", "get_state", "getstate", "tolist"):
+    for method in ("tolist", "get_state", "getstate", "to_dict", "_asdict"):
         if callable(getattr(type(node), method, None)):
             return f"{name}.{method}()"
     if isinstance(node, (Mapping, Iterable)) and not isinstance(node, type):
         return f"{'dict' if isinstance(node, Mapping) else 'list'}({name})"
-    if callable(node) and hasattr(node, "__qualname__"):
-        return f"{name}.__qualname__"
     return f"vars({name})" if getattr(node, "__dict__", None) else f"repr({name})"
-
-
-_BY_CLASS: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (enum.Enum, "{}.value"),
-    (os.PathLike, "str({})"),
-    (date, "{}.isoformat()"),
-    ((bytearray, memoryview), "bytes({})"),
-    (frozenset, "set({})"),
-    (str, "str({})"),
-    (bytes, "bytes({})"),
-    (int, "int({})"),
-    (float, "float({})"),
-    (complex, "complex({})"),
-)
 
 
 class _LiveTensors:
