@@ -11,6 +11,7 @@ from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, opened
+from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.writing import FLAT, Receipt, save, target_format
 
@@ -128,9 +129,10 @@ class Conversion:
         Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
         other formats all there is, with the names that it has.
         """
-        return self._placed(
-            self._retyped(self._renamed(self._selected(checkpoint, target), target))
-        )
+        selected = self._selected(checkpoint, target)
+        if self.model_only or self.like is not None:
+            refuse_hollow(selected)
+        return self._placed(self._retyped(self._renamed(selected, target)))
 
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         asked, before = self.model_only or self.key is not None, checkpoint
@@ -303,7 +305,7 @@ def convert(
         MatchError: a state dict does not fit `like`.
         NameCollision: two tensors would get the same key.
         NotRepresentable: the format cannot hold a tensor (with `strict`: anything else), a cast
-            overflows, or objects remain that are not plain.
+            overflows, objects remain that are not plain, or tensors have no values.
         WriteError: nothing was written.
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MODEL_KINDS",
     "OF_THE_MODEL",
-    "PLACEHOLDERS",
     "Section",
     "is_flat",
     "is_optimizer",
@@ -46,8 +45,6 @@ MODEL_KINDS = ("state_dict", "module")
 _EXTRA_STATE = "_extra_state"
 _OF_ARRAYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
-PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
-"""What helps against placeholders (`Section.placeholders`)."""
 OF_THE_MODEL = "_ckptool_model"
 """An attribute beside `_metadata`: of all state dicts in its file, this one is the model's.
 
@@ -101,16 +98,6 @@ class Section:
         found = Counter(one.scheme for one in quantised(self.node).values())
         held = held_apart(self.holder).values() if self.kind == "module" else ()
         return found + Counter(scheme for scheme in map(class_scheme, held) if scheme)
-
-    @cached_property
-    def placeholders(self) -> tuple[list[str], str]:
-        """The names of tensors without elements in the place of weights, and a word on them."""
-        tensors = self.tensors() if self.kind in MODEL_KINDS else []
-        empty = [str(path[-1]) for path, one in tensors if one.shape == (0,)]
-        return empty, (
-            f"it holds placeholders and no weights: {len(empty):,} of "
-            f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 leaves them"
-        )
 
     @property
     def unread(self) -> tuple[str, ...]:

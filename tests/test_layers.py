@@ -24,6 +24,7 @@ ROOMS = [
     "factories",
     "names",
     "statedict",
+    "hollow",
     "optimizers",
     "symbolic",
     "formats",

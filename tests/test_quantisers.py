@@ -177,15 +177,3 @@ def test_numbers_of_a_quantiser_are_neither_cast_nor_averaged(tmp_path, name):
     ):
         average([one, two])
     assert "--raw" not in str(caught.value.hint)
-
-
-def test_placeholders_alone_are_no_result(tmp_path):
-    state = {"model": {"a.weight": torch.empty(0), "b.weight": torch.empty(0)}}
-    torch.save(state, tmp_path / "m.pth")
-    for options in ({}, {"model_only": True}, {"wrappers": "strip"}, {"to": "cpu"}):
-        with pytest.raises(NotRepresentable, match=r"placeholders.* 2 of 2 tensors") as caught:
-            ckptool.convert(tmp_path / "m.pth", tmp_path / "out.pth", **options)
-        assert "zero_to_fp32.py" in caught.value.hint
-    torch.save({}, tmp_path / "none.pth")
-    ckptool.convert(tmp_path / "none.pth", tmp_path / "copy.pth")
-    assert not (tmp_path / "out.pth").exists()

@@ -280,18 +280,6 @@ def placement(patient: Patient) -> Iterator[Found]:
             "memory runs full (CUDA out of memory after a resume), the others' do not",
         )
         yield Found(complaint, {"to": "cpu"})
-    names = _names(patient, ["meta"])
-    if names:
-        complaint = Complaint(
-            "meta",
-            "misleads",
-            f"{counted(len(names), 'tensor')} on the meta device: shapes without values",
-            names_of(names),
-            "torch.load succeeds; load_state_dict then copies nothing into these parameters, with "
-            "no more than a warning",
-            remedy="save it again from a model whose tensors have values",
-        )
-        yield Found(complaint)
 
 
 def _device_of(tag: str) -> str:

@@ -24,9 +24,9 @@ __all__ = ["Diagnosis", "doctor"]
 Progress = Callable[[int, int], None]
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
-_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "packed": -1}
+_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1}
 _UNMENDED = "no command mends it"
-_HOPELESS = frozenset({"damaged", "part", "packed"})
+_HOPELESS = frozenset({"damaged", "part", "meta", "packed"})
 """Kinds of complaint after which no command is worth running."""
 
 

@@ -19,12 +19,13 @@ from ckptool.diagnosis.complaint import Choice, Found, Options, Patient
 from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import writer
 from ckptool.formats.identify import as_argument, unused
+from ckptool.hollow import refuse_hollow
 from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
 from ckptool.words import counted, listed
-from ckptool.writing.save import refuse_hollow
+from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format
 
 __all__ = ["MENDED", "Plan", "Planner"]
@@ -126,7 +127,8 @@ class Planner:
         arguments = {name: value for name, value in options.items() if name != "format"}
         state = Conversion(**arguments).applied(source, format)
         plan = writer(format).plan(state)
-        refuse_hollow(state, plan)
+        refuse_hollow(state)
+        refuse_empty(state, plan)
         if options.get("drop_objects"):
             _refuse_lost_weights(source, state, alone=bool(options.get("model_only")))
         names = encode(state.root).globals if format == "torch-zip" else ()

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.formats.base import OPAQUE_CONSTANTS
+from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import StorageRef, TensorRef
-from ckptool.statedict import MODEL_KINDS, PLACEHOLDERS
+from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
 from ckptool.words import printable
 
 __all__ = [
-    "PLACEHOLDERS",
     "REFUSED_FORMATS",
     "Part",
     "dangerous",
@@ -98,7 +98,7 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
     Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
     """
-    checks = (_packed, _placeholders, _flat_parameters, _rank)
+    checks = (_packed, _hollow, _flat_parameters, _rank)
     return next((part for check in checks if (part := check(checkpoint)) is not None), None)
 
 
@@ -120,13 +120,9 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
     return None
 
 
-def _placeholders(checkpoint: Checkpoint) -> Part | None:
-    """Tensors without elements in the place of weights, as ZeRO-3 leaves them."""
-    for section in checkpoint.sections:
-        empty, text = section.placeholders
-        if section.kind in MODEL_KINDS and len(empty) * 2 > len(section.tensors()):
-            return Part(text, PLACEHOLDERS, places=tuple(empty))
-    return None
+def _hollow(checkpoint: Checkpoint) -> Part | None:
+    found = hollow(checkpoint)
+    return found and Part(found.text, found.remedy, kind=found.kind, places=found.names)
 
 
 def _flat_parameters(checkpoint: Checkpoint) -> Part | None:

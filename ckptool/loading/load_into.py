@@ -19,6 +19,7 @@ from ckptool.errors import (
     UsageError,
     warn,
 )
+from ckptool.hollow import hollow
 from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.memory import memory_of
 from ckptool.loading.plan import TORCH_DECIDES, Plan, check_lists, metadata_for, planned
@@ -181,6 +182,13 @@ def load_into(
             loading = _Loading(
                 model, target, state, plan, allowance, assign=assign, by_name=by_name
             )
+            if without_values := hollow(state.tree, state.section):
+                raise MatchError(
+                    without_values.text,
+                    file=state.file or None,
+                    hint=without_values.remedy,
+                    report=plan.report,
+                )
             if optimizer is not None:
                 from ckptool.loading.optimizer import planned_optimizer  # seldom needed
 

@@ -11,6 +11,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.files import ByteRange
+from ckptool.hollow import refuse_hollow
 from ckptool.model import OrderedMap, Path, Storage, TensorRef
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
@@ -192,7 +193,8 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
         key: The address of the state dict to average, alone.
 
     Raises:
-        NotRepresentable: quantised numbers, which mean something only with their companions.
+        NotRepresentable: quantised numbers, which mean something only with their companions;
+            tensors without values (`hollow`).
         UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
             tensors that have no plain elements.
         NotFound: there is no model, or a name that not every file has.
@@ -203,6 +205,9 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     if ints not in (_SAME, _FIRST):
         raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
     first, models = _models(checkpoints, key)
+    for part, others in models:
+        for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
+            refuse_hollow(checkpoint, one)
     first, models = _untied(first, models)
     plan = _Plan(checkpoints, first, ints)
     for part, others in models:
@@ -399,9 +404,9 @@ class _Plan:
                     at,
                 )
             if not tensor.has_content and (_class(first), self.ints) != ("integer", _FIRST):
-                kind = "meta" if tensor.device == "meta" else tensor.kind
                 raise self._error(
-                    f"{printable(name)!r} is a {kind} tensor, which has no plain elements", at
+                    f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements",
+                    at,
                 )
 
     def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:

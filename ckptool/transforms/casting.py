@@ -14,6 +14,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
+from ckptool.hollow import refuse_hollow
 from ckptool.model import (
     SPARSE_KINDS,
     Opaque,
@@ -253,8 +254,9 @@ def cast(
     Raises:
         UsageError: `dtype`, or a type in `keep`, is not a floating type; or `keep` is not a list.
         NotRepresentable: quantised numbers would be cast without their scales, or cannot be
-            dequantised (`NotFound`: there are none).
+            dequantised (`NotFound`: there are none); or tensors have no values.
     """
+    refuse_hollow(checkpoint)
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
@@ -364,11 +366,9 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
     """Why a floating tensor is left as it is; None where nothing stands in the way."""
     if tensor.kind == "numpy":
         return "a numpy array"
-    if tensor.kind == "meta" or tensor.has_content:
+    if tensor.has_content:
         lost = tensor.flags and wanted.startswith("float8")
         return "negated lazily, as torch does with no 8-bit type" if lost else None
-    if tensor.storage is not None and tensor.kind in ("strided", "subclass"):
-        return None  # on the meta device: there are no bytes to cast
     return "part of a distributed tensor" if tensor.is_spread else f"a {tensor.kind} tensor"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NameCollision, NotRepresentable
+from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     DeviceValue,
@@ -487,8 +488,10 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
+            Or tensors have no values (`hollow`).
         NameCollision: two keys of one dict would become equal.
     """
+    refuse_hollow(checkpoint)
     plainer = _Plainer(checkpoint, _plain_forms(checkpoint, partly=drop))
     result = plainer.applied()
     if drop:

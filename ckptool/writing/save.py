@@ -27,7 +27,8 @@ from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
 from ckptool.formats.base import EditableFormat, EditPlan, WritePlan
-from ckptool.statedict import MODEL_KINDS, PLACEHOLDERS, sections, what_there_is
+from ckptool.hollow import hollow, refuse_hollow
+from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
@@ -35,7 +36,7 @@ from ckptool.writing.sharding import ShardPlan, parse_size, plan_shards
 from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
 
-__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "refuse_hollow", "save"]
+__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "refuse_empty", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +360,15 @@ def save(
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
+        refuse_hollow(checkpoint)
     anew = not own or rewrite or max_shard_size is not None
     plan = _planned(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS
     )
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
-    refuse_hollow(checkpoint, plan)
+    refuse_empty(checkpoint, plan)
+    if found := hollow(checkpoint):
+        plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -494,7 +498,7 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def refuse_hollow(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
+def refuse_empty(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
     """Refuse a result without what was asked for: its numbers, or anything at all.
 
     Raises:
@@ -508,14 +512,8 @@ def refuse_hollow(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
             hint="load it where that class is and save its state_dict(); or --drop-objects leaves "
             "it out",
         )
-    models = [one for one in sections(checkpoint.root) if one.kind in MODEL_KINDS]
-    tensors = [one for part in models for _, one in part.tensors()]
-    if tensors and all(one.shape == (0,) for one in tensors) and checkpoint.format != "memory":
-        text = models[0].placeholders[1]
-        raise NotRepresentable(text, file=checkpoint.path or None, hint=PLACEHOLDERS)
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
-    hollow = not plan.tensors and (empty or plan.format in FLAT)
-    if hollow and checkpoint.format != "memory":
+    if not plan.tensors and (empty or plan.format in FLAT) and checkpoint.format != "memory":
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
         if not there:  # an empty file: its copy lacks nothing

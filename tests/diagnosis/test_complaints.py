@@ -64,9 +64,9 @@ def test_wrappers_that_cannot_come_off_have_no_command(diagnosed):
     assert "would both be named" in found.remedy
 
 
-def test_meta_tensors_mislead(complaint):
+def test_meta_tensors_fail(complaint):
     found = complaint("meta", {"a.w": torch.ones(2, 2, device="meta")})
-    assert (found.severity, found.commands) == ("misleads", ())
+    assert (found.severity, found.commands) == ("fails", ())
 
 
 def test_the_state_of_a_training_without_a_model_is_a_note(complaint):

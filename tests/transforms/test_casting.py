@@ -295,15 +295,6 @@ def test_a_pickled_module_is_cast(tmp_path):
         assert torch.equal(loaded.state_dict()[name], wanted)
 
 
-def test_tensors_without_bytes_change_their_type():
-    over = trees.Storage("0", None, 40, "meta")
-    meta = trees.TensorRef("float32", (5,), (1,), 5, over, "meta")
-    bare = trees.TensorRef("float32", (5,), (1,), 0, None, "meta", kind="meta")
-    made = cast(trees.checkpoint({"a": meta, "b": bare}), "float16")
-    assert (made.root["a"].dtype, made.root["a"].storage.nbytes) == ("float16", 20)
-    assert made.root["b"].dtype == "float16"
-
-
 def test_tensors_of_a_tpu_are_carried_as_tensors(tmp_path):
     data = trees.tensor(4)
     carried = replace(data, device="xla:0", parts={"carrier": "cpu_tensor", "data": data})

@@ -1,0 +1,78 @@
+"""Tensors without values: on the meta device, or the placeholders that ZeRO-3 leaves of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotRepresentable
+from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.tree import name_of
+from ckptool.words import counted
+
+__all__ = ["PLACEHOLDERS", "Hollow", "hollow", "refuse_hollow"]
+
+PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
+"""What helps against placeholders."""
+
+
+class Hollow(NamedTuple):
+    """What is wrong with a checkpoint whose tensors have no values."""
+
+    kind: str
+    """`meta` or `part`, as doctor's complaint."""
+    text: str
+    remedy: str
+    names: tuple[str, ...]
+    """The addresses of the tensors."""
+
+
+def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | None:
+    """Return which tensors of a checkpoint, or of one section, have no values; None if all have.
+
+    A state dict has placeholders if two or more tensors named `weight` have the shape (0,), and
+    these are more than half of its weights; or if `param_shapes` of the file has another shape for
+    a tensor of the shape (0,). Vectors and buffers do not count: ZeRO-3 keeps small tensors whole.
+    """
+    tensors = list(checkpoint.tensors() if section is None else section.tensors())
+    meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
+    if meta:
+        text = f"there are no values for {len(meta):,} of {counted(len(tensors), 'tensor')}: "
+        text += "meta tensors have no more than a shape"
+        remedy = "save it again from a model whose tensors have values"
+        return Hollow("meta", text, remedy, tuple(map(name_of, meta)))
+    shapes = dict(_stated_shapes(checkpoint.original or checkpoint.root))
+    for one in checkpoint.sections if section is None else (section,):
+        tensors = one.tensors() if one.kind in MODEL_KINDS else []
+        empty = [path for path, tensor in tensors if tensor.shape == (0,)]
+        weights = [tensor for path, tensor in tensors if _last(path[-1]) == "weight"]
+        none = sum(tensor.shape == (0,) for tensor in weights)
+        whole = sum(len(tensor.shape) != 1 for tensor in weights)
+        if (none > 1 and none > whole) or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
+            text = f"it holds placeholders instead of weights: {len(empty):,} of "
+            text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
+            return Hollow("part", text, PLACEHOLDERS, tuple(map(name_of, empty)))
+    return None
+
+
+def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None) -> None:
+    """Refuse to make weights of tensors without values.
+
+    Raises:
+        NotRepresentable: saying which.
+    """
+    found = hollow(checkpoint, section)
+    if found is not None:
+        raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
+
+
+def _last(key: Any) -> str:
+    return str(key).rpartition(".")[2]
+
+
+def _stated_shapes(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the names and shapes in `param_shapes` of DeepSpeed: a dict for each group."""
+    groups = root.get("param_shapes") if isinstance(root, dict) else None
+    for group in groups if isinstance(groups, list) else [groups]:
+        yield from group.items() if isinstance(group, dict) else ()
