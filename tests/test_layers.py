@@ -172,3 +172,52 @@ def test_the_tests_own_eyes_see_nested_and_relative_imports():
         ("ckptool.errors", ("f",)),
         ("torch.nn", ("f",)),
     ]
+
+
+ONE_ANOTHER: set[frozenset[str]] = set()
+"""Modules that may import each other, also lazily: what a later step unties."""
+
+
+def modules_imported(file):
+    """The files of the modules that a module imports, at whatever depth."""
+    for found in imports(file, trees()[file]):
+        if found.module.split(".")[0] != "ckptool" or is_type_hint_or_method(found, file):
+            continue
+        base = "/".join(found.module.split(".")[1:])
+        for name in found.names or ("",):
+            paths = (f"{base}/{name}.py", f"{base}/{name}/__init__.py", f"{base}/__init__.py")
+            paths = (*paths[:2], f"{base}.py", paths[2])
+            there = next((one for path in paths if (one := path.lstrip("/")) in trees()), None)
+            if there not in (None, file):
+                yield there
+
+
+def circles(edges):
+    """The sets of nodes that reach each other."""
+    reached = {}
+    for node in edges:
+        todo, met = [*edges[node]], set()
+        while todo:
+            one = todo.pop()
+            if one not in met:
+                met.add(one)
+                todo.extend(edges[one])
+        reached[node] = met
+    return {
+        frozenset(other for other in reached[node] if node in reached[other])
+        for node in edges
+        if node in reached[node]
+    }
+
+
+def test_no_modules_import_each_other_not_even_inside_functions():
+    inside = [file for file in trees() if room(file) not in DOORS]
+    edges = {file: {one for one in modules_imported(file) if one in inside} for file in inside}
+    assert circles(edges) == ONE_ANOTHER
+
+
+def test_circles_are_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == {
+        frozenset("bc"),
+        frozenset("d"),
+    }

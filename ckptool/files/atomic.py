@@ -14,8 +14,8 @@ from io import FileIO
 from typing import Protocol
 
 from ckptool.errors import FileBusy, TargetExists, WriteDenied, WriteError
+from ckptool.files.beside import beside
 from ckptool.files.journal import undisturbed
-from ckptool.files.opening import beside
 from ckptool.files.recovery import settle
 from ckptool.files.source import BLOCK, ByteRange, FileSource
 from ckptool.files.system import (

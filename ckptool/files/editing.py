@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
+from ckptool.files.beside import journal_path
 from ckptool.files.journal import Journal, exclusive, leads_to, remove_journal, write_journal
-from ckptool.files.opening import journal_path
 from ckptool.files.source import FileSource, read_at
 from ckptool.files.system import boot_id, check_space, worded, write_at
 

@@ -23,8 +23,8 @@ from ckptool.files.atomic import (
     refuse_target,
     seal,
 )
+from ckptool.files.beside import beside, journal_path
 from ckptool.files.journal import read_journal, remove_unfinished
-from ckptool.files.opening import beside, journal_path
 from ckptool.files.recovery import settle
 from ckptool.files.renames import (
     FINISHED,

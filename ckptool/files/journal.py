@@ -19,7 +19,7 @@ from ckptool.errors import (
     FileMissing,
     WriteError,
 )
-from ckptool.files.opening import UNFINISHED, journal_path
+from ckptool.files.beside import UNFINISHED, journal_path
 from ckptool.files.source import BLOCK, FileSource, open_descriptor
 from ckptool.files.system import (
     boot_id,

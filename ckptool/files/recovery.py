@@ -11,9 +11,9 @@ from time import sleep
 from typing import Any, TypeVar
 
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
+from ckptool.files.beside import has_journal
 from ckptool.files.editing import KIND, Edit, State
 from ckptool.files.journal import exclusive, read_journal, remove_journal, remove_unfinished
-from ckptool.files.opening import has_journal
 from ckptool.files.renames import FINISHED, settle_set
 from ckptool.files.source import FileSource
 from ckptool.files.system import worded

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptool.errors import CheckpointError, CorruptFile, FileBusy, WriteDenied
+from ckptool.files.beside import beside
 from ckptool.files.journal import (
     Journal,
     leads_to,
@@ -18,7 +19,6 @@ from ckptool.files.journal import (
     undisturbed,
     write_journal,
 )
-from ckptool.files.opening import beside
 from ckptool.files.system import allow_open_files, lock_holder, sync_folder, try_lock, who
 
 __all__ = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import ByteRange, FileSource
@@ -16,8 +17,6 @@ from ckptool.limits import Limits
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
     from ckptool.files.editing import Patch
-    from ckptool.formats.sharded import ShardIndex
-    from ckptool.formats.torch_zip import Contents
 
 __all__ = [
     "OPAQUE_CONSTANTS",
@@ -33,6 +32,8 @@ __all__ = [
     "WritableFormat",
     "WritePlan",
 ]
+
+_Answer = TypeVar("_Answer")
 
 OPAQUE_CONSTANTS = "its code refers to them, and the file has no value for them (mkldnn constants)"
 """What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
@@ -129,8 +130,10 @@ class Probe:
         self.limits = limits
         self.is_folder = os.path.isdir(self.path)
         self.source = source or (None if self.is_folder else open_source(self.path))
-        self.contents: Contents | None = None
-        """What the records of a torch zip say, once it has been read."""
+        self._answers: dict[Callable[[Probe], Any], Any] = {}
+        self._closing = ExitStack()
+        if self.source is not None:
+            self.on_close(self.source.close)
 
     @cached_property
     def head(self) -> bytes:
@@ -142,36 +145,20 @@ class Probe:
         """The names in a folder; empty for a file."""
         return frozenset(os.listdir(self.path)) if self.is_folder else frozenset()
 
-    @cached_property
-    def archive(self) -> Archive | None:
-        """The zip's records, or those of an unzipped checkpoint; None for anything else.
+    def ask(self, make: Callable[[Probe], _Answer]) -> _Answer:
+        """Return what `make` finds out about the file; asked again, the same without a new look."""
+        if make not in self._answers:
+            self._answers[make] = make(self)
+        answer: _Answer = self._answers[make]
+        return answer
 
-        Raises:
-            CorruptFile: it begins as a zip and is damaged.
-        """
-        from ckptool.formats.archive import open_archive
-
-        return open_archive(self)
-
-    @cached_property
-    def shard_index(self) -> ShardIndex | None:
-        """The index of shards that this is, or that the folder holds; None for anything else.
-
-        Raises:
-            CorruptFile: it is one and breaks a rule.
-            NotACheckpoint: the folder holds several.
-        """
-        from ckptool.formats.sharded import open_index
-
-        return open_index(self)
+    def on_close(self, close: Callable[[], None]) -> None:
+        """Have `close` called when the probe is closed."""
+        self._closing.callback(close)
 
     def close(self) -> None:
         """Close what was opened here."""
-        index = vars(self).get("shard_index")
-        if index is not None:
-            index.source.close()
-        if self.source is not None:
-            self.source.close()
+        self._closing.close()
 
 
 class WritePlan(NamedTuple):

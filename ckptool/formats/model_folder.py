@@ -11,8 +11,10 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from ckptool.errors import CheckpointError, warn
+from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import few, quoted
+from ckptool.formats.sharded import open_index
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.words import printable
 
@@ -75,7 +77,7 @@ def of_model_file(probe: Probe) -> Probe:
 def opens_as(folder: str, path: str) -> bool:
     """Whether a folder is opened as this file, or index, in it."""
     with suppress(CheckpointError, OSError), closing(Probe(folder, DEFAULT_LIMITS)) as probe:
-        choice, index = _chosen(probe), probe.shard_index
+        choice, index = _chosen(probe), probe.ask(open_index)
         if choice is not None:
             return choice.files[0] == os.path.basename(path)
         return index is not None and os.path.basename(index.path) == os.path.basename(path)
@@ -84,7 +86,7 @@ def opens_as(folder: str, path: str) -> bool:
 
 def _chosen(probe: Probe) -> _Names | None:
     """What is the one model of a folder, then what is not read for that."""
-    if not probe.is_folder or probe.archive is not None:
+    if not probe.is_folder or probe.ask(open_archive) is not None:
         return None
     found = [
         _Names(model.library, files) for model in _MODELS if (files := _there(probe, model.files))
@@ -92,9 +94,10 @@ def _chosen(probe: Probe) -> _Names | None:
     if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
         return None
     ((library, files),) = found
-    if probe.shard_index is None:
+    shards = probe.ask(open_index)
+    if shards is None:
         return found[0]
-    index = os.path.basename(probe.shard_index.path)
+    index = os.path.basename(shards.path)
     if index.endswith(_PICKLED) and files[0].endswith(_SAFE):
         return _Names(library, (*files, index))
     return _Names(library, (index, *files)) if index == _SHARDS_OF[library] else None

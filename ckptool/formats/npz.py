@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import InflatedSource
-from ckptool.formats.archive import ARRAY
+from ckptool.formats.archive import ARRAY, open_archive
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.limits import Limits
@@ -117,7 +117,7 @@ class NumpyArchive:
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a zip in which every record is called after an array."""
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         return (
             not probe.is_folder
             and archive is not None
@@ -132,7 +132,7 @@ class NumpyArchive:
             CorruptFile: a record is no array, or not as long as its header says.
             LimitExceeded: a header, or the pickle of an array of objects, is beyond `probe.limits`.
         """
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         if archive is None:
             raise CorruptFile("this is no zip", file=probe.path)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
-from ckptool.formats.archive import read_json, read_text, zip_archive
+from ckptool.formats.archive import open_archive, read_json, read_text, zip_archive
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.formats.torch_zip import read_contents
 from ckptool.limits import Limits
@@ -53,7 +53,7 @@ class PT2Archive:
 
     def recognise(self, probe: Probe) -> bool:
         """Whether `archive_format` says pt2, or a serialised program lies beside its state."""
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         if archive is None:
             return False
         mark = archive.records.get(_FORMAT)
@@ -68,7 +68,7 @@ class PT2Archive:
             CorruptFile: the archive or a description in it is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         if archive is None:
             raise CorruptFile("this is no zip", file=probe.path)
         reader = _Reader(archive, probe.limits)

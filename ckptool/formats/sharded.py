@@ -21,12 +21,13 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import FileSource
+from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to
-from ckptool.files.opening import has_journal, journalled
 from ckptool.files.system import allow_open_files
-from ckptool.formats import candidates, identify
+from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe
 from ckptool.formats.identify import Finding, few, quoted, shell
+from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
@@ -113,13 +114,13 @@ def open_index(probe: Probe) -> ShardIndex | None:
         for path in _called_so(probe):
             inner = Probe(path, probe.limits)
             opened.callback(inner.close)
-            found.append(inner.shard_index)
+            found.append(inner.ask(open_index))
         indexes = [index for index in found if index is not None]
         if len(indexes) > 1:
             raise _several(probe.path, indexes)
         _refuse_rival(probe, indexes)
         if indexes:
-            opened.pop_all()
+            probe.on_close(opened.pop_all().close)
         return indexes[0] if indexes else None
 
 
@@ -476,7 +477,7 @@ class Sharded:
         Raises:
             UnreadableFile: it is an index, and that shard cannot be read.
         """
-        index = probe.shard_index
+        index = probe.ask(open_index)
         if index is None:
             return False
         if not index.shards:
@@ -498,7 +499,7 @@ class Sharded:
             UnsupportedFormat: a shard is of another format than the first.
             LimitExceeded: one asks for more than `probe.limits`.
         """
-        index = probe.shard_index
+        index = probe.ask(open_index)
         if index is None:
             raise CorruptFile("this is no index of shards", file=probe.path)
         allow_open_files(_wanted(index))

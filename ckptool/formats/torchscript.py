@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
-from ckptool.formats.archive import read_json, read_text
+from ckptool.formats.archive import open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Probe
 from ckptool.formats.torch_zip import Storages, few, read_contents
 from ckptool.limits import Limits
@@ -157,7 +157,7 @@ class TorchScript:
 
     def recognise(self, probe: Probe) -> bool:
         """Whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         if archive is None:
             return False
         find = Storages(archive, "little").find
@@ -172,7 +172,7 @@ class TorchScript:
             CorruptFile: the archive, its pickle or its JSON is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        archive = probe.archive
+        archive = probe.ask(open_archive)
         if archive is None:
             raise CorruptFile("this is no zip", file=probe.path)
         if "model.json" in archive.records and "data.pkl" not in archive.records:

@@ -24,7 +24,7 @@ from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.sharded import ShardIndex
+from ckptool.formats.sharded import ShardIndex, open_index
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
@@ -81,7 +81,7 @@ def examine(
                 probe = of_model_file(probe)
                 opened.callback(probe.close)
                 look.verdict = Verdict(probe.path)
-            index = probe.shard_index
+            index = probe.ask(open_index)
             if index is None:
                 look.at_file(probe, values=values, hashes=hashes)
             else:
@@ -157,7 +157,7 @@ class _Look:
         if not os.path.isfile(path):
             return False
         with closing(Probe(path, self.limits)) as probe:
-            if probe.shard_index is not None:
+            if probe.ask(open_index) is not None:
                 return False
             look = _Look(Verdict(path), self.limits, self.progress, is_shard=True)
             try:

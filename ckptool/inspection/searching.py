@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from ckptool.errors import CheckpointError
 from ckptool.files import FileSource
 from ckptool.formats import candidates
+from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.sharded import shards_named_by
@@ -92,7 +93,7 @@ def _is_unzipped(folder: str, limits: Limits) -> bool:
     """Whether the folder itself holds the records of one checkpoint."""
     try:
         with closing(Probe(folder, limits)) as probe:
-            archive = probe.archive
+            archive = probe.ask(open_archive)
             if archive is None or os.path.realpath(archive.path) != os.path.realpath(folder):
                 return False
             return any(known.recognise(probe) for known in candidates(probe))

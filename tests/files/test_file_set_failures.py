@@ -10,10 +10,10 @@ import pytest
 
 from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
 from ckptool.files import opening, recovery, renames, system
+from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import read_journal, write_journal
-from ckptool.files.opening import has_journal, journal_path
 from ckptool.files.renames import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, run_child, write
 

@@ -24,9 +24,10 @@ from ckptool.errors import (
 )
 from ckptool.files import FileSource, opening, recovery
 from ckptool.files.atomic import atomic_output
+from ckptool.files.beside import journal_path
 from ckptool.files.editing import Edit, Patch, apply_patch
 from ckptool.files.journal import Journal, exclusive, write_journal
-from ckptool.files.opening import journal_path, open_source
+from ckptool.files.opening import open_source
 from ckptool.files.recovery import Recovery, recover, settle
 from ckptool.files.system import copy_bytes
 from tests.files.faults import KILL, POWER, Loss, crash_at, crashes, needs_fork, torn

@@ -175,14 +175,14 @@ def test_every_file_is_closed_again(folder):
 
 def test_it_is_read_again_where_it_is_replaced_meanwhile(folder, monkeypatch):
     path = write(folder, SAFE)
-    walk, done = ckptool.formats.walk, []
+    walk, done = ckptool.formats.opening.walk, []
 
     def walked(*given):
         if not done:
             done.append(os.utime(path, ns=(1, 1)))
         return walk(*given)
 
-    monkeypatch.setattr("ckptool.formats.walk", walked)
+    monkeypatch.setattr("ckptool.formats.opening.walk", walked)
     assert said(folder)[0] == [SAFE]
     assert done
 

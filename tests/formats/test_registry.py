@@ -8,8 +8,7 @@ import sys
 import pytest
 
 import ckptool
-from ckptool import formats
-from ckptool.formats import REGISTRY, WRITABLE, WritableFormat, open_checkpoint, writer
+from ckptool.formats import REGISTRY, WRITABLE, WritableFormat, open_checkpoint, opening, writer
 
 
 @pytest.mark.parametrize("entry", REGISTRY, ids=lambda entry: entry.name)
@@ -44,7 +43,7 @@ def changing(fixtures, tmp_path, monkeypatch):
 
     def change(times, *, error=None):
         reads = []
-        read = formats._read
+        read = opening._read
 
         def changed(probe):
             reads.append(probe)
@@ -55,7 +54,7 @@ def changing(fixtures, tmp_path, monkeypatch):
                     raise error
             return found
 
-        monkeypatch.setattr(formats, "_read", changed)
+        monkeypatch.setattr(opening, "_read", changed)
         return path, reads
 
     return change

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ckptool.errors import WriteError
+from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
 from ckptool.limits import DEFAULT_LIMITS
@@ -79,7 +80,7 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
     with torch.serialization.skip_data():
         torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], theirs)
     source = Probe(theirs, DEFAULT_LIMITS)
-    found = source.archive
+    found = source.ask(open_archive)
     records = [
         NewRecord(
             name, record.data.length, lambda output, size=record.data.length: output.skip(size)
@@ -95,7 +96,7 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
     mine = Probe(ours, DEFAULT_LIMITS)
     assert [
         (name, record.data.offset, record.data.length, record.header_offset)
-        for name, record in mine.archive.records.items()
+        for name, record in mine.ask(open_archive).records.items()
     ] == [
         (name, record.data.offset, record.data.length, record.header_offset)
         for name, record in found.records.items()
@@ -146,6 +147,6 @@ def test_a_probe_reads_what_was_written(tmp_path):
     path = tmp_path / "out.pth"
     path.write_bytes(written(plan_zip("f", [literal("data.pkl", b"N.")], 64)))
     probe = Probe(path, DEFAULT_LIMITS)
-    assert probe.archive is not None
-    assert probe.archive.records["data.pkl"].data.offset == 64
+    assert probe.ask(open_archive) is not None
+    assert probe.ask(open_archive).records["data.pkl"].data.offset == 64
     probe.close()

@@ -20,7 +20,8 @@ from ckptool.formats.checks.contents import (
     tar_findings,
     torch_zip_findings,
 )
-from ckptool.formats.sharded import total_size_notes
+from ckptool.formats.sharded import open_index, total_size_notes
+from ckptool.formats.torch_zip import contents_of
 from ckptool.model import OrderedMap
 
 __all__ = ["content", "structure"]
@@ -46,10 +47,11 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
         found += Findings(tuple(pickle_problems(checkpoint)))
     found += Findings(tuple(frame_problems(checkpoint)))
     match checkpoint.format:
-        case "torch-zip" if probe.archive and probe.contents:
+        case "torch-zip":
+            contents = probe.ask(contents_of)
             found += Findings(notes=checkpoint.details.left_behind)
             return found + torch_zip_findings(
-                probe.archive, probe.contents, unzipped=probe.is_folder
+                contents.storages.archive, contents, unzipped=probe.is_folder
             )
         case "safetensors-sharded" | "torch-sharded":
             return found + Findings(tuple(_total_size(checkpoint, probe)))
@@ -66,6 +68,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
 
 def _total_size(checkpoint: Checkpoint, probe: Probe) -> Iterator[Problem]:
     """Whether the index states a size that no writer counts."""
-    if probe.shard_index is not None and isinstance(checkpoint.root, OrderedMap):
-        for text in total_size_notes(probe.shard_index, checkpoint.root):
+    index = probe.ask(open_index)
+    if index is not None and isinstance(checkpoint.root, OrderedMap):
+        for text in total_size_notes(index, checkpoint.root):
             yield Problem("total-size", "", text)

@@ -9,6 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
+from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.legacy_stream import (
@@ -21,8 +22,14 @@ from ckptool.formats.legacy_stream import (
 )
 from ckptool.formats.safetensors_header import LENGTH
 from ckptool.formats.torch_tar import BLOCK, read_members
-from ckptool.formats.torch_zip import PICKLE, Contents, is_known_version
-from ckptool.formats.torch_zip_edit import Laid, alignment_of, computed_offsets
+from ckptool.formats.torch_zip import (
+    PICKLE,
+    Contents,
+    Laid,
+    alignment_of,
+    computed_offsets,
+    is_known_version,
+)
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
 from ckptool.symbolic import unpickle
@@ -267,7 +274,7 @@ def archive_findings(probe: Probe) -> Findings:
         return Findings()
     whole = ByteRange(probe.source, 0, probe.source.size)
     try:
-        archive = probe.archive
+        archive = probe.ask(open_archive)
     except UnsupportedFormat:
         return Findings(header_problems(whole, refused=True))
     except CheckpointError:

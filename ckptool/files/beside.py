@@ -1,0 +1,46 @@
+"""The names of files that lie beside a file: its journal, and what is being written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+__all__ = ["UNFINISHED", "beside", "has_journal", "journal_path", "journalled"]
+
+_NAME_BYTES = 255
+_ENDING_BYTES = 40
+_JOURNAL = ".ckptool-journal"
+UNFINISHED = ".tmp"
+"""Behind the name of a journal that is being written."""
+
+
+def beside(target: str, ending: str) -> str:
+    """`.NAME` and `ending` (up to 40 bytes) in the folder of `target`, whose links are resolved.
+
+    A name that would become too long is cut and gets a mark of its own.
+    """
+    folder, name = os.path.split(target)
+    raw = os.fsencode(name)
+    room = _NAME_BYTES - 1 - _ENDING_BYTES
+    if len(raw) > room:
+        mark = "-" + hashlib.sha256(raw).hexdigest()[:12]
+        name = raw[: room - len(mark)].decode("utf-8", "ignore") + mark
+    return os.path.join(folder, f".{name}{ending}")
+
+
+def journal_path(target: str) -> str:
+    """Where the journal of `target` lies: `.NAME.ckptool-journal` beside it, links resolved."""
+    return beside(os.path.realpath(target), _JOURNAL)
+
+
+def journalled(name: str) -> str | None:
+    """The file whose journal is called `name` (if that was not cut); None for any other name."""
+    if not name.startswith(".") or not name.endswith(_JOURNAL):
+        return None
+    return name[1 : -len(_JOURNAL)]
+
+
+def has_journal(target: str) -> bool:
+    """Whether a journal lies beside `target`, or the beginning of one."""
+    path = journal_path(target)
+    return os.path.lexists(path) or os.path.lexists(path + UNFINISHED)

@@ -1,0 +1,114 @@
+"""Checkpoints opened: the format of a file told by its content, and its header read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckptool._lazy import uncollected
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CheckpointError, UnreadableFile
+from ckptool.files import FileSource
+from ckptool.formats.base import Probe
+from ckptool.formats.registry import candidates
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.tree import walk
+
+__all__ = ["Source", "open_checkpoint", "opened", "read_probe"]
+
+_ATTEMPTS = 3
+"""How often a file is read that is changed meanwhile."""
+
+Source = str | os.PathLike[str] | Checkpoint
+"""A path, or a checkpoint that is open already."""
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    source: FileSource | None = None,
+) -> Checkpoint:
+    """The checkpoint in a file or folder, told apart by content; only the header is read.
+
+    A folder that holds one model under the name that its library gives it is that file. A file
+    that is changed meanwhile is read again: its header is that of one state. `source` is the file,
+    already open, as it stands: no journal beside it is looked for.
+
+    Raises:
+        UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
+            something writes to it all the time.
+    """
+    for _ in range(_ATTEMPTS if source is None else 1):
+        checkpoint = read_probe(Probe(path, limits, source))
+        if checkpoint is not None:
+            return checkpoint
+    raise UnreadableFile(
+        "changed whenever it was read",
+        file=path,
+        hint="try again when nothing writes to the file any more",
+    )
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[Checkpoint]:
+    """A checkpoint that is open already, which stays so, or one opened for as long as this lasts.
+
+    Raises:
+        UnreadableFile: as `open_checkpoint`.
+    """
+    if isinstance(source, Checkpoint):
+        yield source
+        return
+    with open_checkpoint(source) as checkpoint:
+        yield checkpoint
+
+
+def read_probe(probe: Probe) -> Checkpoint | None:
+    """What a probe reads; None where something was written to a file meanwhile.
+
+    A probe that gives no checkpoint is closed.
+
+    Raises:
+        UnreadableFile: as `open_checkpoint`.
+    """
+    try:
+        if probe.is_folder:
+            from ckptool.formats.model_folder import of_model_file  # a file needs none of it
+
+            probe = of_model_file(probe)
+        with uncollected():
+            checkpoint = _read(probe)
+    except CheckpointError as error:
+        changed = probe.source is not None and probe.source.changed() is not None
+        probe.close()
+        if changed:
+            return None
+        if error.file is None:
+            error.file = probe.path
+        raise
+    if any(source.changed() for source in checkpoint.sources):
+        checkpoint.close()
+        return None
+    return replace(checkpoint, original=checkpoint.root)
+
+
+def _read(probe: Probe) -> Checkpoint:
+    is_part = probe.path.endswith(".distcp") or ".data-" in probe.path
+    if is_part or os.path.isdir(f"{probe.path}.tensors"):  # as torch_xla puts it beside the file
+        from ckptool.formats.identify import refuse
+
+        refused = refuse(probe)
+        if refused is not None:
+            raise refused
+    for known in candidates(probe):
+        if known.recognise(probe):
+            checkpoint = known.read(probe)
+            for _ in walk(checkpoint.root, probe.limits):
+                pass  # nested too deep, or mentioned too often: told now, not half-way
+            return checkpoint
+    from ckptool.formats.identify import explain  # a file that opens waits for none of it
+
+    raise explain(probe)
