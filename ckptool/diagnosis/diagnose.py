@@ -135,7 +135,7 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     plan = planner.plan()
     complaints = [_answered(one, planner, plan, hopeless) for one in found]
     if any(one.remedy.startswith(_UNMENDED) for one in complaints):
-        rest = "other complaints have no command: a plan would not make the file load"
+        rest = "no command for this alone: the file would still not load"
         complaints = [
             replace(one, commands=(), remedy=one.remedy or rest) if one.commands else one
             for one in complaints

@@ -30,7 +30,7 @@ from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable
 
-__all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
+__all__ = ["INTEGERS", "is_adapter", "is_floating", "level", "naming", "objects", "versions"]
 
 INTEGERS = frozenset(
     {
@@ -63,6 +63,11 @@ _BLOCKED = ("sys", "os", "posix", "nt")
 def is_floating(dtype: str) -> bool:
     """Return whether it is a type of real or complex numbers with a fraction."""
     return "float" in dtype or "complex" in dtype
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether PEFT trained a tensor of this name beside the weights of the base model."""
+    return _ADAPTER.search(name) is not None or ".modules_to_save." in name
 
 
 def level(patient: Patient) -> Iterator[Found]:

@@ -36,6 +36,9 @@ _ORDER = ("format", "key", "model_only", "exclude", "wrappers", "rename", "like"
           "compact")  # fmt: skip
 """The order in which options are tried; a complaint that any rewrite mends comes last."""
 
+_OF_A_MODEL = frozenset({"key", "model_only", "exclude", "wrappers", "rename", "like", "format"})
+"""Options after which the training that saved the file cannot resume from it."""
+
 Check = Callable[[Patient], Iterable[Found]]
 
 
@@ -197,9 +200,9 @@ def _place(one: Found) -> int:
 
 
 def _drops_training(one: Found) -> bool:
-    """Whether what mends a complaint leaves out what a training needs to go on."""
+    """Return True if a fix changes the names or parameters of a training, or drops its state."""
     fix: Mapping[str, Any] = one.fix or {}
-    return not {"model_only", "exclude", "format"}.isdisjoint(fix)
+    return not _OF_A_MODEL.isdisjoint(fix)
 
 
 def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:

@@ -6,8 +6,9 @@ groups (torch/optim/optimizer.py).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -22,7 +23,7 @@ from ckptool.diagnosis.complaint import (
     tensors_of,
     unwrapped,
 )
-from ckptool.diagnosis.models import INTEGERS, is_floating
+from ckptool.diagnosis.models import INTEGERS, is_adapter, is_floating
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.inspection.usage import distinct
@@ -38,6 +39,15 @@ _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
     "half loaded"
 )
+_PARAMETRISED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
+_FORMS = (
+    ("_mask", "_orig", "torch.nn.utils.prune.remove(module, {0}) ({1} = {1}_orig * {1}_mask)"),
+    ("_u", "_orig", "torch.nn.utils.remove_spectral_norm(module, {0})"),
+    ("_g", "_v", "torch.nn.utils.remove_weight_norm(module, {0})"),
+)
+"""Two endings of names by which torch stores one weight, and the function that joins them."""
+_MOST_JOINED = 20
+"""Tensors of one module that are looked at: q, k, v, their biases and a projection."""
 _ANEW = "without the optimizer the weights load; its state starts anew"
 _OTHER_NUMBER = "loaded state dict has a different number of parameter groups"
 _OTHER_SIZE = (
@@ -62,14 +72,18 @@ def reference_model(reference: Checkpoint) -> Section:
 
 
 def fit(patient: Patient) -> Iterator[Found]:
-    """Yield what the reference's architecture does not take of the state dict, or lacks."""
+    """Yield what the reference's architecture does not take of the state dict, or lacks.
+
+    A command with `like` is proposed only where its result fits the reference strictly.
+    """
     if patient.reference is None or patient.model is None:
         return
     report = compared(patient.checkpoint, patient.model, patient.reference)
     like: dict[str, Any] = {"like": patient.reference}
-    rest = {**like, "allow_missing": True, "allow_unexpected": True, "allow_mismatched": True}
-    choices = (Choice(rest, "fitting"),)
     missing, unexpected = report.missing_keys, report.unexpected_keys
+    rules = tuple(one.rule for one in report.proposed if one.rule)
+    choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
+    remedy = _difference(patient.model, patient.reference, report)
     yield from _renamed(report, like)
     if missing:
         total = report.names
@@ -83,9 +97,10 @@ def fit(patient: Patient) -> Iterator[Found]:
                 "load_state_dict says: Missing key(s) in state_dict: "
                 f"{quoted_names(missing[:1])}; with strict=False they stay as they were "
                 f"initialised. {_HALF_LOADED}",
-                remedy="names that differ: ckptool match FILE --like REFERENCE shows "
-                "the rules that it proposes",
-            )
+                remedy=remedy,
+            ),
+            None,
+            choices,
         )
     if unexpected:
         complaint = Complaint(
@@ -96,16 +111,86 @@ def fit(patient: Patient) -> Iterator[Found]:
             names_of(unexpected),
             "load_state_dict says: Unexpected key(s) in state_dict: ... "
             f"{quoted_names(unexpected[:1])}; with strict=False they are left out. {_HALF_LOADED}",
+            remedy="" if missing else remedy,
         )
-        if missing or report.mismatched:  # they may be the missing ones: the user's to say
-            yield Found(complaint, None, choices)
-        else:
-            yield Found(complaint, {**like, "allow_unexpected": True})
-    yield from _shapes(report, choices)
+        alone = not (missing or report.mismatched or any(map(is_adapter, unexpected)))
+        yield Found(complaint, {**like, "allow_unexpected": True} if alone else None)
+    yield from _shapes(report)
     yield from _types(report.cast)
 
 
-def _renamed(report: MatchReport, like: dict[str, Any]) -> Iterator[Found]:
+def _difference(model: Section, reference: Checkpoint, report: MatchReport) -> str:
+    """Say in one sentence why names differ, and what makes them equal."""
+    missing, unexpected = report.missing_keys, report.unexpected_keys
+    if any(map(is_adapter, unexpected)):
+        return "call merge_and_unload() of its PeftModel where it was trained, and save that"
+    if form := _reparametrised(unexpected):
+        return f"in the model that saved it, call {form}, and save it again"
+    if form := _reparametrised(missing):
+        return f"the file has plain weights: in the new model, call {form}, then load"
+    wanted = reference_model(reference)
+    ours = {name: tensors_of(model)[name].shape for name in unexpected if name in tensors_of(model)}
+    theirs = {n: tensors_of(wanted)[n].shape for n in missing if n in tensors_of(wanted)}
+    for whole, parts, text in (
+        (
+            theirs,
+            ours,
+            "in code: {0} = torch.cat([{1}]), in the order in which the model uses them",
+        ),
+        (ours, theirs, "in code: {1} = {0}.chunk({2}), in the order in which the model uses them"),
+    ):
+        found = _joined(whole, parts)
+        if found:
+            shown = ", ".join(map(printable, found[1]))
+            return text.format(printable(found[0]), shown, len(found[1]))
+    if report.proposed:
+        return "ckptool match FILE --like REFERENCE shows the rules that it proposes for the names"
+    if not report.fitting:
+        return "no name fits: the file is of another architecture"
+    if not missing:
+        return ""
+    kept = listed(names_of(missing, most=2))
+    return f"load with strict=False: {kept} of the model {_keep(missing)} the values that it has"
+
+
+def _reparametrised(names: Collection[str]) -> str:
+    """Name torch's function that gives weights their plain form again; "" where they have it."""
+    held = set(names)
+    for name in names:
+        if (found := _PARAMETRISED.search(name)) is not None:
+            return f"torch.nn.utils.parametrize.remove_parametrizations(module, {found[1]!r})"
+        for ending, other, function in _FORMS:
+            bare = name.removesuffix(ending)
+            if bare != name and bare + other in held:
+                last = bare.rpartition(".")[2]
+                return function.format(printable(repr(last)), printable(last))
+    return ""
+
+
+def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str, list[str]] | None:
+    """Find a tensor that has the rows of several others beside it: `qkv` of `q`, `k` and `v`."""
+    beside: dict[str, list[str]] = {}
+    for part in parts:
+        beside.setdefault(_above(_above(part)), []).append(part)
+    for name, shape in whole.items():
+        for path in (_above(name), _above(_above(name))):
+            near = [
+                part
+                for part in beside.get(path, ())[:_MOST_JOINED]
+                if name.endswith(part.rpartition(".")[2])
+                and len(shape) == len(parts[part]) > 0
+                and shape[1:] == parts[part][1:]
+            ]
+            if len(near) > 1 and sum(parts[part][0] or 0 for part in near) == shape[0]:
+                return name, near
+    return None
+
+
+def _above(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
     """Names that the reference has otherwise, and by which rules they become its own."""
     pairs: dict[str, str] = {}
     texts = []
@@ -119,6 +204,9 @@ def _renamed(report: MatchReport, like: dict[str, Any]) -> Iterator[Found]:
     if not pairs:
         return
     kinds = {one.kind for one in report.renamed}
+    rules = tuple(one.rule for one in report.renamed)
+    if (report.missing_keys or report.mismatched) and all(rules):
+        fix = {"rename": rules}  # the names alone: what is missing has a sentence of its own
     complaint = Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         "fails",
@@ -128,31 +216,38 @@ def _renamed(report: MatchReport, like: dict[str, Any]) -> Iterator[Found]:
         f"{quoted_names(list(pairs.values())[-1:])}; with strict=False they are left out, without "
         "an error",
     )
-    yield Found(complaint, like)
+    yield Found(complaint, fix)
 
 
 def _are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _shapes(report: MatchReport, choices: tuple[Choice, ...]) -> Iterator[Found]:
+def _keep(names: Collection[str]) -> str:
+    return "keeps" if len(names) == 1 else "keep"
+
+
+def _shapes(report: MatchReport) -> Iterator[Found]:
     wrong = report.mismatched
     if not wrong:
         return
-    first = wrong[0]
+    first, names = wrong[0], [one.name for one in wrong]
+    resized = any("pos" in one.name and len(one.shape) == len(one.wanted) for one in wrong)
     shown = (f"{one.name} {list(one.shape)} for {list(one.wanted)}" for one in wrong)
     complaint = Complaint(
         "size-mismatch",
         "fails",
         f"{counted(len(wrong), 'tensor')} of another shape than in the reference: "
         f"{listed(shown, most=3)}",
-        names_of(one.name for one in wrong),
+        names_of(names),
         f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
         f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
         f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
-        remedy="without these, load_state_dict(..., strict=False) takes the rest",
+        remedy=("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
+        + "delete them from the state dict and load with strict=False: "
+        f"{listed(names_of(names, most=2))} of the model {_keep(names)} the values that it has",
     )
-    yield Found(complaint, None, choices)
+    yield Found(complaint)
 
 
 def _types(casts: Sequence[Cast]) -> Iterator[Found]:

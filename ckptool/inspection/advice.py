@@ -58,8 +58,7 @@ def load_commands(needs: Needs) -> dict[str, str]:
             commands[machine] = shlex.join(["ckptool", *arguments])
     if needs.resume:
         target = _target(needs.file, "resume")
-        words = ["ckptool", "convert", as_argument(needs.file), target]
-        words += [*(["--wrappers", "strip"] if needs.strip else []), *needs.resume]
+        words = ["ckptool", "convert", as_argument(needs.file), target, *needs.resume]
         commands["resume"] = shlex.join(words)
     return commands
 

@@ -1,4 +1,4 @@
-"""`ckptool doctor` as text: two lines for each complaint, then the commands."""
+"""`ckptool doctor` as text: the verdict, each complaint with torch's error, then the commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.render.terminal import Look
 from ckptool.render.text import runnable
-from ckptool.words import clean, counted
+from ckptool.words import clean, counted, listed
 
 __all__ = ["diagnosis_lines"]
 
@@ -18,6 +18,7 @@ _INDENT = 10
 _WIDEST = 100
 """Wider lines are not good to read. Where nobody said how wide they are, none is broken: what is
 searched for is found."""
+_WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 _NOTHING = (
     "torch.load and load_state_dict",
     "safetensors.torch.load_file and load_state_dict",
@@ -31,7 +32,7 @@ _OTHER_LOADER = (
 
 
 def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) -> Iterator[str]:
-    """What is wrong and what to run, for each complaint; where and why too with `explain`."""
+    """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
     if not diagnosis.complaints:
         yield f"{look.bold(name)}: nothing is in the way of {_NOTHING[_is_flat(diagnosis)]}"
@@ -44,59 +45,42 @@ def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) 
     yield f"{look.bold(name)}: {_summary(diagnosis)}"
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
-        yield from _block(number, complaint, look, explain, _shared(diagnosis))
-    yield from _plan(diagnosis, look)
+        yield from _block(number, complaint, look, explain)
+    plan = list(_plan(diagnosis, look))
+    yield from ("", *plan) if plan else ()
 
 
 def _summary(diagnosis: Diagnosis) -> str:
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
-    words = {
-        "fails": f"{counted(counts['fails'], 'reason')} to fail",
-        "misleads": f"{counted(counts['misleads'], 'reason')} to mislead",
-        "note": counted(counts["note"], "note"),
-    }
-    text = ", ".join(text for severity, text in words.items() if counts[severity])
-    return f"{text}; {_OPENED[_is_flat(diagnosis)]}" if diagnosis.ok else text
+    text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
+    if counts["fails"]:
+        return f"does not load here: {text}"
+    return f"{_OPENED[_is_flat(diagnosis)]}; {text}"
 
 
 def _is_flat(diagnosis: Diagnosis) -> bool:
     return (diagnosis.format or "").startswith("safetensors")
 
 
-def _shared(diagnosis: Diagnosis) -> str | None:
-    """The command that stands below, where it mends more than one complaint."""
-    mended = sum(bool(complaint.commands) for complaint in diagnosis.complaints)
-    return diagnosis.all_at_once if mended > 1 or diagnosis.resume else None
-
-
-def _block(
-    number: int, complaint: Complaint, look: Look, explain: bool, shared: str | None
-) -> Iterator[str]:
-    word = complaint.severity
-    coloured = look.alarm(word) if word == "fails" else look.bold(word)
+def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
+    word = _WORDS[complaint.severity]
+    coloured = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
     first, *rest = _wrapped(complaint.what, look, len(f"{number}. {word}: "))
     yield f"{number}. {coloured}: {first}"
     yield from (f"   {line}" for line in rest)
     if explain:
         yield from _fact("where", ", ".join(map(clean, complaint.where)), look)
         yield from _fact("why", complaint.why, look)
-    others = complaint.alternatives
-    if shared is not None and shared in complaint.commands:
-        yield from _fact("run", "the command below", look)
-    else:
-        yield from _runs("run", complaint.commands, look)
-    if explain or not complaint.commands:
-        yield from _runs("one of" if len(others) > 1 else "or" if explain else "run", others, look)
-    if explain or not (complaint.commands or others):
+    elif complaint.severity != "note":
+        yield f"   {_cut(clean(complaint.why.partition('; ')[0]), look)}"
+    if explain or not (complaint.commands or complaint.alternatives):
         yield from _fact("helps", complaint.remedy, look)
 
 
-def _runs(name: str, commands: Iterable[str], look: Look) -> Iterator[str]:
-    """Commands in a block, the first behind a name."""
-    for command in commands:
-        for line in _command_lines(command, look, _INDENT):
-            yield f"   {name:<{_INDENT - 3}}{line}"
-            name = ""
+def _cut(text: str, look: Look) -> str:
+    """The text in one line, its end left out where the line is too long."""
+    most = (look.width or len(text) + _INDENT) - 3
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _command_lines(command: str, look: Look, taken: int) -> Iterator[str]:
@@ -132,16 +116,27 @@ def _wrapped(text: str, look: Look, taken: int) -> list[str]:
 
 
 def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
-    """The commands: for the weights, and for resuming the training that saved the file."""
-    if _shared(diagnosis) is None:
-        return
-    yield ""
-    yield look.bold("to use the weights" if diagnosis.resume else "to run")
-    yield from _commands(diagnosis.commands, look)
+    """The commands: for the weights, to resume the training, and those to choose from."""
+    every = list(enumerate(diagnosis.complaints, start=1))
+    if diagnosis.commands:
+        mended = [number for number, complaint in every if complaint.commands]
+        title = "to use the weights" if diagnosis.resume else "to run"
+        if len(every) > 1:
+            title += f" (mends {listed(map(str, mended), most=len(mended))})"
+        yield from _commands(title, diagnosis.commands, look)
     if diagnosis.resume is not None:
-        yield look.bold("to resume the training, with optimizer, epoch and schedule")
-        yield from _commands([diagnosis.resume], look)
+        title = "to resume the training, with optimizer, epoch and schedule"
+        yield from _commands(title, [diagnosis.resume], look)
+    choices: dict[tuple[str, ...], list[str]] = {}
+    for number, complaint in every:
+        if complaint.alternatives:
+            choices.setdefault(complaint.alternatives, []).append(str(number))
+    for commands, numbers in choices.items():
+        title = f"for {listed(numbers, most=len(numbers))}"
+        yield from _commands(title + ", one of" * (len(commands) > 1), commands, look)
 
 
-def _commands(commands: Iterable[str], look: Look) -> Iterator[str]:
-    return (f"  {line}" for one in commands for line in _command_lines(one, look, 2))
+def _commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:
+    yield look.bold(title)
+    for one in commands:
+        yield from (f"  {line}" for line in _command_lines(one, look, 2))

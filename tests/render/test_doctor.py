@@ -9,8 +9,11 @@ from ckptool.render.terminal import PLAIN, Look
 COMMANDS = ("ckptool convert 'a b.pth' 'a b.mended.pth' --model-only --wrappers strip",)
 
 
+WHY = "why it" + " why it" * 29
+
+
 def diagnosis(**fields):
-    complaint = Complaint("wrappers", "fails", "what is \x1b[2J wrong", ("a", "b"), "why it " * 30,
+    complaint = Complaint("wrappers", "fails", "what is \x1b[2J wrong", ("a", "b"), WHY,
                           commands=COMMANDS[:1], alternatives=("ckptool x", "ckptool y"),
                           remedy="help")  # fmt: skip
     note = Complaint("ties", "note", "tied", (), "torch keeps it", commands=COMMANDS[:1])
@@ -21,30 +24,41 @@ def lines(found, look=PLAIN, explain=True):
     return list(diagnosis_lines(found, look, explain=explain))
 
 
-def test_blocks_are_numbered_and_the_plan_comes_last():
+def test_the_verdict_comes_first_and_each_command_once_at_the_end():
     found = lines(diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0], resume="ckptool r"))
-    assert found[0] == "a b.pth: 1 reason to fail, 1 note"
-    assert found[2] == "1. fails: what is \\x1b[2J wrong"
+    assert found[0] == "a b.pth: does not load here: 1 error, 1 note"
+    assert found[2] == "1. error: what is \\x1b[2J wrong"
     assert "   where  a, b" in found
-    assert found.count("   run    the command below") == 2
-    assert "   one of ckptool x" in found
-    assert "          ckptool y" in found
     assert "   helps  help" in found
     assert "2. note: tied" in found
-    assert found[-5:] == [
+    assert found[-8:] == [
         "",
-        "to use the weights",
+        "to use the weights (mends 1, 2)",
         f"  {COMMANDS[0]}",
         "to resume the training, with optimizer, epoch and schedule",
         "  ckptool r",
+        "for 1, one of",
+        "  ckptool x",
+        "  ckptool y",
     ]
 
 
-def test_each_complaint_is_two_lines_what_and_run():
-    found = lines(diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0]), explain=False)
-    assert found[2:4] == ["1. fails: what is \\x1b[2J wrong", "   run    the command below"]
-    assert found[4:7] == ["", "2. note: tied", "   run    the command below"]
-    assert found[7:] == ["", "to run", f"  {COMMANDS[0]}"]
+def test_each_complaint_has_torchs_error_in_one_line():
+    wide = lines(diagnosis(commands=COMMANDS), explain=False)
+    assert wide[2:4] == ["1. error: what is \\x1b[2J wrong", f"   {WHY}"]
+    narrow = lines(diagnosis(commands=COMMANDS), Look(width=40), explain=False)
+    assert narrow[3] == f"   {WHY[:34]}..."
+    assert narrow[4:6] == ["", "2. note: tied"]
+
+
+def test_a_file_that_loads_is_said_to_load():
+    misleads = Complaint("bloat", "misleads", "what", (), "why")
+    for given, verdict in (
+        ((misleads,), "torch.load opens it; 1 warning"),
+        ((Complaint("ties", "note", "tied", (), "kept"),), "torch.load opens it; 1 note"),
+    ):
+        found = Diagnosis("m.pth", "torch-zip", ("cpu",), given)
+        assert lines(found)[0] == f"m.pth: {verdict}"
 
 
 def test_what_is_piped_is_not_broken_and_what_is_seen_fits():
@@ -56,8 +70,9 @@ def test_what_is_piped_is_not_broken_and_what_is_seen_fits():
 def test_a_broken_command_is_one_to_a_shell():
     found = diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0])
     narrow = lines(found, Look(width=40))
-    start = narrow.index("to run")
-    text = "\n".join(narrow[start + 1 :]).replace("\\\n", "")
+    start = narrow.index("to run (mends 1, 2)")
+    end = narrow.index("for 1, one of")
+    text = "\n".join(narrow[start + 1 : end]).replace("\\\n", "")
     assert [shlex.split(line) for line in text.split("\n")] == [shlex.split(c) for c in COMMANDS]
 
 
@@ -66,8 +81,8 @@ def test_a_command_of_other_programs_stays_whole():
     found = Diagnosis("m.pth", None, ("cpu",), (
         Complaint("not-a-checkpoint", "fails", "a pointer", (), "why", commands=(command,)),
     ), commands=(command,))  # fmt: skip
-    assert f"   run    {command}" in lines(found, Look(width=40))
+    assert f"  {command}" in lines(found, Look(width=40))
 
 
 def test_colour_is_for_a_terminal():
-    assert any("\x1b[31mfails\x1b[0m" in line for line in lines(diagnosis(), Look(80, True)))
+    assert any("\x1b[31merror\x1b[0m" in line for line in lines(diagnosis(), Look(80, True)))
