@@ -110,8 +110,6 @@ class Patient:
     """Device tags for which this machine has a device."""
     reference: Checkpoint | None = None
     """A checkpoint of the architecture that it is to load into."""
-    planned: bool = False
-    """Whether it is what a plan would write, which has the source's storages in memory."""
 
     @cached_property
     def blocked(self) -> tuple[str, ...]:

@@ -159,8 +159,7 @@ def _places(problems: Sequence[Problem]) -> tuple[str, ...]:
 def memory(patient: Patient) -> Iterator[Found]:
     """Yield what takes more bytes than it should, or shares them."""
     if patient.checkpoint.format.startswith("safetensors"):
-        if not patient.planned:
-            yield from _aliases(patient)
+        yield from _aliases(patient)
         return
     yield from _bloat(patient)
     yield from _not_for_safetensors(patient)

@@ -131,7 +131,7 @@ def _checked(patient: Patient) -> Iterator[Found]:
 def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     """The complaints with their commands; a damaged file, or a part of one, is not worth any."""
     hopeless = any(one.complaint.kind in _HOPELESS for one in found)
-    planner = Planner(patient, [] if hopeless else found, _checked)
+    planner = Planner(patient, [] if hopeless else found)
     plan = planner.plan()
     complaints = [_answered(one, planner, plan, hopeless) for one in found]
     if any(one.remedy.startswith(_UNMENDED) for one in complaints):

@@ -138,7 +138,7 @@ def _malicious(patient: Patient) -> Iterator[Found]:
 def _part(patient: Patient) -> Iterator[Found]:
     """Weights that are in other files, or nowhere."""
     part = missing_weights(patient.checkpoint)
-    if part is not None and not patient.planned:
+    if part is not None:
         severity: Severity = "fails" if part.certain else "note"
         why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
         complaint = Complaint(
@@ -208,7 +208,7 @@ def _compressed(patient: Patient) -> Iterator[Found]:
         for path, tensor in patient.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names and not patient.planned and patient.checkpoint.format != "npz":
+    if names and patient.checkpoint.format != "npz":
         yield _rewritten(
             "compressed",
             "misleads",
@@ -227,7 +227,7 @@ def _python2(patient: Patient) -> Iterator[Found]:
         for text in (*path, leaf)
         if type(text) is ByteString and not _is_utf8(text.raw)
     ]
-    if found and not patient.planned:
+    if found:
         byte = next(byte for byte in found[0][1].raw if byte > 127)
         yield _rewritten(
             "python2",

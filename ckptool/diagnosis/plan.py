@@ -1,19 +1,18 @@
-"""The one `convert` that mends what can be mended, tried on the header before it is proposed.
+"""The one `convert` that mends what can be mended.
 
-Each complaint names the options of `Conversion` that should mend it. They are added one complaint
-after the other; the conversion is applied to the tree in memory, and the checks run again on the
-result. Options stay only where the complaint is gone after them.
+Each complaint names the options of `Conversion` that mend it; a test proves this over all fixtures.
+They are added one complaint after the other, and stay where the conversion of the header succeeds:
+one with `like` succeeds only if the result fits the reference.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion
 from ckptool.diagnosis.complaint import Choice, Found, Options, Patient
 from ckptool.errors import CheckpointError, NotRepresentable
@@ -21,7 +20,7 @@ from ckptool.formats import writer
 from ckptool.formats.identify import as_argument, unused
 from ckptool.hollow import refuse_hollow
 from ckptool.statedict import MODEL_KINDS, sections
-from ckptool.symbolic.encoder import encode
+from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
 from ckptool.words import counted, listed
@@ -39,8 +38,6 @@ _ORDER = ("format", "key", "model_only", "exclude", "wrappers", "rename", "like"
 _OF_A_MODEL = frozenset({"key", "model_only", "exclude", "wrappers", "rename", "like", "format"})
 """Options after which the training that saved the file cannot resume from it."""
 
-Check = Callable[[Patient], Iterable[Found]]
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -50,7 +47,7 @@ class Plan:
     target: str = ""
     options: Options = field(default_factory=dict)
     mended: frozenset[str] = frozenset()
-    """Kinds of complaint that are gone in the target."""
+    """Kinds of complaint that are not in the target."""
     obstacle: str = ""
     """What stood in the way of the first option that could not be taken."""
 
@@ -58,37 +55,43 @@ class Plan:
 class Planner:
     """Makes plans for one patient."""
 
-    def __init__(self, patient: Patient, found: list[Found], check: Check) -> None:
-        """Take what a first check found, and the check itself, which is run on results."""
-        self._patient, self._found, self._check = patient, found, check
+    def __init__(self, patient: Patient, found: Iterable[Found]) -> None:
+        """Take what the checks found."""
+        self._patient = patient
+        self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
         self._taken: set[str] = set()
         self._commands: dict[str, str] = {}
 
     def plan(self, *, resume: bool = False) -> Plan:
-        """The conversion that mends as much as can be; `resume` keeps all that training needs."""
-        patient = self._patient
-        kinds = Counter(one.complaint.kind for one in self._found)
+        """Return the conversion that mends most; `resume` keeps all that training needs."""
         options: dict[str, Any] | None = None
+        state = self._patient.checkpoint
+        mended: set[str] = set()
         obstacle = ""
-        for one in sorted(self._found, key=_place):
-            kind, fix = one.complaint.kind, one.fix
-            if fix is None or not kinds[kind] or (resume and _drops_training(one)):
+        for one in self._fixes:
+            fix: Options = one.fix or {}
+            if resume and not _OF_A_MODEL.isdisjoint(fix):
                 continue
-            now, problem = self._tried(patient, _merged(options or {}, fix))
-            if now is None and fix.get("plain"):
-                fix = {**fix, "drop_objects": True}
-                now, problem = self._tried(patient, _merged(options or {}, fix))
-            if now is None or now[kind] >= kinds[kind]:
+            if options is not None and fix.get("plain") and not blockers(state.root):
+                mended.add(one.complaint.kind)  # the objects are gone with what was left out
+                continue
+            for more in (fix, {**fix, "drop_objects": True})[: 1 + ("plain" in fix)]:
+                merged = _merged(options or {}, more)
+                try:
+                    state = self._applied(merged)
+                except CheckpointError as error:
+                    problem = error.message
+                    continue
+                options = merged
+                mended.add(one.complaint.kind)
+                break
+            else:
                 obstacle = obstacle or problem
-                continue
-            options, kinds = _merged(options or {}, fix), now
         if options is None:
             return Plan(obstacle=obstacle)
-        fixable = (one.complaint.kind for one in self._found if one.fix is not None)
-        mended = frozenset(fixable) - {kind for kind, count in kinds.items() if count}
         word = RESUMED if resume else MENDED
         target = self._target(word, self._format(options), word)
-        return Plan(self._command(options, target), target, options, mended, obstacle)
+        return Plan(self._command(options, target), target, options, frozenset(mended), obstacle)
 
     def choice(self, choice: Choice, plan: Plan) -> str | None:
         """The command of a choice, together with what the plan does; None where it would fail.
@@ -102,7 +105,7 @@ class Planner:
             if known in self._commands:
                 return self._commands[known]
             try:
-                self._applied(options, self._format(options))
+                self._applied(options)
             except CheckpointError:
                 continue
             target = self._target(choice.word, self._format(options), choice.word or MENDED)
@@ -110,34 +113,20 @@ class Planner:
             return self._commands[known]
         return None
 
-    def _tried(self, patient: Patient, options: Options) -> tuple[Counter[str] | None, str]:
-        """How often each kind of complaint is left after a conversion; None where it fails."""
-        format = self._format(options)
-        try:
-            state = self._applied(options, format)
-        except CheckpointError as error:
-            return None, error.message
-        after = Patient(state, None, patient.devices, patient.reference, planned=True)
-        return Counter(one.complaint.kind for one in self._check(after)), ""
-
-    def _applied(self, options: Options, format: str) -> Checkpoint:
-        """The result of a conversion, as a reader would open it.
+    def _applied(self, options: Options) -> Checkpoint:
+        """Convert the header.
 
         Raises:
             CheckpointError: it cannot be done, or written, or would lose weights with objects.
         """
-        source = self._patient.checkpoint
+        source, format = self._patient.checkpoint, self._format(options)
         arguments = {name: value for name, value in options.items() if name != "format"}
         state = Conversion(**arguments).applied(source, format)
-        plan = writer(format).plan(state)
         refuse_hollow(state)
-        refuse_empty(state, plan)
+        refuse_empty(state, writer(format).plan(state))
         if options.get("drop_objects"):
             _refuse_lost_weights(source, state, alone=bool(options.get("model_only")))
-        names = encode(state.root).globals if format == "torch-zip" else ()
-        details = Details(size=plan.size, protocol=2, globals=names, header={"format": "pt"})
-        target = default_target(source.path, MENDED, format, sharded=True)
-        return replace(state, path=target, format=format, details=details)
+        return state
 
     def _format(self, options: Options) -> str:
         """The format of the target: the one asked for, else the one that the file's name says."""
@@ -197,12 +186,6 @@ def _merged(options: Options, more: Options) -> dict[str, Any]:
 
 def _place(one: Found) -> int:
     return min((_ORDER.index(name) for name in one.fix or () if name in _ORDER), default=99)
-
-
-def _drops_training(one: Found) -> bool:
-    """Return True if a fix changes the names or parameters of a training, or drops its state."""
-    fix: Mapping[str, Any] = one.fix or {}
-    return not _OF_A_MODEL.isdisjoint(fix)
 
 
 def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:

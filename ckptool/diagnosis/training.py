@@ -81,6 +81,9 @@ def fit(patient: Patient) -> Iterator[Found]:
     report = compared(patient.checkpoint, patient.model, patient.reference)
     like: dict[str, Any] = {"like": patient.reference}
     missing, unexpected = report.missing_keys, report.unexpected_keys
+    alone = not (missing or report.mismatched or any(map(is_adapter, unexpected)))
+    if unexpected and alone:
+        like["allow_unexpected"] = True
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
     remedy = _difference(patient.model, patient.reference, report)
@@ -113,8 +116,7 @@ def fit(patient: Patient) -> Iterator[Found]:
             f"{quoted_names(unexpected[:1])}; with strict=False they are left out. {_HALF_LOADED}",
             remedy="" if missing else remedy,
         )
-        alone = not (missing or report.mismatched or any(map(is_adapter, unexpected)))
-        yield Found(complaint, {**like, "allow_unexpected": True} if alone else None)
+        yield Found(complaint, like if alone else None)
     yield from _shapes(report)
     yield from _types(report.cast)
 
