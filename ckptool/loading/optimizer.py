@@ -25,7 +25,7 @@ from ckptool.loading.snapshot import layers
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
-from ckptool.matching.refusal import escaped_glob
+from ckptool.matching.judging import escaped_glob
 from ckptool.matching.slots import holds
 from ckptool.model import TensorRef
 from ckptool.optimizers import OPTIONS, bare_names, groups_of, model_of, names_in, options_of

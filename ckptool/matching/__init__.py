@@ -1,12 +1,6 @@
-"""Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch.
+"""Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch."""
 
-`refusal` is imported when something does not fit.
-"""
-
-from typing import TYPE_CHECKING
-
-from ckptool._lazy import importer
-from ckptool.matching.allowance import Allowance, Allowed
+from ckptool.matching.judging import Allowance, Allowed, Judgement, Problem
 from ckptool.matching.match import Match, matched
 from ckptool.matching.report import (
     Ambiguity,
@@ -18,9 +12,6 @@ from ckptool.matching.report import (
     Renaming,
 )
 from ckptool.matching.slots import EXTRA, Slot, Slots, slots_of
-
-if TYPE_CHECKING:
-    from ckptool.matching.refusal import Judgement, Problem
 
 __all__ = [
     "EXTRA",
@@ -41,7 +32,3 @@ __all__ = [
     "matched",
     "slots_of",
 ]
-
-_HOMES = {"refusal": ("Judgement", "Problem")}
-
-__getattr__ = importer(__name__, globals(), _HOMES)

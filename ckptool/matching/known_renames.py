@@ -47,8 +47,11 @@ _ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")
 _DEFAULT = re.compile(_TUNER + r"default((?:\.(?:weight|bias))?)$")
 _BASE = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
 """What PEFT puts a layer with an adapter into: `q_proj.base_layer.weight`."""
+_SAVED = re.compile(r"[^.]+\.modules_to_save\.default\.(.+)$")
+_ORIGINAL = re.compile(r"[^.]+\.original_module\.(.+)$")
+"""A module that PEFT trains beside an adapter, and what it was before."""
 _FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
-_MARKS = (".default", ".base_layer.")
+_MARKS = (".default", ".base_layer.", ".original_module.")
 
 
 def respellings(names: Collection[str]) -> dict[str, Respelling]:
@@ -93,15 +96,23 @@ def _adapted(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
     """Yield the names of layers with an adapter.
 
     PEFT's files leave the adapter's name out (`get_peft_model_state_dict`): `default` goes where
-    it is the only adapter.
+    it is the only adapter. `modules_to_save` is what was trained; `original_module` only counts
+    where there is nothing else.
     """
     marked = [name for name in names if any(mark in name for mark in _MARKS)]
     adapters = {found[2] for name in names if (found := _ADAPTER.search(name))}
+    saved = {name.partition(".modules_to_save.")[0] for name in names if ".modules_to_" in name}
     for name in marked:
         if adapters == {"default"} and (found := _DEFAULT.search(name)):
             part = Respelling(f"{found[1]}.default{found[2]}", found[1] + found[2])
         elif found := _BASE.search(name):
             part = Respelling(found[0], f"{found[1]}.{found[2]}")
+        elif found := _SAVED.search(name):
+            part = Respelling(f"modules_to_save.default.{found[1]}", found[1])
+        elif found := _ORIGINAL.search(name):
+            if name[: found.start(1) - len(".original_module.")] in saved:
+                continue
+            part = Respelling(f"original_module.{found[1]}", found[1])
         else:
             continue
         if part.of(name) not in names:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 
 from ckptool.inspection.values import shape_text
-from ckptool.matching.allowance import Allowance
-from ckptool.matching.refusal import Judgement
+from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.names import families, numbered
 from ckptool.remedies import Remedy

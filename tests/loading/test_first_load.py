@@ -16,7 +16,6 @@ assert ckptool.load_into(model, sys.argv[1]).coverage == 1
 print(*[name for name in sys.modules if name.startswith("ckptool.")])
 """
 SELDOM = {
-    "what does not fit": ["ckptool.matching.refusal"],
     "files that are none": ["ckptool.formats.identify"],
     "optimizers": ["ckptool.loading.optimizer"],
     "edits": ["ckptool.files.recovery", "ckptool.files.editing", "ckptool.files.atomic"],

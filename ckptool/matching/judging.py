@@ -1,0 +1,481 @@
+"""What of a report is accepted, and what helps against the rest.
+
+The policy of `load_into`, `match` and `convert --like`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import lru_cache
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from ckptool.errors import MatchError, UsageError
+from ckptool.matching.align import common_module
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
+from ckptool.names import families
+from ckptool.remedies import Remedy, together
+from ckptool.words import counted, listed, printable
+
+__all__ = ["Allowance", "Allowed", "Judgement", "Problem", "escaped_glob", "judged", "refusal"]
+
+Allowed = bool | str | Sequence[str] | None
+"""Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
+_MOST_FOLDED = 2000
+"""Names that are folded for a message; it shows a few."""
+_MOST_NAMED = 4
+"""Names that a hint lists one by one, though a glob might do."""
+_MOST_GLOBS = 8
+"""More nobody reads."""
+_LONGEST = 160
+"""Characters of a name or glob in a hint."""
+_SHARE = 10
+"""A hint allows at most one in so many names of the model: beyond that it is another model."""
+_LAYER = 2
+"""Names that a hint may always allow: a weight and its bias, in a model of a few layers."""
+_SMALL = 0.001
+_SPECIAL = re.compile(r"[*?[]")
+_NONE = Remedy()
+_ANY_RULE = Remedy((("rules", ("REGEX=>REPL",)),), to_fill_in=True)
+_OTHER = Remedy(
+    lead="is it of another model? ",
+    instead=(
+        Remedy((("key", "NAME"),), " takes another state dict of the file", to_fill_in=True),
+        _ANY_RULE._replace(note=" renames"),
+    ),
+)
+_SCATTERED = Remedy(
+    note="too much is left, in too many places, to be allowed by a few globs; the report lists it"
+)
+_UNDECIDED = _ANY_RULE._replace(
+    note=" renames, if these are the same tensors; else the architectures differ"
+)
+_UNTIED = Remedy(
+    note="untie them in the model, or take all but one of them out of the file: the model then has "
+    "that one under each of the names"
+)
+
+
+class Problem(NamedTuple):
+    """A reason to refuse, and what would help."""
+
+    kind: str
+    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`,
+    `lossy-cast`, `coverage`, `optimizer`."""
+    text: str
+    """One line, names folded."""
+    remedy: Remedy = _NONE
+    """The arguments of `load_into` that help."""
+
+
+class Judgement(NamedTuple):
+    """Why a report is refused, the most telling first; no problems: it is accepted."""
+
+    problems: tuple[Problem, ...]
+    remedy: Remedy
+    """What helps against all of them."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What may differ between a state dict and a model.
+
+    `strict=False` allows missing and unexpected names, as torch does. Where nothing at all fits,
+    that is refused whatever is allowed, unless `min_coverage` is 0.
+    """
+
+    strict: bool = True
+    missing: Allowed = None
+    unexpected: Allowed = None
+    mismatched: Allowed = False
+    lossy_cast: Allowed = False
+    min_coverage: float | None = None
+
+    def __post_init__(self) -> None:
+        """Take nothing that would be understood as something else.
+
+        Raises:
+            UsageError: a value is of no use.
+        """
+        if not isinstance(self.strict, bool):
+            raise UsageError(f"strict is True or False, and not {self.strict!r}")
+        for what in ("missing", "unexpected", "mismatched", "lossy_cast"):
+            value = getattr(self, what)
+            if not (value is None or isinstance(value, bool) or _are_globs(value)):
+                raise UsageError(
+                    f"allow_{what} is True, False, or globs of names, and not {value!r}",
+                    hint=f"allow_{what}=['head.*']",
+                )
+        least = self.min_coverage
+        if least is not None and not _is_share(least):
+            raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
+
+    def takes_cast(self, *names: str) -> bool:
+        """Whether numbers of what is called so may change with their type."""
+        takes = _taker(self.lossy_cast or False)
+        return any(map(takes, names))
+
+    def problems(self, report: MatchReport) -> tuple[Problem, ...]:
+        """Return every reason to refuse, the most telling first; empty: it is accepted."""
+        return judged(self, report).problems
+
+    def judged(self, report: MatchReport, *, untried: str = "") -> Judgement:
+        """Return every reason to refuse, and what helps; see `judged`."""
+        return judged(self, report, untried=untried)
+
+    def refusal(self, report: MatchReport, *, untried: str = "") -> MatchError | None:
+        """Return the error to raise; None: it is accepted.
+
+        Its text has the three most useful lines, its remedy the arguments that help most.
+        """
+        if report.fits and not self.is_nothing(report) and not self.is_short(report):
+            return None
+        return refusal(report, judged(self, report, untried=untried))
+
+    def refused(
+        self, report: MatchReport
+    ) -> tuple[list[str], list[str], list[Mismatch], list[Ambiguity]]:
+        """The names that are not allowed, shapes that are not, and the questions about those."""
+        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
+        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
+        mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
+        refused = {*missing, *unexpected}
+        unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
+        return missing, unexpected, mismatched, unclear
+
+    def refused_casts(self, report: MatchReport) -> list[Cast]:
+        """The casts that lose something and are not allowed to."""
+        lossy = (one for one in report.cast if one.lossy)
+        return [one for one in lossy if not self.takes_cast(one.name, one.own)]
+
+    def is_nothing(self, report: MatchReport) -> bool:
+        """Whether there is nothing to load, and something has to be."""
+        return self.min_coverage != 0 and _fits_nowhere(report)
+
+    def is_short(self, report: MatchReport) -> bool:
+        """Whether there is something to load, and more of it has to be."""
+        least = self.min_coverage
+        return least is not None and report.coverage < least and not _fits_nowhere(report)
+
+
+def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False) -> list[str]:
+    """The names that are not allowed."""
+    takes = _taker(otherwise if allowed is None else allowed)
+    return [name for name in names if not takes(name)]
+
+
+def _counts(one: Mismatch, allowed: Allowed) -> bool:
+    """Whether a tensor is not allowed by either of its names."""
+    takes = _taker(allowed or False)
+    return not (takes(one.name) or takes(one.own))
+
+
+def _taker(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
+    if isinstance(allowed, bool):
+        return lambda name: allowed
+    globs = (allowed,) if isinstance(allowed, str) else tuple(allowed)
+    return _matching(globs)
+
+
+@lru_cache(maxsize=16)
+def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
+    return re.compile("|".join(map(translate, globs)) or "(?!)").match
+
+
+def _are_globs(value: object) -> bool:
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Collection):
+        return False
+    return all(isinstance(glob, str) for glob in value)
+
+
+def _is_share(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _fits_nowhere(report: MatchReport) -> bool:
+    """Whether nothing is met, or none of what the model has to be loaded for."""
+    if report.names and not report.fitting:
+        return True
+    return report.parameters > 0 and not report.loaded
+
+
+def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> Judgement:
+    """Return every reason to refuse, the most telling first, and what helps against all of them.
+
+    `untried` is the class whose own loading may take more than could be tried.
+    """
+    missing, unexpected, mismatched, unclear = allowance.refused(report)
+    is_nothing = allowance.is_nothing(report)
+    unclear = [*report.ambiguous] if is_nothing else unclear
+    wrong = [one.name for one in mismatched]
+    is_named = bool(missing or unexpected or is_nothing)
+    ways = [
+        _way(report, proposed, (missing, unexpected, wrong), unclear)
+        for proposed in (_chosen(report, unclear) if is_named else [()])
+    ]
+    usable = [way for way in ways if way.arguments and not way.to_fill_in]
+    has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
+    is_allowed = bool(usable) and not has_rules
+    question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
+    problems = tuple(
+        chain(
+            _nothing(report, mismatched) if is_nothing else (),
+            _ambiguous(unclear, question),
+            _mismatched(mismatched, is_allowed),
+            _names("missing", missing, "missing in it", is_allowed),
+            _names("unexpected", unexpected, "not in the model", is_allowed),
+            _untied(report),
+            _lossy(allowance.refused_casts(report)),
+            _short(allowance, report) if allowance.is_short(report) else (),
+            _optimizer(report),
+        )
+    )
+    if problems and untried:
+        note = f"{printable(untried)} loads in its own way, which could not be tried beforehand"
+        does = "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
+        return Judgement(problems, Remedy(note=f"{note}: {does}"))
+    kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
+    if "untied" in kinds:
+        return Judgement(problems, _UNTIED)
+    if "coverage" in kinds and not has_rules:  # no allowance helps
+        return Judgement(problems, kinds["coverage"] or (ways[0] if is_nothing else _NONE))
+    if not usable and ways[0]:
+        return Judgement(problems, ways[0])
+    beside = [kinds.get(kind, _NONE) for kind in ("lossy-cast", "optimizer")]
+    first, *others = [_all_of([way, *beside]) for way in usable or [_NONE]]
+    return Judgement(problems, first._replace(instead=(*first.instead, *others)))
+
+
+def _chosen(report: MatchReport, unclear: Sequence[Ambiguity]) -> list[Sequence[Renaming]]:
+    """Return the proposed rules to give together, once for each answer to an open question."""
+    asked = {rule for one in unclear for rule in one.rules}
+    if any(one.rules for one in report.ambiguous):
+        return [[one] for one in report.proposed if one.rule in asked] or [()]
+    return [report.proposed]
+
+
+def _way(
+    report: MatchReport,
+    proposed: Sequence[Renaming],
+    left: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    unclear: Sequence[Ambiguity],
+) -> Remedy:
+    """Return the proposed rules with what has to be allowed after them, or why that is too much.
+
+    `left` are the missing, unexpected and mismatched names.
+    """
+    done = {name for one in proposed for pair in one.names for name in pair}
+    missing, unexpected = ([name for name in names if name not in done] for names in left[:2])
+    rest = {*missing, *unexpected}
+    if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
+        return _UNDECIDED
+    after = ", even after the proposed rules" if proposed else ""
+    lost, most = len(missing) + len(left[2]), max(report.names // _SHARE, _LAYER)
+    if lost > most:
+        text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
+        return Remedy(note=f"the architectures differ: {text}{after}")
+    if lost and len(unexpected) > most:
+        text = f"the file has {counted(len(unexpected), 'tensor')} that the model has not"
+        return Remedy(note=f"the architectures differ: {text}{after}")
+    remedies = [Remedy((("rules", tuple(one.rule for one in proposed)),))] if proposed else []
+    notes = []
+    for argument, names, text in (
+        ("allow_mismatched", left[2], "the model keeps its own"),
+        ("allow_missing", missing, "the model keeps its own"),
+        ("allow_unexpected", unexpected, "left out:"),
+    ):
+        if names:
+            remedies.append(_allowing(argument, names))
+            notes.append(f"{text} {_folded(names, most=3)}")
+    is_told = notes and (proposed or len(unexpected) > most)
+    found = _all_of(remedies)
+    return found._replace(note=f" ({'; '.join(notes)})") if is_told and found.arguments else found
+
+
+def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
+    """Return the error to raise; None: it is accepted."""
+    if judgement.accepted:
+        return None
+    texts = [problem.text for problem in judgement.problems]
+    is_whole = bool(report.names) and report.fitting == report.names
+    heading = f"{_verdict(report)}: {texts.pop(0) if is_whole else _share(report)}"
+    lines = [heading, *texts[:2]]
+    if report.proposed and judgement.remedy.arguments:
+        lines[-1] += "; the rules in the hint would match more, and were not applied"
+    return MatchError(
+        "\n".join(lines),
+        file=report.file or None,
+        hint=judgement.remedy or None,
+        report=report,
+    )
+
+
+def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
+    if mismatched:
+        return
+    if report.mismatched:
+        text = "nothing is left to load: what the two have in common is of another shape"
+        note = " where the model is to stay as it is"
+        yield Problem("coverage", text, Remedy((("min_coverage", 0),), note))
+    elif report.fitting:
+        text = (
+            f"none of the model's parameters is in it: {report.fitting:,} of its other "
+            "tensors are all that fit"
+        )
+        yield Problem("coverage", text, _OTHER)
+    else:
+        own, wanted = _folded(report.unexpected_keys, 2), _folded(report.missing_keys, 2)
+        own = own if report.unexpected_keys else "no tensors"
+        text = f"nothing of it is in the model: it has {own}; the model has {wanted}"
+        yield Problem("coverage", text, _OTHER)
+
+
+def _short(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
+    least = f"{100 * (allowance.min_coverage or 0):.6g}%"
+    text = f"{_percent(report.coverage)} of the model's parameters are loaded; at least {least} "
+    yield Problem("coverage", f"{text}must be")
+
+
+def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
+    if unclear:
+        first, others = unclear[0], len(unclear) - 1
+        more = f", and {counted(others, 'other question')}" if others else ""
+        text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
+        yield Problem("ambiguous", text, remedy)
+
+
+def _mismatched(mismatched: Sequence[Mismatch], is_allowed: bool) -> Iterator[Problem]:
+    if mismatched:
+        shown = _labels((one.name, (one.shape, one.wanted)) for one in mismatched)
+        texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
+        text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
+        names = [one.name for one in mismatched]
+        yield Problem(
+            "mismatched", text, _allowing("allow_mismatched", names) if is_allowed else _NONE
+        )
+
+
+def _names(kind: str, names: Sequence[str], what: str, is_allowed: bool) -> Iterator[Problem]:
+    if names:
+        remedy = _allowing(f"allow_{kind}", names) if is_allowed else _NONE
+        yield Problem(kind, f"{_are(names)} {what}: {_folded(names)}", remedy)
+
+
+def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
+    if lossy:
+        shown = _labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
+        texts = [
+            f"{name} {before} -> {after}{f' ({loss})' if loss else ''}"
+            for name, (before, after, loss) in shown
+        ]
+        text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
+        yield Problem(
+            "lossy-cast", text, _allowing("allow_lossy_cast", [one.name for one in lossy])
+        )
+
+
+def _optimizer(report: MatchReport) -> Iterator[Problem]:
+    found = report.optimizer
+    if found is None:
+        return
+    remedy = Remedy(note=found.remedy) if isinstance(found.remedy, str) else found.remedy
+    for text in found.problems:
+        yield Problem("optimizer", text, remedy)
+        remedy = _NONE
+
+
+def _untied(report: MatchReport) -> Iterator[Problem]:
+    for names in report.untied:
+        text = f"{_folded(names)} are one tensor in the model, and differ in the file"
+        yield Problem("untied", text, _UNTIED)
+
+
+def _are(many: Sized) -> str:
+    return "1 tensor is" if len(many) == 1 else f"{len(many):,} tensors are"
+
+
+def _verdict(report: MatchReport) -> str:
+    file = report.file if report.file.isprintable() else printable(report.file)
+    return f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
+
+
+def _share(report: MatchReport) -> str:
+    if not report.names:
+        return "that has no tensors"
+    part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
+    verb = "fits" if report.fitting == 1 else "fit"
+    return f"{part} {verb} ({_percent(report.coverage)} of the parameters)"
+
+
+def _percent(share: float) -> str:
+    """Return the share with one digit; never 0% of something, nor 100% where something lacks."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share < _SMALL:
+        return "<0.1%"
+    return f"{share:.1%}" if share <= 1 - _SMALL else ">99.9%"
+
+
+def _all_of(remedies: Sequence[Remedy]) -> Remedy:
+    """Return all of them together; where one of them is not possible, only that."""
+    given = [one for one in remedies if one]
+    return next((one for one in given if one is _SCATTERED), together(given))
+
+
+def _allowing(argument: str, names: Sequence[str]) -> Remedy:
+    globs = _globs_of(names)
+    if not globs:
+        return _SCATTERED
+    only = globs[0] if len(globs) == 1 < len(names) else globs
+    return Remedy(((argument, only),))
+
+
+def _globs_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names if they are few, else globs of the modules that they have in common."""
+    if len(names) <= _MOST_NAMED and all(len(name) <= _LONGEST for name in names):
+        return tuple(map(escaped_glob, dict.fromkeys(names)))
+    above = common_module(names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        word = name[len(above) :].partition(".")[0]
+        groups.setdefault("0" if word.isdigit() else word, []).append(name)
+    found = []
+    for some in groups.values():
+        module = common_module(some)
+        single = len(some) == 1 and len(some[0]) <= _LONGEST
+        if not single and not module:
+            return ()
+        found.append(escaped_glob(some[0]) if single else f"{escaped_glob(module)}*")
+    if len(found) > _MOST_GLOBS and above:
+        found = [f"{escaped_glob(above)}*"]
+    readable = len(found) <= _MOST_GLOBS and all(len(glob) <= _LONGEST for glob in found)
+    return tuple(dict.fromkeys(found)) if readable else ()
+
+
+def escaped_glob(name: str) -> str:
+    """Return a glob that matches this name alone."""
+    return _SPECIAL.sub(r"[\g<0>]", name)
+
+
+def _folded(names: Sequence[str], most: int = 4) -> str:
+    """Return `layers.{0..31}.weight, head.bias, and 4 more`."""
+    shown = [label for label, _ in _labels((name, None) for name in names[:_MOST_FOLDED])]
+    if len(names) <= _MOST_FOLDED:
+        return listed(shown, most)
+    known = f"the first {_MOST_FOLDED:,} of {len(names):,} are "
+    return known + listed(shown[:most], most) + ", ..." * (len(shown) > most)
+
+
+def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return names of repeated layers as one, with what they have in common."""
+    some = list(islice(rows, _MOST_FOLDED))
+    return [(one.label, some[one.numbers[0]][1]) for one in families(some)]
