@@ -1,4 +1,4 @@
-"""Tensors without values: on the meta device, or the placeholders that ZeRO-3 leaves of weights."""
+"""Tensors without values: lazy parameters, tensors on the meta device, placeholders of ZeRO-3."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable
+from ckptool.model import Opaque
 from ckptool.statedict import MODEL_KINDS, Section
-from ckptool.tree import name_of
+from ckptool.tree import name_of, walk
 from ckptool.words import counted
 
 __all__ = ["PLACEHOLDERS", "Hollow", "hollow", "refuse_hollow"]
@@ -17,11 +18,14 @@ PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers
 """What helps against placeholders."""
 
 
+_LAZY = "torch.nn.parameter.Uninitialized"
+
+
 class Hollow(NamedTuple):
     """What is wrong with a checkpoint whose tensors have no values."""
 
     kind: str
-    """`meta` or `part`, as doctor's complaint."""
+    """`lazy`, `meta` or `part`, as doctor's complaint."""
     text: str
     remedy: str
     names: tuple[str, ...]
@@ -36,6 +40,12 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     a tensor of the shape (0,). Vectors and buffers do not count: ZeRO-3 keeps small tensors whole.
     """
     tensors = list(checkpoint.tensors() if section is None else section.tensors())
+    root = checkpoint.root if section is None else section.node
+    lazy = [name_of(path) for path, node in walk(root) if _is_lazy(node)]
+    if lazy:
+        count = counted(len(lazy), "lazy parameter")
+        text = f"there are no values for {count}: the model never ran"
+        return Hollow("lazy", text, "run the model once, and save it again", tuple(lazy))
     meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
     if meta:
         text = f"there are no values for {len(meta):,} of {counted(len(tensors), 'tensor')}: "
@@ -65,6 +75,11 @@ def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None) -> Non
     found = hollow(checkpoint, section)
     if found is not None:
         raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
+
+
+def _is_lazy(node: Any) -> bool:
+    """Whether it is a parameter or buffer of `torch.nn.LazyLinear` and the like, not yet made."""
+    return isinstance(node, Opaque) and node.class_name.startswith(_LAZY)
 
 
 def _last(key: Any) -> str:

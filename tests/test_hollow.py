@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import ckptool
 from ckptool.cli import main
@@ -14,7 +15,7 @@ from ckptool.hollow import hollow
 
 WRONG = Path(__file__).parent.parent / "fixtures" / "wrong"
 ZERO = [WRONG / "zero3_model_states.pt", WRONG / "zero3_whole_vectors.pth"]
-KEYS = {"zero3_model_states": "module", "zero3_whole_vectors": "state_dict", "meta": "model"}
+KEYS = {"zero3_model_states": "module", "zero3_whole_vectors": "state_dict"}
 CLAIMING = [
     {"model_only": True}, {"plain": True}, {"cast": "bfloat16"}, {"format": "safetensors"},
     {"like": nn.Linear(2, 2), "allow_mismatched": True, "allow_missing": True,
@@ -28,20 +29,25 @@ CARRYING = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[*ZERO, "meta"], ids=lambda one: Path(one).stem)
+@pytest.fixture(params=[*ZERO, "meta", "lazy"], ids=lambda one: Path(one).stem)
 def file(request, tmp_path):
-    """A file of DeepSpeed's, or one with a tensor on the meta device, and buffers whole in all."""
-    if request.param != "meta":
+    """A file of DeepSpeed's, or one with a meta tensor or a lazy parameter; buffers are whole."""
+    if request.param not in ("meta", "lazy"):
         return shutil.copy(request.param, tmp_path)
     state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
-    state["0.weight"] = torch.empty(2, 2, device="meta")
-    torch.save({"model": state}, tmp_path / "meta.pth")
-    return tmp_path / "meta.pth"
+    if request.param == "meta":
+        state["0.weight"] = torch.empty(2, 2, device="meta")
+    else:
+        state["0.weight"] = nn.UninitializedParameter(device="cpu")
+    torch.save({"model": state}, tmp_path / f"{request.param}.pth")
+    return tmp_path / f"{request.param}.pth"
 
 
 def tensors(path, key):
     return {
-        name: (tuple(one.shape), one.is_meta, None if one.is_meta else one.tolist())
+        name: "lazy"
+        if is_lazy(one)
+        else (tuple(one.shape), one.is_meta, None if one.is_meta else one.tolist())
         for name, one in torch.load(path, "cpu", weights_only=False)[key].items()
     }
 
@@ -63,7 +69,7 @@ def test_what_claims_weights_refuses(file, tmp_path, options):
 
 def test_no_mean_is_made(file, tmp_path):
     with pytest.raises(NotRepresentable) as caught:
-        ckptool.average([file, file], tmp_path / "out.pth", key=KEYS[Path(file).stem])
+        ckptool.average([file, file], tmp_path / "out.pth", key=KEYS.get(Path(file).stem, "model"))
     assert said(file) in str(caught.value)
 
 
@@ -72,14 +78,14 @@ def test_no_model_is_filled(file):
     before = {name: one.clone() for name, one in net.state_dict().items()}
     for options in ({}, {"strict": False, "allow_mismatched": True}):
         with pytest.raises(MatchError) as caught:
-            ckptool.load_into(net, file, key=KEYS[Path(file).stem], **options)
+            ckptool.load_into(net, file, key=KEYS.get(Path(file).stem, "model"), **options)
         assert said(file) in str(caught.value)
     assert all(torch.equal(one, before[name]) for name, one in net.state_dict().items())
 
 
 @pytest.mark.parametrize("words", CARRYING)
 def test_verbs_that_change_names_or_devices_carry_them_and_warn(file, tmp_path, capsys, words):
-    key, out = KEYS[Path(file).stem], tmp_path / "out.pth"
+    key, out = KEYS.get(Path(file).stem, "model"), tmp_path / "out.pth"
     before = list(tensors(file, key).values())
     if "strip" in words:
         assert main(["add-module", str(file), "--in-place"]) == 0

@@ -20,7 +20,7 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.errors import NameCollision
-from ckptool.inspection.obstacles import dangerous, missing_weights
+from ckptool.inspection.obstacles import calls, missing_weights
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
@@ -167,8 +167,10 @@ def _none(patient: Patient) -> Found:
         says = "Expected state_dict to be dict-like"
     if states:
         remedy = f"{min(states)}.load_state_dict(torch.load(FILE)) takes what it is for"
-    elif harmless and patient.blocked and not dangerous(patient.checkpoint.details.globals):
+    elif harmless and patient.blocked and not calls(patient.checkpoint):
         remedy = "torch.load(FILE, weights_only=False) takes it, where whoever made it is trusted"
+    elif harmless and patient.blocked:
+        remedy = f"unpickling the file calls {listed(calls(patient.checkpoint))}"
     else:
         remedy = "take the file that has the weights"
     complaint = Complaint(
@@ -248,7 +250,9 @@ def objects(patient: Patient) -> Iterator[Found]:
             names_of(texts),
             "a class with a __getstate__ of its own keeps them in a form that only it reads; "
             "load_state_dict then says: Missing key(s) in state_dict",
-            remedy="load it with torch.load(weights_only=False) where its classes are, and save "
+            remedy="save model.state_dict() where the model is in memory"
+            if calls(patient.checkpoint)
+            else "load it with torch.load(weights_only=False) where its classes are, and save "
             "model.state_dict()",
         )
         yield Found(complaint)

@@ -11,7 +11,7 @@ from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.hollow import PLACEHOLDERS, hollow
-from ckptool.model import StorageRef, TensorRef
+from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
@@ -20,6 +20,7 @@ from ckptool.words import printable
 __all__ = [
     "REFUSED_FORMATS",
     "Part",
+    "calls",
     "dangerous",
     "layout_blockers",
     "misnamed",
@@ -79,6 +80,26 @@ def dangerous(names: Iterable[str]) -> tuple[str, ...]:
     """The functions among what a pickle names that run programs or code: `os.system`."""
     found = (re.sub(r"^(posix|nt)\.", "os.", name) for name in names if _RUNNING.fullmatch(name))
     return tuple(dict.fromkeys(found))
+
+
+def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names outside torch's allow list that unpickling the file calls.
+
+    A class that the file only refers to, or makes by `cls.__new__(cls)`, is not called. A name that
+    the tree lacks counts as called: the pickle dropped the result.
+    """
+    called, named = [], set()
+    for node in everything(checkpoint.root):
+        inside = list(children(node))
+        if isinstance(node, Opaque):
+            del inside[0]  # what made it
+            is_made = node.maker == "newobj" and not (node.args or node.kwargs)
+            if is_made and isinstance(node.func, Global):
+                named.add(node.class_name)
+            else:
+                called.append(node.class_name)
+        named.update(one.qualified for one in inside if isinstance(one, Global))
+    return blocking((*called, *(one for one in checkpoint.details.globals if one not in named)))
 
 
 def misnamed(checkpoint: Checkpoint) -> str | None:

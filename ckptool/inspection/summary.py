@@ -31,6 +31,7 @@ from ckptool.names import N_AVERAGED
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
+from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import counted
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
@@ -259,7 +260,7 @@ def _needs(
     # Leaving the rest behind helps only where nothing in a model itself is in the way.
     kinds = {section.kind for section in sections}
     alone = objects_in_the_way and any(
-        not blockers(dict(model.node)) and not model.unread for model in models
+        not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
     )
     plain = _plain(checkpoint) if objects_in_the_way else ()
     return Needs(
@@ -268,7 +269,7 @@ def _needs(
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,
         model_only=alone,
-        plain=objects_in_the_way and not alone and (not models or plain == ("--plain",)),
+        plain=not alone and bool(plain),
         choices=tuple(model.name for model in models) if len(models) > 1 else (),
         averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
         resume=plain if alone and kinds & {"optimizer", "scheduler"} else (),
@@ -276,9 +277,18 @@ def _needs(
 
 
 def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The options that make plain data of all there is, tried on the header."""
-    try:
-        to_plain(checkpoint)
-    except CheckpointError:
-        return ("--plain", "--drop-objects")
-    return ("--plain",)
+    """The options that make plain data and keep all tensors of a model, tried on the header."""
+    for drop, options in ((False, ("--plain",)), (True, ("--plain", "--drop-objects"))):
+        try:
+            made = to_plain(checkpoint, drop=drop)
+        except CheckpointError:
+            continue
+        if _of_models(made) >= _of_models(checkpoint):
+            return options
+    return ()
+
+
+def _of_models(checkpoint: Checkpoint) -> int:
+    """Return how many tensors the models in a checkpoint have."""
+    models = (part for part in checkpoint.sections if part.kind in MODEL_KINDS)
+    return sum(len(part.tensors()) for part in models)

@@ -97,9 +97,10 @@ def measurable(ref: TensorRef) -> str | None:
     if ref.kind == "meta" or ref.device == "meta":
         return "on the meta device, which has no elements"
     if not ref.has_content:
-        if ref.kind == "subclass":
+        if ref.is_spread and ref.whole is None:
             return "spread over ranks, of which this file holds one part"
-        return f"{ref.kind}: its elements are no plain array"
+        kind = ref.class_name if ref.kind == "subclass" else ref.kind
+        return f"{kind}: its elements are no plain array"
     if ref.dtype in PACKED or ref.dtype == "float4_e2m1fn_x2":
         return f"{ref.dtype}: several numbers share a byte"
     if ref.dtype in _NO_NUMBERS:

@@ -164,7 +164,6 @@ def _held_by_object(node: Opaque) -> Iterator[tuple[Any, Any]]:
     yield _HERE, node.args if isinstance(node.args, tuple) else None
 
 
-_VALUES = (bool, int, float, complex, str, bytes)
 _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
 
 
@@ -193,7 +192,7 @@ def _by_structure(node: Opaque) -> Any:
     kinds = {kind for kind, _ in node.steps}
     base, inside = _base_of(node)
     if base is None:
-        return _sole_value(node) if not node.steps else None
+        return None
     if kinds <= {"build"} and base == "object":
         return _attributes_of(node)
     if kinds <= {"build", "set"} and base in ("object", "dict"):
@@ -219,20 +218,6 @@ def _base_of(node: Opaque) -> tuple[str | None, Any]:
         case _, ():
             return ("object", ()) if node.maker == "newobj" or node.steps else (None, ())
     return None, ()
-
-
-def _sole_value(node: Opaque) -> Any:
-    """The value of an object that is a call of its class on one plain value: an Enum's member.
-
-    By the spelling of names in Python, what begins in lower case is a function.
-    """
-    is_class = isinstance(node.func, Global) and node.maker == "reduce" and node.kwargs is None
-    if not is_class or not node.func.name.rpartition(".")[2].lstrip("_")[:1].isupper():
-        return None
-    match node.args:
-        case (value,) if isinstance(value, _VALUES):
-            return value
-    return None
 
 
 def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
@@ -281,8 +266,10 @@ def plain_tensor(tensor: TensorRef) -> TensorRef:
     """An array of numpy as a tensor, and a tensor of a class of its own as one of torch.
 
     Attributes stay attributes. What a TPU's tensor is carried by becomes a tensor too. Itself
-    where nothing is to be done, or nothing can be: a DTensor's content is in other files too.
+    where nothing is to be done, or nothing can be: other files too hold a DTensor's content.
     """
+    if tensor.whole is not None:
+        return tensor.whole
     parts = tensor.parts or {}
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
@@ -480,11 +467,12 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths text; members of an Enum, and what else is made of one value, that value; a pickled module
-    its `state_dict()`, unless it holds more data than that has (`module_rest`): tensors, dicts and
-    objects among its attributes, hooks, buffers that do not persist. A namedtuple remains: the
-    names of its fields are in its class. What was shared stays shared. With `drop`, what remains
-    is left out (`drop_objects`), and of a module what its state dict has not.
+    paths text; a pickled module its `state_dict()`, unless it holds more data than that has
+    (`module_rest`): tensors, dicts and objects among its attributes, hooks, buffers that do not
+    persist. A member of an Enum and other objects made of one value remain, as that value is not
+    the object; a namedtuple remains, as the names of its fields are in its class. What was shared
+    stays shared. With `drop`, what remains is left out (`drop_objects`), and of a module what its
+    state dict has not.
 
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.

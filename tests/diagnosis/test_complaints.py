@@ -69,6 +69,14 @@ def test_meta_tensors_fail(complaint):
     assert (found.severity, found.commands) == ("fails", ())
 
 
+def test_lazy_parameters_fail(complaint):
+    net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 4))
+    for root in (net.state_dict(), {"model": net.state_dict()}, {"net": net}):
+        found = complaint("lazy", root)
+        assert (found.severity, found.commands) == ("fails", ())
+        assert found.what.endswith("2 lazy parameters: the model never ran")
+
+
 def test_the_state_of_a_training_without_a_model_is_a_note(complaint):
     found = complaint("no-model", {"optimizer": training_run()["optimizer"], "epoch": 1})
     assert (found.severity, found.where) == (

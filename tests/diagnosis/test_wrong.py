@@ -3,11 +3,13 @@
 `fixtures/make/wrong.py` makes the files.
 """
 
+import functools
 import os
 import random
 import re
 import shlex
 import shutil
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ckptool import verify
+from ckptool.checkpoint import Checkpoint, Details
 from ckptool.cli import main
 from ckptool.diagnosis import doctor
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
-from ckptool.inspection.obstacles import dangerous
+from ckptool.inspection.obstacles import calls, dangerous
+from ckptool.model import Global, Opaque
 from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
@@ -218,7 +222,9 @@ def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_
     found = examined(tmp_path / "beside.pth")
     (none,) = [one for one in found.complaints if one.kind == "no-model"]
     assert (none.severity, found.ok) == ("note", False)
-    assert "weights_only=False" in none.remedy
+    is_called = make is random_states
+    assert ("weights_only=False" in none.remedy) != is_called
+    assert ("multiarray._reconstruct" in none.remedy) == is_called
     assert torch.load(tmp_path / "beside.pth", weights_only=False)
     run(found.all_at_once)
     assert torch.load(found.target).keys()
@@ -227,6 +233,46 @@ def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_
 def test_a_pickle_that_runs_a_program_is_never_to_be_trusted():
     said = [one.remedy for one in examined(WRONG / "malicious.pth").complaints]
     assert not any("weights_only=False" in text for text in said)
+
+
+class Download:
+    def __reduce__(self):
+        return urllib.request.urlopen, ("http://localhost:1/",)
+
+
+CALLING = {
+    "function": lambda: {"n": 1, "u": Download()},
+    "root": Download,
+    "argument": lambda: {"u": functools.partial(Download, 1)},
+    "method": lambda: {"u": "text".join},
+}
+
+
+@pytest.mark.parametrize("made", CALLING.values(), ids=list(CALLING))
+def test_no_sentence_offers_to_unpickle_what_is_called(capsys, tmp_path, made):
+    path = os.fspath(tmp_path / "made.pth")
+    torch.save(made(), path)
+    for verb in ("doctor", "info"):
+        main([verb, path])
+        said = capsys.readouterr().out
+        assert "weights_only=False) takes it" not in said
+    main(["doctor", path])
+    assert "unpickling the file calls" in capsys.readouterr().out
+
+
+def test_what_is_called_and_what_is_only_named(tmp_path):
+    thing, fn = Global("net", "Thing"), Global("net", "fn")
+    made = Opaque(thing, (), maker="newobj")
+    for root, expected in (
+        ({"a": thing, "b": made}, ()),
+        ({"a": Opaque(thing, (1,), maker="newobj")}, ("net.Thing",)),  # builtins.map calls so
+        ({"a": fn, "b": Opaque(fn, ())}, ("net.fn",)),
+        ({"a": made, "b": Opaque(Opaque(Global("builtins", "getattr"), (fn, "x")), ())},
+         ("net.fn.x", "builtins.getattr")),
+    ):  # fmt: skip
+        assert calls(Checkpoint(root, "torch-zip", "made.pth")) == expected
+    dropped = Checkpoint({}, "torch-zip", "made.pth", Details(globals=("net.fn", "torch.Size")))
+    assert calls(dropped) == ("net.fn",)
 
 
 def test_a_safetensors_file_is_for_its_own_loader(capsys, tmp_path):

@@ -2,11 +2,17 @@
 
 import argparse
 import json
+import os
+import pickle
+import shlex
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from ckptool.cli import main
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
 from ckptool.model import Opaque, OrderedMap, StorageRef
@@ -161,8 +167,29 @@ def test_several_models_need_a_key(saved):
 
 
 def test_nothing_is_advised_that_leaves_the_model_itself_blocked(fixtures):
-    with open_checkpoint(fixtures / "distributed" / "dtensor_0_of_1.pth") as made:
+    with open_checkpoint(fixtures / "distributed" / "dtensor_0_of_2.pth") as made:
         assert not any("--model-only" in command for command in info(made).commands.values())
+
+
+def test_the_command_for_weights_among_objects_makes_them_load(fixtures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("dtensor_0_of_1", "fsdp2_0_of_1"):
+        shutil.copy(fixtures / "distributed" / f"{name}.pth", "whole.pth")
+        assert loaded_by_its_command("whole.pth")
+    state = {"fc.weight": np.ones((2, 3)), "fc.bias": np.ones(2), "fn": os.path.join}
+    with open("arrays.pkl", "wb") as file:
+        pickle.dump(state, file)
+    assert list(loaded_by_its_command("arrays.pkl")) == ["fc.weight", "fc.bias"]
+    with open_checkpoint(fixtures / "values" / "objects.pth") as made:
+        assert "--drop-objects" in info(made).commands["cpu"]
+
+
+def loaded_by_its_command(path):
+    """What torch loads after the command of `info` for a machine without a GPU."""
+    with open_checkpoint(path) as opened:
+        _, *words = shlex.split(info(opened).commands["cpu"])
+    assert main([*words, "--force"]) == 0
+    return torch.load(words[2], weights_only=True)
 
 
 def test_legacy_streams_that_no_torch_loads_are_told(fixtures, tmp_path):

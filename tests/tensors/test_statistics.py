@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
-from ckptool.model import Storage, TensorRef
+from ckptool.model import Global, Storage, TensorRef
 from ckptool.tensors import statistics
 from ckptool.tensors.statistics import Histogram, Measurer, measurable
 from tests.tensors import samples
@@ -318,7 +318,8 @@ def test_damaged_compressed_bytes_are_an_error():
         (tensor(b"ab", "qint8", (2,), kind="quantized"), "no plain array"),
         (composed("sparse_coo", (2, 3), {}), "no plain array"),
         (composed("nested", (2, None), {}), "no plain array"),
-        (composed("subclass", (2, 3), {}), "spread over ranks"),
+        (composed("subclass", (2, 3), {"type": Global("net", "DTensor")}), "spread over ranks"),
+        (composed("subclass", (2, 3), {}), "no plain array"),
         (TensorRef("float32", (2,), (1,), 0, None, "meta", kind="meta"), "meta device"),
     ],
 )

@@ -88,16 +88,16 @@ def test_objects_become_what_python_has_for_them(tmp_path):
     assert found["frozenset"] == {"a"}
     assert found["defaultdict"] == {"a": 1}
     assert found["counter"] == collections.Counter("aab")
-    assert (found["deque"], found["decimal"]) == ([1, 2], "1.50")
+    assert found["deque"] == [1, 2]
     assert found["uuid"] == {"int": 7}
     assert found["path"] == "runs/best.pth"
-    assert (found["enum"], found["int_enum"], found["flag"]) == (1, 1, 1)
     assert found["dataclass"]["weights"].tolist() == [4.0]
     assert found["slotted"]["scale"].tolist() == [5.0]
     assert found["meter"] is found["same_meter"]
     assert (found["bytes"], found["no_bytes"], found["set"]) == (b"\0\xff", b"", {1, 2})
     assert type(found["namedtuple"]) is tuple
     gone = {"slice", "partial", "function", "datetime", "timedelta", "range", "fraction"}
+    gone |= {"decimal", "enum", "int_enum", "flag"}
     assert not gone & found.keys()
 
 
@@ -170,14 +170,14 @@ def test_numbers_of_numpy_as_keys(tmp_path):
 
 
 def test_keys_that_become_one_are_refused():
-    key = Opaque(Global("net", "Color"), (1,))
+    key = Opaque(Global("pathlib", "PurePosixPath"), ("1",))
     with pytest.raises(NameCollision) as caught:
-        to_plain(checkpoint({"args": [{key: "a", 1: "b"}]}))
+        to_plain(checkpoint({"args": [{key: "a", "1": "b"}]}))
     assert str(caught.value) == (
-        "file.pth: the keys <net.Color> and 1 of args/0 would become equal"
+        "file.pth: the keys <pathlib.PurePosixPath> and 1 of args/0 would become equal"
     )
     assert caught.value.hint.startswith("--drop-objects without --plain")
-    assert drop_objects(checkpoint({"args": [{key: "a", 1: "b"}]})).root == {"args": [{1: "b"}]}
+    assert drop_objects(checkpoint({"args": [{key: "a", "1": "b"}]})).root == {"args": [{"1": "b"}]}
 
 
 def test_a_key_stays_one_that_can_be_hashed(tmp_path):
@@ -215,11 +215,12 @@ def test_where_something_goes_the_rest_keeps_its_place(tmp_path, change):
 
 
 def test_a_tensor_keeps_what_is_plain_of_its_attributes(tmp_path):
-    state = {"note": "x", "fn": Global("net", "fn"), "where": Opaque(Global("net", "Kind"), (2,))}
+    path = Opaque(Global("pathlib", "PurePosixPath"), ("a",))
+    state = {"note": "x", "fn": Global("net", "fn"), "where": path}
     weight = tensor(4, wrapping=(Wrapping("parameter_state", True, state=state),))
     found = loaded(to_plain(checkpoint({"w": weight}), drop=True), tmp_path)["w"]
     assert isinstance(found, torch.nn.Parameter)
-    assert (found.note, found.where) == ("x", 2)
+    assert (found.note, found.where) == ("x", "a")
     assert not hasattr(found, "fn")
 
 
