@@ -1,9 +1,9 @@
 """Align the names of a file with those of a model.
 
 What is applied: wrapper components come off either side, old spellings become today's
-(`known_renames`), equal names are pairs, and one prefix is taken off or put before the names, by
-votes. A prefix that is not certain is a question. `proposals` finds what is likely beyond that,
-for the user to decide; nothing is ever paired by it.
+(`known_renames`), equal names are pairs, and one prefix is taken off or put before the names if
+more than half of them pair by that. Each step has its rule. `proposals` finds what is likely beyond
+that, for the user to decide; no name is ever paired by a proposal.
 
 All steps take time in proportion to the names times their depth.
 """
@@ -14,25 +14,23 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
-from ckptool.matching.known_renames import Respelling, respellings
+from ckptool.matching.known_renames import BATCHES, Respelling, respellings
 from ckptool.matching.slots import Slot, fits
 from ckptool.model import Shape
 from ckptool.names import N_AVERAGED, WRAPPERS
+from ckptool.transforms.name_rules import regex_rule
 
 __all__ = [
-    "WORDS",
     "Alignment",
     "Prefix",
     "Proposal",
+    "Step",
     "align",
     "common_module",
-    "escaped",
+    "ends",
     "is_average_counter",
-    "literal",
-    "outer_front",
     "proposals",
     "wrapped_submodules",
 ]
@@ -45,13 +43,29 @@ _NUMBER = re.compile(r"\d+")
 _MODULES = re.compile(r"(?:module\.)*")
 _COUNTER = re.compile(r"(?:module\.)*n_averaged")
 """The counter of an average around the whole model."""
-WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
+_WORDS = re.compile(rf"(?<![^.])(?:{'|'.join(word for word in WRAPPERS if word != 'module')})\.")
 """Wrapper components that no layer is called."""
+_MOST_RULES = 64
+"""Rules of one step; where there would be more, none is made for it."""
 _SAYS_NOTHING: tuple[Shape | None, ...] = (None, (), (1,))
 """Shapes that so many tensors have that they identify none."""
 
 Names = dict[str, str]
 """Names as they are compared, each with the whole name."""
+
+
+class Step(NamedTuple):
+    """A change on the way from the names of the file to those of the model."""
+
+    kind: str
+    """`wrapper`, `prefix` or `known`."""
+    text: str
+    """For people: `module. removed`, `gamma -> weight`."""
+    rule: str
+    """`REGEX=>REPL` for the names that the earlier steps have made; empty: no rule does just it."""
+    side: int
+    """0: `changed` are whole names of the file; 1: of the model."""
+    changed: Collection[str]
 
 
 class Prefix(NamedTuple):
@@ -63,17 +77,24 @@ class Prefix(NamedTuple):
     """Whether it comes off the file's names; else it is put before them."""
     names: Mapping[str, str]
     """Whole names of the model, each with the name in the file that the prefix gives it."""
-    collides: bool = False
+    collides: bool
     """Whether names without the prefix would collide with those that lose it."""
 
 
 class Proposal(NamedTuple):
     """A rule that a user may give."""
 
-    rules: tuple[str, ...]
-    """`REGEX=>REPL`, for the names of the file; to be given together, in this order."""
+    rule: str
+    """`REGEX=>REPL`, for the names of the file."""
     names: Mapping[str, str]
     """Whole names of the model, each with the name in the file that becomes it."""
+
+
+class _Form(NamedTuple):
+    """The names of one side without some of their wrappers."""
+
+    names: Names
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass
@@ -82,20 +103,19 @@ class Alignment:
 
     have: Mapping[str, Slot]
     want: Mapping[str, Slot]
-    unwrapped: tuple[Names, Names]
-    """The names of the file and of the model without wrapper components."""
     bare: tuple[Names, Names]
-    """The same without the prefix."""
+    """The names of the file and of the model without wrapper components and the prefix."""
     respelled: tuple[dict[str, Respelling], dict[str, Respelling]]
     """Those of the bare names that are in an old spelling."""
-    prefix: Prefix | None = None
-    """The prefix that one side had in front."""
+    steps: tuple[Step, ...] = ()
+    """From the file's names to the model's."""
     pairs: dict[str, str] = field(default_factory=dict)
     """Name of the model to name in the file."""
     mismatched: dict[str, str] = field(default_factory=dict)
     """The same for names of another shape."""
-    questions: tuple[Prefix, ...] = ()
-    """Prefixes of which one may be meant; the first has the most votes."""
+    questions: tuple[Proposal, ...] = ()
+    """Prefixes of which one may be meant, the first with the most votes. A rule is empty where no
+    single rule does it."""
 
     def today(self, side: int) -> Names:
         """Return the bare names of the file (0) or the model (1) in today's spelling."""
@@ -122,16 +142,20 @@ def align(
         closed: Paths of the model's modules below which no name is respelled.
         is_ruled: Whether rules of the user have given names: no prefix contradicts equal ones then.
     """
-    forms = [list(_forms(slots)) for slots in (have, want)]
-    ways = [_Way(have, want, mine, theirs, closed) for mine in forms[0] for theirs in forms[1]]
+    files, models = list(_forms(have, 0)), list(_forms(want, 1))
+    ways: list[_Way] = []
+    for mine in files:
+        for theirs in models:
+            ways.append(_Way(have, want, mine, theirs, closed))
+            if ways[-1].score == len(want):
+                break
     best = max(ways, key=lambda way: way.score)
     if not best.score:
         best = ways[-1]
-    both = best.mine, best.theirs
-    found = _paired(Alignment(have, want, both, both, best.respelled))
-    if best.score == len(want) or (is_ruled and best.score):
-        return found
-    return _with_prefix(found, ways[-1])
+    found = _paired(best)
+    if best.score < len(want) and not (is_ruled and best.score):
+        found = _with_prefix(found, ways[-1])
+    return found
 
 
 class _Way:
@@ -141,21 +165,21 @@ class _Way:
         self,
         have: Mapping[str, Slot],
         want: Mapping[str, Slot],
-        mine: Names,
-        theirs: Names,
+        mine: _Form,
+        theirs: _Form,
         closed: Collection[str],
     ) -> None:
-        self.have, self.want, self.mine, self.theirs = have, want, mine, theirs
+        self.have, self.want, self.forms = have, want, (mine, theirs)
         self.closed = closed
-        self.respelled = _respelled(mine, theirs, closed)
-        self.own = _spelled(mine, self.respelled[0])
-        self.wanted = _spelled(theirs, self.respelled[1])
-        self.equal = [
-            name
-            for name, full in self.wanted.items()
-            if (own := self.own.get(name)) is not None and fits(have[own], want[full])
-        ]
-        self.score = len(self.equal)
+        self.respelled = _respelled(mine.names, theirs.names, closed)
+        self.own = _spelled(mine.names, self.respelled[0])
+        self.wanted = _spelled(theirs.names, self.respelled[1])
+        self.score = sum(
+            [
+                (own := self.own.get(name)) is not None and fits(have[own], want[full])
+                for name, full in self.wanted.items()
+            ]
+        )
 
 
 def _respelled(
@@ -205,29 +229,86 @@ def _spelled(names: Names, respelled: Mapping[str, Respelling]) -> Names:
     }
 
 
-def _forms(slots: Mapping[str, Slot]) -> Iterator[Names]:
+def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
     """Yield the names as they are, without wrappers, and without `module` in submodules too.
 
     A form that changes nothing more, or that makes two names one, is left out.
     """
-    last = {name: name for name in slots}
-    yield last
+    last = short = {name: name for name in slots}
+    yield _Form(last)
     text = "\n".join(slots)
-    is_wrapped = any(word in text for word in WRAPPERS if word != "module")
-    short = {WORDS.sub("", name): name for name in slots} if is_wrapped else last
+    steps: list[Step] = []
+    if any(word in text for word in WRAPPERS if word != "module"):
+        short = {_WORDS.sub("", name): name for name in slots}
+        steps += _words_off(short) if side == 0 else _inserted(short, last, side)
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
     front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
         part = re.compile(rf"^(?:module\.){{1,{front.count('.')}}}")
-        short = {part.sub("", name): full for name, full in short.items()}
+        changed = {full for name, full in short.items() if name.startswith("module.")}
+        short = {
+            name[len(front) :] if name.startswith(front) else part.sub("", name): full
+            for name, full in short.items()
+        }
+        if side == 0:
+            steps.append(Step("wrapper", f"{front} removed", f"{part.pattern}=>", 0, changed))
+        else:
+            steps.append(Step("wrapper", f"{front} added", f"^=>{front}", 1, changed))
     if len(short) == len(last) and short.keys() != last.keys():
         last = short
-        yield last
+        yield _Form(last, tuple(steps))
+    else:
+        steps = []
     paths = set(wrapped_submodules(name for name in last if not is_average_counter(name)))
     if paths:
         inner = {_without_submodules(name, paths): full for name, full in last.items()}
         if len(inner) == len(last):
-            yield inner
+            yield _Form(inner, (*steps, *_inserted(inner, last, side)))
+
+
+def _words_off(short: Names) -> Iterator[Step]:
+    changed = {full for name, full in short.items() if name != full}
+    words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
+    if changed:
+        yield Step("wrapper", f"{', '.join(words)} removed", f"{_WORDS.pattern}=>", 0, changed)
+
+
+def _inserted(short: Names, long: Names, side: int) -> list[Step]:
+    """Return a step for each place where the long names have wrappers that the short ones lack.
+
+    Of the file they come off, the outermost first; of the model they are put in, in that order
+    too: whoever follows the steps of a model reads them backwards.
+    """
+    names = {full: name for name, full in long.items()}
+    places: dict[tuple[str, str], set[str]] = {}
+    for name, full in short.items():
+        if name != names[full] and len(names[full]) <= _LONGEST:
+            for place in _places(name.split("."), names[full].split(".")):
+                places.setdefault(place, set()).add(full)
+    text = "\n".join(name for name in short if not is_average_counter(name))
+    steps = []
+    for (path, words), changed in sorted(places.items(), key=lambda one: one[0][0].count(".")):
+        before = rf"{_pattern(path)}\." if path else ""
+        after = f"{_filled(path)}." if path else ""
+        rule = rf"^{before}{escaped(words)}=>{after}" if side == 0 else f"^{before}=>{after}{words}"
+        is_exact = len(places) <= _MOST_RULES and len(changed) == len(
+            re.findall(f"^{before}", text, re.MULTILINE)
+        )
+        does = "removed" if side == 0 else "added"
+        steps.append(Step("wrapper", f"{words} {does}", rule if is_exact else "", side, changed))
+    return steps
+
+
+def _places(short: list[str], long: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield where components were put into a name: the path before them, and what was put in."""
+    at, words = 0, ""
+    for part in long:
+        if at < len(short) and part == short[at]:
+            if words:
+                yield _template(".".join(short[:at])), words
+            at, words = at + 1, ""
+        else:
+            words += f"{part}."
 
 
 def wrapped_submodules(names: Iterable[str]) -> list[str]:
@@ -259,7 +340,7 @@ def _without_submodules(name: str, paths: set[str]) -> str:
     return ".".join(kept)
 
 
-def _ends(name: str) -> Iterator[int]:
+def ends(name: str) -> Iterator[int]:
     """Yield where the components of a name after the first one begin."""
     at = name.find(".") + 1 if len(name) <= _LONGEST else 0
     while at:
@@ -284,7 +365,7 @@ def _shortened(
 ) -> Iterator[tuple[str, str]]:
     """Yield the names of one side with the part of each that is a name of the other side."""
     for text, some in longer.items():
-        for depth, at in enumerate(_ends(text), 1):
+        for depth, at in enumerate(ends(text), 1):
             if text[at:] in shorter:
                 for name in some:
                     rest = name.split(".", depth)[depth]
@@ -315,89 +396,76 @@ def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
     both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
     pairs = ((other, full) if is_off else (full, other) for full, other in both)
     names = {full: own for full, own in pairs if fits(way.have[own], way.want[full])}
-    collides = any(name in below and not name.startswith(text) for name in longer)
+    collides = len(below) < len(longer) and any(
+        name in below and not name.startswith(text) for name in longer
+    )
     return Prefix(text, is_off, names, collides)
 
 
 def _with_prefix(found: Alignment, way: _Way) -> Alignment:
-    """Take the prefix with most votes off its side, or ask.
+    """Take the prefix with most votes off its side if more than half of the names pair by it.
 
-    It is a question where a second one has more than half of the votes, where the other side has
-    most of the same names below a path too, and where equal names contradict it.
+    Half of the smaller side will do where no name is equal, no other prefix has half as many votes,
+    and the names are not below another path too. Else it is a question. More than half as many
+    equal names as votes are right.
     """
     votes = _votes(way)
     if not votes:
         return found
     (text, is_off), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
-    if count <= len(found.pairs):
+    if count < 2 * len(found.pairs):
         return found
     best = _prefix(way, text, is_off)
+    less, more = sorted((len(way.own), len(way.wanted)))
+    if 2 * len(best.names) < less:
+        return found
     rivals = [
         one
         for one, votes_of_one in votes.most_common()
         if 2 * votes_of_one > count
-        and one != (text, is_off)
         and not (one[1] == is_off and (one[0].startswith(text) or text.startswith(one[0])))
     ]
-    longer = way.own if is_off else way.wanted
-    is_whole = all(n.startswith(text) for n in longer if not is_average_counter(n))
-    if rivals or _is_elsewhere(best, way) or (found.pairs and not is_whole):
-        others = (_prefix(way, *rival) for rival in rivals[: _MOST_QUESTIONS - 1])
-        found.questions = (best, *others)
-        equal = found.pairs
-        if best.collides or any(
-            not one.names.keys().isdisjoint(equal)
-            or not equal.keys().isdisjoint(one.names)
-            or not set(one.names.values()).isdisjoint(equal.values())
-            for one in found.questions
-        ):
-            found.pairs, found.mismatched = {}, {}
-        return found
-    if best.collides or not _is_likely(best, text, way):
-        return found
-    sides = [way.mine, way.theirs]
-    side = 0 if is_off else 1
-    sides[side] = {name.removeprefix(text): full for name, full in sides[side].items()}
-    if len(sides[side]) < len(longer):
-        return found
-    return _paired(
-        Alignment(
-            way.have,
-            way.want,
-            (way.mine, way.theirs),
-            (sides[0], sides[1]),
-            _respelled(sides[0], sides[1], way.closed),
-            prefix=best,
-        )
-    )
+    is_doubtful = rivals or found.pairs or _is_elsewhere(best, way)
+    if not is_doubtful or 2 * len(best.names) > more:
+        return _paired(way, best)
+    every = (best, *(_prefix(way, *one) for one in rivals[: _MOST_QUESTIONS - 1]))
+    found.questions = tuple(Proposal(_asking(one, way), one.names) for one in every)
+    taken = {*found.pairs.values()}
+    if any(
+        not found.pairs.keys().isdisjoint(one.names) or not taken.isdisjoint(one.names.values())
+        for one in every
+    ):
+        found.pairs, found.mismatched = {}, {}
+    return found
 
 
 def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
-    """Say whether the side without the prefix has most of the same names below a path as well."""
+    """Whether the side without the prefix has most of the same names below a path as well."""
     text, is_off = prefix.text, prefix.is_off
     longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
-    below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
-    paths: Counter[str] = Counter()
-    for name, rest in _shortened(_grouped(shorter), _grouped(below), below):
-        own, wanted = (below[rest], shorter[name]) if is_off else (shorter[name], below[rest])
-        paths[name[: len(name) - len(rest)]] += fits(way.have[own], way.want[wanted])
+    rests = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
+    paths = Counter(
+        name[: len(name) - len(rest)]
+        for name, rest in _shortened(_grouped(shorter), _grouped(rests), rests)
+    )
     return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
-def _is_likely(prefix: Prefix, text: str, way: _Way) -> bool:
-    """Say whether enough names speak for a prefix: half of a side, or two modules of no list."""
-    if 2 * len(prefix.names) >= min(len(way.own), len(way.wanted)):
-        return True
-    longer = way.own if prefix.is_off else way.wanted
-    fulls = set(prefix.names.values() if prefix.is_off else prefix.names)
-    bare = (name[len(text) :] for name, full in longer.items() if full in fulls)
-    return len({name.rpartition(".")[0] for name in bare if not name[:1].isdigit()}) > 1
-
-
-def _paired(found: Alignment) -> Alignment:
-    """Pair the names that are equal now."""
-    mine, have, want = found.today(0), found.have, found.want
-    spelled = {full for name, full in found.bare[0].items() if name in found.respelled[0]}
+def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
+    """Pair the names that are equal without the wrappers and the prefix."""
+    have, want = way.have, way.want
+    sides, respelled = [form.names for form in way.forms], way.respelled
+    if prefix is not None:
+        side, size = 0 if prefix.is_off else 1, len(prefix.text)
+        names = sides[side]
+        sides[side] = {n[size:]: full for n, full in names.items() if n.startswith(prefix.text)}
+        for name, full in names.items() if len(sides[side]) < len(names) else ():
+            if not name.startswith(prefix.text):
+                sides[side].setdefault(name, full)
+        respelled = _respelled(sides[0], sides[1], way.closed)
+    found = Alignment(have, want, (sides[0], sides[1]), respelled)
+    mine = found.today(0)
+    spelled = {full for name, full in found.bare[0].items() if name in respelled[0]}
     for name, full in found.today(1).items():
         own = mine.get(name)
         if own is None or (want[full].form and own in spelled):
@@ -406,55 +474,76 @@ def _paired(found: Alignment) -> Alignment:
             found.pairs[full] = own
         elif have[own].shape is not None:
             found.mismatched[full] = own
+    steps = [*way.forms[0].steps, *_known(found, 0), *_known(found, 1)]
+    if prefix is not None:
+        steps.insert(
+            len(steps) if side else len(way.forms[0].steps), _prefix_step(prefix, names, found)
+        )
+    found.steps = (*steps, *reversed(way.forms[1].steps))
     return found
 
 
-def outer_front(names: Names) -> str | None:
-    """Return what was removed in front of every name; None where it was not always the same."""
-    fronts = {
-        full[: len(full) - len(name)] if full.endswith(name) else None
-        for name, full in names.items()
-        if not is_average_counter(name)
-    }
-    return fronts.pop() if len(fronts) == 1 else None
+def _prefix_step(prefix: Prefix, names: Names, found: Alignment) -> Step:
+    text = prefix.text
+    changed = {full for name, full in names.items() if name.startswith(text)}
+    if prefix.is_off:
+        rule = "" if prefix.collides else f"^{escaped(text)}=>"
+        return Step("prefix", f"{text} removed", rule, 0, changed)
+    rule = f"^=>{literal(text)}" if changed.issuperset(found.pairs) else ""
+    return Step("prefix", f"{text} added", rule, 1, changed)
+
+
+def _known(found: Alignment, side: int) -> Iterator[Step]:
+    """Yield a step for each ending that becomes today's, of a model for each that was today's."""
+    groups: dict[tuple[str, str], set[str]] = {}
+    for name, part in found.respelled[side].items():
+        before, after = (part.old, part.new) if side == 0 else (part.new, part.old)
+        kept = len(common_module([before, after]))
+        groups.setdefault((before[kept:], after[kept:]), set()).add(found.bare[side][name])
+    names = found.bare[0] if side == 0 else found.today(1)
+    for (before, after), changed in groups.items():
+        rule = rf"(^|\.){escaped(before)}$=>\1{literal(after)}"
+        if len(groups) > _MOST_RULES or len(changed) < sum(
+            f".{name}".endswith(f".{before}") for name in names
+        ):
+            rule = ""
+        yield Step("known", f"{before} -> {after}", rule, side, changed)
+
+
+def _asking(prefix: Prefix, way: _Way) -> str:
+    """Return the rule for a prefix that names of the file have behind their wrappers."""
+    names = {full: name for name, full in way.forms[0].names.items()}
+    some = prefix.names.values() if prefix.is_off else names
+    fronts = {_front(own, names[own]) for own in some if not is_average_counter(own)}
+    front = fronts.pop()
+    if fronts or front is None or (prefix.is_off and prefix.collides):
+        return ""
+    old, new = (prefix.text, "") if prefix.is_off else ("", prefix.text)
+    return f"^{escaped(front + old)}=>{literal(front + new)}"
+
+
+def _front(full: str, name: str) -> str | None:
+    """Return what was removed in front of a name; None where more was."""
+    return full[: len(full) - len(name)] if full.endswith(name) else None
 
 
 def proposals(found: Alignment) -> list[Proposal]:
-    """Return rules that would pair more names, for the user to decide; the questions' first.
+    """Return rules that would pair more names, for the user to decide; the questions' if any.
 
     A subtree is proposed for another one where both have the same names, numbers and shapes below
-    them, and no third one has. `layers.0` and `layers.1` are one subtree, `layers.*`. A module
-    without submodules is proposed only where a shape of it is found nowhere else on either side.
+    them, counters aside, and no third one has. `layers.0` and `layers.1` are one subtree,
+    `layers.*`.
     """
-    front = outer_front(found.bare[0])
-    if front is None:
-        return []
     if found.questions:
-        asked = [Proposal(_prefix_rules(one, front), one.names) for one in found.questions]
-        return [one for one in asked if all(one.rules)]
-    left = _left(found)
-    if not all(left):
-        return []
-    return list(_as_rules(_renamed_subtrees(found, left), left, found, front))
-
-
-def _left(found: Alignment) -> tuple[Names, Names]:
-    """Return the bare names of either side that are in no pair, in today's spelling."""
-    used = {*found.pairs.values(), *found.mismatched.values()}
-    done = {*found.pairs, *found.mismatched}
-    return (
-        {name: full for name, full in found.today(0).items() if full not in used},
-        {name: full for name, full in found.today(1).items() if full not in done},
-    )
-
-
-def _prefix_rules(prefix: Prefix, front: str) -> tuple[str, ...]:
-    old, new = (prefix.text, "") if prefix.is_off else ("", prefix.text)
-    rule = f"^{escaped(front + old)}=>{literal(front + new)}"
-    if not prefix.collides:
-        return (rule,)
-    others = f"^{escaped(front)}(?!{escaped(old)})=>{literal(front)}other_than_{literal(old)}"
-    return others, rule
+        return [one for one in found.questions if one.rule]
+    mine, theirs = _Side(found, 0), _Side(found, 1)
+    chosen: dict[str, str] = {}
+    for tree, path in sorted(mine.free.items(), key=lambda one: (-one[0].size, len(one[1]))):
+        other = theirs.free.get(tree, path)
+        is_new = other not in mine.paths and path.count("*") == other.count("*")
+        if is_new and not any(path[: at - 1] in chosen for at in ends(path)):
+            chosen[path] = other
+    return list(_as_rules(chosen, found, mine, theirs))
 
 
 def common_module(names: Collection[str]) -> str:
@@ -474,144 +563,93 @@ class _Subtree(NamedTuple):
 
     size: int
     content: int
-    """The sum of the hashes of what is below: equal for equal content."""
+    """The sum of the hashes of what is below: equal for equal names, numbers and shapes."""
+    kind: int
+    """The same without the numbers."""
 
 
-def _subtrees(
-    groups: Mapping[str, list[str]], names: Names, slots: Mapping[str, Slot]
-) -> dict[str, _Subtree]:
-    sizes: Counter[str] = Counter()
-    contents: Counter[str] = Counter()
-    for text, some in groups.items():
-        held = [(tuple(_NUMBER.findall(name)), slots[names[name]].shape) for name in some]
-        content = sum(map(hash, held))
-        for at in _ends(text):
-            path = text[: at - 1]
-            sizes[path] += len(some)
-            contents[path] += hash((text[at:], content))
-    return {path: _Subtree(size, contents[path]) for path, size in sizes.items()}
+class _Side:
+    """The names of one side, and the subtrees in which nothing is paired, each unlike any other."""
 
-
-def _renamed_subtrees(found: Alignment, left: tuple[Names, Names]) -> dict[str, str]:
-    """Return the paths of the file whose subtrees the model has under one other path."""
-    sides = []
-    for side, slots in ((0, found.have), (1, found.want)):
-        names = found.today(side)
-        groups = _grouped(names)
-        every = _subtrees(groups, names, slots)
-        rest = {text: sum(n in left[side] for n in some) for text, some in groups.items()}
-        free: Counter[str] = Counter()
-        for text, size in rest.items():
-            for at in _ends(text):
-                free[text[: at - 1]] += size
-        often = Counter(every.values())
-        sides.append(
-            {
-                tree: path
-                for path, tree in every.items()
-                if free[path] == tree.size and often[tree] == 1
-            }
-        )
-    mine, theirs = sides
-    both = [
-        (tree.size, path, theirs[tree])
-        for tree, path in mine.items()
-        if tree in theirs and path != theirs[tree]
-    ]
-    chosen: dict[str, str] = {}
-    for _, path, other in sorted(both, reverse=True):
-        above = (path[: at - 1] for at in _ends(path))
-        if path.count("*") == other.count("*") and not any(one in chosen for one in above):
-            chosen[path] = other
-    return _telling(chosen, left[0], found)
-
-
-def _telling(chosen: dict[str, str], left: Names, found: Alignment) -> dict[str, str]:
-    """Return the renamed paths that have submodules, or a shape that nothing else has."""
-    owners = _owners(found.today(0), found.have), _owners(found.today(1), found.want)
-    telling: set[str] = set()
-    for name, full in left.items():
-        text, shape = _template(name), found.have[full].shape
-        path = next((text[: at - 1] for at in _ends(text) if text[: at - 1] in chosen), None)
-        if path is None or path in telling or shape in ((), (1,)):
-            continue
-        modules = text[len(path) + 1 :].rpartition(".")[0]
-        own = shape not in _SAYS_NOTHING and (path, chosen[path])
-        if any(map(str.isalpha, modules)) or own == (owners[0][shape], owners[1].get(shape)):
-            telling.add(path)
-    return {path: other for path, other in chosen.items() if path in telling}
-
-
-def _owners(names: Names, slots: Mapping[str, Slot]) -> dict[Shape | None, str | None]:
-    """Return the module that has all tensors of a shape; None where several have some."""
-    found: dict[Shape | None, str | None] = {}
-    for name, full in names.items():
-        module, shape = _template(name).rpartition(".")[0], slots[full].shape
-        found[shape] = module if found.get(shape, module) == module else None
-    return found
+    def __init__(self, found: Alignment, side: int) -> None:
+        pairs = {**found.pairs, **found.mismatched}
+        used = pairs.keys() if side else {*pairs.values()}
+        slots = found.want if side else found.have
+        self.names = {n: full for n, full in found.today(side).items() if "*" not in n}
+        self.groups = _grouped(self.names)
+        self.paths: set[str] = set()
+        sizes: Counter[str] = Counter()
+        contents: Counter[str] = Counter()
+        kinds: Counter[str] = Counter()
+        closed: set[str] = set()
+        telling: set[str] = set()
+        for text, some in self.groups.items():
+            full = [self.names[name] for name in some]
+            shapes = [slots[one].shape for one in full]
+            numbers = map(tuple, map(_NUMBER.findall, some))
+            content = sum(map(hash, zip(numbers, shapes, strict=True)))
+            kind = sum(map(hash, shapes))
+            is_used = not used.isdisjoint(full)
+            tells = any(shape not in _SAYS_NOTHING for shape in shapes)
+            for at in ends(text):
+                path, rest = text[: at - 1], text[at:]
+                self.paths.add(path)
+                if text.endswith(BATCHES):
+                    continue
+                sizes[path] += len(some)
+                contents[path] += hash((rest, content))
+                kinds[path] += hash((rest, kind))
+                if is_used:
+                    closed.add(path)
+                if tells or any(map(str.isalpha, rest.rpartition(".")[0])):
+                    telling.add(path)
+        every = {path: _Subtree(n, contents[path], kinds[path]) for path, n in sizes.items()}
+        often = Counter((tree.size, tree.kind) for tree in every.values())
+        self.free = {
+            tree: path
+            for path, tree in every.items()
+            if path in telling and path not in closed and often[tree.size, tree.kind] == 1
+        }
 
 
 def _as_rules(
-    chosen: dict[str, str], left: tuple[Names, Names], found: Alignment, front: str
+    chosen: Mapping[str, str], found: Alignment, mine: _Side, theirs: _Side
 ) -> Iterator[Proposal]:
-    """Yield a rule for each renamed path, the deepest first, or for the module that all are in."""
-    names: dict[str, dict[str, str]] = {path: {} for path in chosen}
-    below = Counter(text[: at - 1] for text in map(_template, found.today(0)) for at in _ends(text))
-    for name, full in left[0].items():
-        text = _template(name)
-        depth = next((n for n, at in enumerate(_ends(text), 1) if text[: at - 1] in chosen), None)
-        if depth is None:
-            continue
-        parts = name.split(".")
-        path, head = ".".join(text.split(".")[:depth]), ".".join(parts[:depth])
-        texts = chosen[path].split("*")
-        numbers = [*_NUMBER.findall(head), ""]
-        new = "".join(chain.from_iterable(zip(texts, numbers, strict=True)))
-        new = ".".join([*([new] if new else []), *parts[depth:]])
-        other = left[1].get(new)
-        if (
-            other is not None
-            and full.startswith(f"{front}{head}.")
-            and fits(found.have[full], found.want[other])
-        ):
-            names[path][other] = full
-    merged: dict[tuple[str, str], dict[str, str]] = {}
-    for ends, paths in _merged(chosen, below).items():
-        together = {other: own for path in paths for other, own in names[path].items()}
-        if together:
-            merged[ends] = together
+    """Yield a rule for each renamed path, the deepest first."""
+    bare = {full: name for name, full in found.bare[0].items()}
+    below: dict[str, list[str]] = {path: [] for path in chosen}
+    for text, some in mine.groups.items():
+        path = next((text[: at - 1] for at in ends(text) if text[: at - 1] in chosen), None)
+        if path is not None:
+            below[path] += some
     changed: set[str] = set()
-    for (old, new), pairs in sorted(merged.items(), key=lambda one: -one[0][0].count(".")):
-        if old not in changed:  # else it would change what an earlier rule has made
-            changed.update((new, *(new[: at - 1] for at in _ends(new))))
-            after = literal(new)
-            for group in range(1, new.count("*") + 1):
-                after = after.replace("*", rf"\{group}", 1)
-            before = escaped(front + old).replace(r"\*", r"(\d+)")
-            text = rf"^{before}\.=>{literal(front)}{after}{'.' if new else ''}"
-            yield Proposal((text,), pairs)
+    for path, other in sorted(chosen.items(), key=lambda one: -one[0].count(".")):
+        if path in changed:  # the rule would change what an earlier rule has made
+            continue
+        before, after = _pattern(path), _filled(other)
+        apply = regex_rule(rf"^{before}\.=>{after}.").apply
+        news = {apply(name): mine.names[name] for name in below[path]}
+        fronts = {_front(full, bare[full]) for full in news.values()}
+        names = {
+            theirs.names[new]: full
+            for new, full in news.items()
+            if new in theirs.names and fits(found.have[full], found.want[theirs.names[new]])
+        }
+        front = fronts.pop()
+        if front is not None and not fronts:
+            changed.update((other, *(other[: at - 1] for at in ends(other))))
+            yield Proposal(rf"^{escaped(front)}{before}\.=>{literal(front)}{after}.", names)
 
 
-def _merged(
-    chosen: Mapping[str, str], below: Mapping[str, int]
-) -> dict[tuple[str, str], list[str]]:
-    """Return the renamed paths by what changes in front of them.
+def _pattern(path: str) -> str:
+    """Return a regular expression for a path with `*` for numbers."""
+    return escaped(path).replace(r"\*", r"(\d+)")
 
-    `backbone.conv` for `encoder.conv` and all else in it is `backbone` for `encoder`.
-    """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for path, other in chosen.items():
-        old, new = path.split("."), other.split(".")
-        while len(old) > 1 and new and old[-1] == new[-1]:
-            del old[-1], new[-1]
-        groups.setdefault((".".join(old), ".".join(new)), []).append(path)
-    merged: dict[tuple[str, str], list[str]] = {}
-    for ends, paths in groups.items():
-        if below[ends[0]] == sum(below[path] for path in paths):
-            merged[ends] = paths
-        else:
-            merged.update(((path, chosen[path]), [path]) for path in paths)
-    return merged
+
+def _filled(path: str) -> str:
+    """Return a replacement for a path, with the numbers that `_pattern` has found for `*`."""
+    first, *others = literal(path).split("*")
+    return first + "".join(rf"\{n}{text}" for n, text in enumerate(others, 1))
 
 
 def escaped(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
-from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming
+from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming, most_allowed
 from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import counted, listed, printable
@@ -32,10 +32,6 @@ _MOST_GLOBS = 8
 """More nobody reads."""
 _LONGEST = 160
 """Characters of a name or glob in a hint."""
-_SHARE = 10
-"""A hint allows at most one in so many names of the model: beyond that it is another model."""
-_LAYER = 2
-"""Names that a hint may always allow: a weight and its bias, in a model of a few layers."""
 _SMALL = 0.001
 _SPECIAL = re.compile(r"[*?[]")
 _NONE = Remedy()
@@ -224,7 +220,8 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
     ]
     usable = [way for way in ways if way.arguments and not way.to_fill_in]
     has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
-    is_allowed = bool(usable) and not has_rules
+    is_short = allowance.is_short(report)
+    is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
     question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
     problems = tuple(
         chain(
@@ -235,7 +232,7 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
             _names("unexpected", unexpected, "not in the model", is_allowed),
             _untied(report),
             _lossy(allowance.refused_casts(report)),
-            _short(allowance, report) if allowance.is_short(report) else (),
+            _short(allowance, report) if is_short else (),
             _optimizer(report),
         )
     )
@@ -246,8 +243,8 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
     kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
     if "untied" in kinds:
         return Judgement(problems, _UNTIED)
-    if "coverage" in kinds and not has_rules:  # no allowance helps
-        return Judgement(problems, kinds["coverage"] or (ways[0] if is_nothing else _NONE))
+    if not has_rules and (is_nothing or is_short):  # no allowance helps
+        return Judgement(problems, kinds.get("coverage", _NONE) or (_NONE if usable else ways[0]))
     if not usable and ways[0]:
         return Judgement(problems, ways[0])
     beside = [kinds.get(kind, _NONE) for kind in ("lossy-cast", "optimizer")]
@@ -279,7 +276,7 @@ def _way(
     if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
         return _UNDECIDED
     after = ", even after the proposed rules" if proposed else ""
-    lost, most = len(missing) + len(left[2]), max(report.names // _SHARE, _LAYER)
+    lost, most = len(missing) + len(left[2]), most_allowed(report.names)
     if lost > most:
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return Remedy(note=f"the architectures differ: {text}{after}")

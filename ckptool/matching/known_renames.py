@@ -10,7 +10,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["BATCHES", "Respelling", "beside", "respellings", "uncounted", "weight_norms"]
+__all__ = [
+    "BATCHES",
+    "Respelling",
+    "beside",
+    "respellings",
+    "uncounted",
+    "weight_norms",
+]
 
 BATCHES = "num_batches_tracked"
 _COUNTED_SINCE = 2

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptool.errors import UsageError
-from ckptool.matching.align import (
-    WORDS,
-    Alignment,
-    align,
-    common_module,
-    escaped,
-    is_average_counter,
-    literal,
-    proposals,
-)
+from ckptool.matching.align import Alignment, align, ends, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, beside, uncounted
 from ckptool.matching.report import (
     Ambiguity,
@@ -29,9 +17,10 @@ from ckptool.matching.report import (
     Renaming,
     casts_of,
     counted,
+    most_allowed,
 )
 from ckptool.matching.slots import Slot
-from ckptool.names import WRAPPERS, check_collisions
+from ckptool.names import check_collisions
 from ckptool.transforms.name_rules import Rule, prefix_regex, regex_rule
 from ckptool.words import printable
 
@@ -43,10 +32,6 @@ _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
 _UNCOUNTED = "the model's normalisation counts no batches"
 _COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
-_WORDS_RULE = f"{WORDS.pattern}=>"
-_NUMBER_PART = re.compile(r"(?<![^.])\d+(?=\\?\.)")
-_MOST_TRIED = 64
-"""Changes of one step; where there are more, no rule is told for them."""
 
 
 class Match(NamedTuple):
@@ -216,23 +201,62 @@ def _proposed(
     """Return the questions that a rule decides, and the rules that would match more."""
     if not missing or not unused:
         return (), ()
-    left = {*missing, *unused}
-    made = []
-    for one in proposals(found):
-        names = tuple((origin[own], name) for name, own in one.names.items())
-        names = tuple(pair for pair in names if left.issuperset(pair))
-        for rule in one.rules:
-            text = rule.replace("=>", " -> ", 1)
-            made.append(Renaming("proposed", text, names if rule is one.rules[-1] else (), rule))
-    if not found.questions:
-        return (), tuple(one for one in made if one.names)
-    own = dict.fromkeys(origin[own] for one in found.questions for own in one.names.values())
-    wanted = dict.fromkeys(name for one in found.questions for name in one.names)
-    if left.isdisjoint(own) and left.isdisjoint(wanted):
-        return (), ()
-    lone = all(one.names for one in made)
-    rules = tuple(one.rule for one in made) if lone else ()
-    return (Ambiguity(tuple(own), tuple(wanted), rules),), tuple(made)
+    proposed = tuple(
+        Renaming(
+            "proposed",
+            one.rule.replace("=>", " -> ", 1),
+            tuple((origin[own], name) for name, own in one.names.items()),
+            one.rule,
+        )
+        for one in proposals(found)
+    )
+    asked: list[Ambiguity] = []
+    if found.questions:
+        own = dict.fromkeys(origin[own] for one in found.questions for own in one.names.values())
+        wanted = dict.fromkeys(name for one in found.questions for name in one.names)
+        rules = tuple(one.rule for one in proposed)
+        asked.append(Ambiguity(tuple(own), tuple(wanted), rules))
+    for ways in [[one] for one in proposed] if found.questions else [proposed]:
+        done = {name for one in ways for pair in one.names for name in pair}
+        rest = [name for name in missing if name not in done]
+        asked += _undecided(found, origin, rest, [own for own in unused if own not in done])
+    return tuple(asked), proposed
+
+
+def _undecided(
+    found: Alignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+) -> tuple[Ambiguity, ...]:
+    """Return the few names left over of which some may be the same tensors.
+
+    Their last components and shapes are equal, a name begins with the other (`fc.weight_orig`), or
+    it ends with the other.
+    """
+    most = most_allowed(len(found.want))
+    if not (0 < len(missing) <= most and 0 < len(unused) <= most):
+        return ()
+    left, lost = {*unused}, {*missing}
+    mine = sorted((n, full) for n, full in found.today(0).items() if origin[full] in left)
+    shorts = [name for name, _ in mine]
+    alike: dict[tuple[str, Any], list[str]] = {}
+    whole = dict(mine)
+    parts = {name[at:]: full for name, full in mine for at in ends(name)}
+    for name, full in mine:
+        alike.setdefault((name.rpartition(".")[2], found.have[full].shape), []).append(full)
+    own: dict[str, None] = {}
+    wanted: list[str] = []
+    for name, full in found.today(1).items():
+        if full in lost:
+            last, shape = name.rpartition(".")[2], found.want[full].shape
+            like = [*alike.get((last, shape), ()), *alike.get((last, None), ())]
+            like += [whole[name[at:]] for at in ends(name) if name[at:] in whole]
+            like += [parts[name]] if name in parts else []
+            at = bisect_left(shorts, name)
+            while at < len(mine) and shorts[at].startswith(name):
+                like.append(mine[at][1])
+                at += 1
+            own.update(dict.fromkeys(origin[one] for one in like))
+            wanted += [full] if like else []
+    return (Ambiguity(tuple(own), tuple(wanted)),) if own else ()
 
 
 def _renamings(
@@ -246,36 +270,14 @@ def _renamings(
     The rules of all renamings, one after the other, make the file's names those of the model.
     """
     yield from _by_user(rules, ruled, {own: name for name, own in direct.items()})
-    ends = [(own, name) for name, own in direct.items() if ruled[own] != name]
-    if not ends:
-        return
-    own, wanted = [ruled[one] for one, _ in ends], [name for _, name in ends]
-    unwrapped, bare = (
-        [
-            [short[name] for name in names]
-            for names, short in ((own, _shorter(both[0])), (wanted, _shorter(both[1])))
-        ]
-        for both in (found.unwrapped, found.bare)
-    )
-    front = _wrapper_front(wanted, unwrapped[1])
-    columns = [
-        ("wrapper", own),
-        ("wrapper", [WORDS.sub("", name) for name in own] if own != unwrapped[0] else own),
-        ("prefix", unwrapped[0]),
-        ("known", bare[0]),
-        ("prefix", bare[1]),
-        ("wrapper", unwrapped[1]),
-        ("wrapper", [name.removeprefix(front) for name in wanted]),
-        ("", wanted),
-    ]
-    still = [name for name, own in direct.items() if ruled[own] == name]
-    for (kind, before), (_, after) in pairwise(columns):
-        if before != after:
-            yield from _step(kind, before, after, ends, still)
-
-
-def _shorter(names: Mapping[str, str]) -> dict[str, str]:
-    return {full: name for name, full in names.items()}
+    for step in found.steps:
+        names = tuple(
+            (own, name)
+            for name, own in direct.items()
+            if (name if step.side else ruled[own]) in step.changed
+        )
+        if names:
+            yield Renaming(step.kind, step.text, names, step.rule)
 
 
 def _by_user(
@@ -290,100 +292,6 @@ def _by_user(
             regex = prefix_regex(rule.text) if is_prefix else rule.regex or ""
             yield Renaming("rule", rule.text, pairs, regex)
         now.update(changed)
-
-
-def _wrapper_front(wanted: Sequence[str], bare: Sequence[str]) -> str:
-    """Return the wrapper components in front of all names of the model."""
-    front = ""
-    least = min(len(name) - len(short) for name, short in zip(wanted, bare, strict=True))
-    while True:
-        word = wanted[0][len(front) :].partition(".")[0]
-        longer = f"{front}{word}."
-        fits = word in WRAPPERS and len(longer) <= least
-        if not fits or not all(name.startswith(longer) for name in wanted):
-            return front
-        front = longer
-
-
-def _step(
-    kind: str,
-    before: Sequence[str],
-    after: Sequence[str],
-    ends: Sequence[tuple[str, str]],
-    still: Sequence[str],
-) -> Iterator[Renaming]:
-    """Yield a renaming for each change of one step, with a rule where one does just that."""
-    groups: dict[str, list[int]] = {}
-    likely: dict[str, set[str]] = {}
-    for at, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old != new:
-            text, rule = _ending(old, new) if kind == "known" else _head(old, new)
-            groups.setdefault(text, []).append(at)
-            likely.setdefault(text, set()).add(rule)
-    now = [*before, *still]
-    for text, members in sorted(groups.items(), key=lambda group: -group[0].count(".")):
-        then = now.copy()
-        for at in members:
-            then[at] = after[at]
-        rule = _WORDS_RULE
-        if len(likely[text]) == 1:
-            rule = likely[text].pop()
-        elif len(every := {_any_number(one) for one in likely[text]}) == 1:
-            rule = every.pop()
-        if len(groups) > _MOST_TRIED or not _does(rule, now, then):
-            rule = ""
-        now = then
-        yield Renaming(kind, text, tuple(ends[at] for at in members), rule)
-
-
-def _does(rule: str, before: Sequence[str], after: Sequence[str]) -> bool:
-    apply = regex_rule(rule).apply
-    return all((apply(old) or old) == new for old, new in zip(before, after, strict=True))
-
-
-def _any_number(rule: str) -> str:
-    r"""Return the rule for a path with any numbers: `^layers\.(\d+)\.=>blocks.\1.`."""
-    regex, _, replacement = rule.partition("=>")
-    groups = itertools.count(1)
-    regex = _NUMBER_PART.sub(r"(\\d+)", regex)
-    replacement = _NUMBER_PART.sub(lambda _: "\\" + str(next(groups)), replacement)
-    return f"{regex}=>{replacement}"
-
-
-def _ending(old: str, new: str) -> tuple[str, str]:
-    """Return the change of the end of a name in words, and the rule for it."""
-    kept = len(common_module([old, new]))
-    before, after = old[kept:], new[kept:]
-    return f"{before} -> {after}", rf"(^|\.){escaped(before)}$=>\1{literal(after)}"
-
-
-def _head(old: str, new: str) -> tuple[str, str]:
-    """Return which components are removed or added, and the rule that does it at one place."""
-    if old.endswith(f".{new}"):
-        return _front(old[: len(old) - len(new) - 1], "")
-    if new.endswith(f".{old}"):
-        return _front("", new[: len(new) - len(old) - 1])
-    return _front(old, new)
-
-
-@lru_cache(maxsize=256)
-def _front(old: str, new: str) -> tuple[str, str]:
-    mine, others = (text.split(".") if text else [] for text in (old, new))
-    while mine and others and mine[-1] == others[-1]:
-        del mine[-1], others[-1]
-    longer, shorter = (mine, others) if len(mine) > len(others) else (others, mine)
-    kept = iter(shorter)
-    wanted = next(kept, None)
-    changed = []
-    for part in longer:
-        if part == wanted:
-            wanted = next(kept, None)
-        else:
-            changed.append(f"{part}.")
-    text = f"{''.join(changed)} {'removed' if longer is mine else 'added'}"
-    before = "".join(rf"{escaped(part)}\." for part in mine)
-    made = "".join(f"{literal(part)}." for part in others)
-    return text, f"^{before}=>{made}"
 
 
 def _rewritten(

@@ -22,6 +22,7 @@ __all__ = [
     "Renaming",
     "casts_of",
     "counted",
+    "most_allowed",
 ]
 
 
@@ -265,6 +266,11 @@ class MatchReport:
         from ckptool.render.match import match_text
 
         return match_text(self)
+
+
+def most_allowed(names: int) -> int:
+    """Return how many names of a model a hint may allow to lack: a tenth, or a layer's two."""
+    return max(names // 10, 2)
 
 
 class Counts(TypedDict):

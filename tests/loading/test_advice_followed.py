@@ -6,6 +6,7 @@ import shlex
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import MatchError
@@ -26,13 +27,82 @@ def blocks(name):
     }
 
 
+def inside(name, shapes):
+    return {f"{name}.{inner}": shape for inner, shape in shapes.items()}
+
+
+def sequence(*numbers, size=5):
+    """Layers of one shape, as an `nn.Sequential` numbers them."""
+    return {
+        name: shape
+        for number in numbers
+        for name, shape in layers("", str(number), size=size).items()
+    }
+
+
+NORM = {"weight": (5,), "bias": (5,), "running_mean": (5,), "num_batches_tracked": ()}
+VGG = {**inside("features", sequence(0, 3, 6)), **inside("classifier", sequence(0, 3, size=4))}
+RESNET = {
+    **inside("conv1", {"weight": (5, 3)}), **inside("bn1", NORM),
+    **{
+        name: shape
+        for layer in (1, 2)
+        for block in (0, 1)
+        for part, shapes in (("conv1", {"weight": (5, 5)}), ("bn1", NORM), ("bn2", NORM))
+        for name, shape in inside(f"layer{layer}.{block}.{part}", shapes).items()
+    },
+}  # fmt: skip
+
+
+def densenet(norm, conv):
+    """Two layers of two blocks."""
+    return {
+        name: shape
+        for block in (1, 2)
+        for layer in (1, 2)
+        for number in (1, 2)
+        for part, shapes in ((norm, NORM), (conv, {"weight": (5, 5, number)}))
+        for name, shape in inside(f"block{block}.layer{layer}.{part}{number}", shapes).items()
+    }
+
+
 PROPOSED = {
     "a part of another name": ({**STEM, **blocks("layers")}, {**STEM, **blocks("blocks")}),
     "in a wrapper": (
         {f"module.{name}": shape for name, shape in {**STEM, **blocks("old")}.items()},
         {**STEM, **blocks("new")},
     ),
-}
+    "a sequence and a head": (
+        {**inside("backbone", sequence(0, 2, 4)), **layers("", "head", size=7)},
+        {**inside("features", sequence(0, 2, 4)), **layers("", "classifier", size=7)},
+    ),
+    "a sequence alone": (
+        inside("encoder", sequence(0, 2)), inside("enc", sequence(0, 2)),
+    ),
+    "a sequence beside layers of its shapes": (
+        {**inside("encoder", sequence(0, 2)), **STEM}, {**inside("enc", sequence(0, 2)), **STEM},
+    ),
+    "attention": (
+        {f"layers.{n}.attn.{w}": s for n in range(3) for w, s in NORM.items()},
+        {f"layers.{n}.self_attn.{w}": s for n in range(3) for w, s in NORM.items()},
+    ),
+    "both parts of a VGG": (
+        VGG, {n.replace("features", "body").replace("classifier", "head"): VGG[n] for n in VGG},
+    ),
+    "one part of a VGG": (VGG, {n.replace("features", "backbone"): VGG[n] for n in VGG}),
+    "a number behind a dot": (densenet("norm.", "conv."), densenet("norm", "conv")),
+    "a number that loses its dot": (densenet("norm", "conv"), densenet("norm.", "conv.")),
+    "counters": (
+        {**inside("backbone", RESNET), **STEM}, {**inside("encoder", RESNET), **STEM},
+    ),
+    "counters that an old file has not": (
+        {
+            **{n: s for n, s in inside("backbone", RESNET).items() if not n.endswith("tracked")},
+            **STEM,
+        },
+        {**inside("encoder", RESNET), **STEM},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PROPOSED)
@@ -44,8 +114,10 @@ def test_a_proposed_rule_loads_what_was_refused(case):
         ckptool.load_into(model, state)
     assert all(torch.equal(before[name], held) for name, held in model.state_dict().items())
     given = dict(caught.value.remedy.arguments)
-    assert given["rules"]
-    assert ckptool.load_into(model, state, **given).coverage == 1
+    assert given.keys() == {"rules"}
+    report = ckptool.load_into(model, state, **given)
+    assert report.fits
+    assert report.coverage == 1
 
 
 def followed(have, want, arguments):
@@ -79,21 +151,34 @@ def check_texts(remedy):
 
 
 def check_advice(have, want):
+    """Follow each way; return what each pairs."""
     have, want = ({name: Slot(shape) for name, shape in side.items()} for side in (have, want))
-    remedy = Allowance().judged(matched(have, want).report).remedy
+    judgement = Allowance().judged(matched(have, want).report)
+    remedy = judgement.remedy
     check_texts(remedy)
+    assert not (judgement.accepted and remedy)
     for way in (remedy, *remedy.instead):
         if way.arguments and not way.to_fill_in:
             assert followed(have, want, way.arguments) == (), str(remedy)
+            rules = map(regex_rule, dict(way.arguments).get("rules", ()))
+            yield matched(have, want, rules=rules).pairs
 
 
 @pytest.mark.parametrize("case", {**WRONG, **PROPOSED})
 def test_of_names_that_tempt_what_is_advised_is_enough(case):
-    check_advice(*{**WRONG, **PROPOSED}[case][:2])
+    have, want = {**WRONG, **PROPOSED}[case][:2]
+    for pairs in check_advice(have, want):
+        lost = [n for n in want if n not in pairs and not n.endswith("num_batches_tracked")]
+        assert len(lost) <= max(2, len(want) // 10)
 
 
-@given(cases())
-@settings(max_examples=200)
-def test_of_random_models_what_is_advised_is_enough(case):
-    have, want, _ = case
-    check_advice(have, want)
+@given(cases(), st.integers(0, 50))
+@settings(max_examples=300)
+def test_of_random_models_what_is_advised_loads_all_that_the_file_has(case, resized):
+    have, want, truth = case
+    if resized < len(have):  # a tensor of the file has another shape
+        have = {own: (*have[own], 5) if n == resized else have[own] for n, own in enumerate(have)}
+    for pairs in check_advice(have, want):
+        for name, shape in want.items():
+            if have.get(truth[name]) == shape:
+                assert pairs.get(name) == truth[name]
