@@ -18,6 +18,7 @@ from ckptool.words import counted
 __all__ = [
     "DCP_HINT",
     "FOLDER_KINDS",
+    "JOBLIB_HINT",
     "MAGICS",
     "ZIP_KINDS",
     "Finding",
@@ -48,6 +49,9 @@ _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 DCP_HINT = (
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} whole.pth "
     "&& ckptool list whole.pth"
+)
+JOBLIB_HINT = (
+    "joblib.load reads it, where whoever made it is trusted: save its arrays with numpy.savez"
 )
 
 
@@ -116,8 +120,11 @@ MAGICS: tuple[Magic, ...] = (
     _packed(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
     _packed(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
     _packed(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
-    _packed(0, b"\x78\x9c", "zlib (joblib does so)", _INFLATE),
-    _packed(0, b"\x78\xda", "zlib (joblib does so)", _INFLATE),
+    _packed(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
+    *(
+        _packed(0, magic, "zlib (joblib does so)", _INFLATE)
+        for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+    ),
     _other(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
     _other(0, b"Rar!\x1a\x07", "a RAR archive", "unpack it: unrar x {file}"),
     _other(
@@ -204,6 +211,8 @@ ZIP_KINDS: tuple[NameKind, ...] = (
         TruncatedFile,
     ),
 )
+_PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
+"""How names end that joblib.dump was given."""
 _WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
 _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
@@ -391,7 +400,11 @@ def _magic(probe: Probe) -> Finding | None:
         held = ending if row.offset < 0 else head[row.offset :]
         if re.match(row.magic if row.is_pattern else re.escape(row.magic), held, re.DOTALL):
             is_tar = re.search(r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z", probe.path)
-            hint = f"unpack it: {_UNPACK}" if is_tar and "> {unpacked}" in row.hint else row.hint
+            hint = row.hint
+            if "> {unpacked}" in hint and is_tar:
+                hint = f"unpack it: {_UNPACK}"
+            elif "> {unpacked}" in hint and re.search(_PICKLED, probe.path):
+                hint = JOBLIB_HINT
             return Finding(row.what, _filled(hint, probe), row.kind)
     return None
 

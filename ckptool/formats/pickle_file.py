@@ -12,6 +12,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
+from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.model import Opaque, find_tensors
 from ckptool.symbolic import Unpickled, unpickle
@@ -21,6 +22,9 @@ __all__ = ["PICKLE", "PickleFile"]
 
 _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
+_JOBLIB = b"joblib.numpy_pickle"
+_LOOKED_AT = 1 << 20
+"""Bytes at the beginning of a pickle in which joblib's class is looked for."""
 _DCP_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
 
 
@@ -49,10 +53,17 @@ class PickleFile:
         Raises:
             CorruptFile: the pickle is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
-            UnsupportedFormat: it is the index of a distributed checkpoint.
+            UnsupportedFormat: it is the index of a distributed checkpoint, or joblib's.
         """
         source = probe.source or FileSource(probe.path)
-        found = _unpickle(probe, source)
+        try:
+            found = _unpickle(probe, source)
+        except CheckpointError as error:
+            if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
+                raise _of_joblib(probe) from error
+            raise
+        if any(name.encode().startswith(_JOBLIB) for name in found.globals):
+            raise _of_joblib(probe)
         if isinstance(found.root, Opaque) and found.root.class_name == _DCP_METADATA:
             raise UnsupportedFormat(
                 f"{probe.path} is the index of a distributed checkpoint (DCP), "
@@ -78,6 +89,12 @@ class PickleFile:
             else (),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
+
+
+def _of_joblib(probe: Probe) -> UnsupportedFormat:
+    """Return the error for a file of joblib with arrays: their bytes lie between the opcodes."""
+    what = "a file of joblib, with the bytes of numpy's arrays between the opcodes of its pickle"
+    return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
 
 
 def _unpickle(probe: Probe, source: FileSource) -> Unpickled:

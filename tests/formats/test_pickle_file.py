@@ -1,12 +1,18 @@
+import base64
+import bz2
 import collections
+import gzip
 import io
+import lzma
 import pickle
 import struct
+import zlib
 
 import numpy
 import pytest
 import torch
 
+import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.formats.base import Probe
 from ckptool.formats.pickle_file import PICKLE
@@ -180,3 +186,41 @@ def test_a_storage_in_a_pickle_that_lies_is_damage_of_the_file(read):
 def test_a_limit_is_kept(read):
     with pytest.raises(CheckpointError):
         read(pickle.dumps({"a": 1 << 9000}, 2), Limits(max_integer_bytes=64))
+
+
+JOBLIB = base64.b85decode(
+    "fCQD-000000001el#Bs)l#CN<Z(?j|VlHlVZE$&CaA{*}Y-N;;5l(e&aCt#;a$$K_a$#_AWpb30lqrFfeUvDS"
+    "2y=B}V{Bn_bCiq)Zgp*Nd6bL?Ze(F{a$$Ltla!1Fb7*03Wt2+;g_Mj1Z*pX1a+Hh#LzIjKWOR9OWt3<Lj0I$L"
+    "d2nTvla!1CW;m3Ih=-I?lqgFBi~&59PEJlr|NsC0O8@`=|4RULlwynuVQg$~cVBI7VQ`d)j2musZE$&CVRCX|"
+    "d0$~{X=iS2Wo~p|VtI6BbCgREbz%+w|NsC0|NsC0|NsC0000000000000000008hm000000000$b1n"
+)
+"""What joblib 1.6 wrote of `{"w": numpy.arange(3.0)}`."""
+
+
+def squeezed(level):
+    return lambda data: zlib.compress(data, level)
+
+
+PACKS = [bytes, gzip.compress, bz2.compress, lzma.compress, squeezed(1), squeezed(3), squeezed(9)]
+
+
+@pytest.mark.parametrize("pack", [*PACKS, lambda data: lzma.compress(data, lzma.FORMAT_ALONE)])
+@pytest.mark.parametrize("first", [b"", b"."], ids=["no opcode", "the end of a pickle"])
+def test_a_file_of_joblib_is_named_with_its_way_out(tmp_path, pack, first):
+    at = JOBLIB.index(b"ub") + 2
+    (tmp_path / "a.joblib").write_bytes(pack(JOBLIB[:at] + first + JOBLIB[at:]))
+    with pytest.raises(CheckpointError) as caught:
+        ckptool.open(tmp_path / "a.joblib")
+    assert "damaged" not in str(caught.value)
+    assert "joblib.load reads it" in caught.value.hint
+
+
+def test_a_pickle_that_joblib_wrote_without_arrays_is_read(tmp_path):
+    (tmp_path / "a.joblib").write_bytes(pickle.dumps({"n": 1}, 4))
+    assert ckptool.open(tmp_path / "a.joblib").root == {"n": 1}
+
+
+def test_a_damaged_pickle_is_not_one_of_joblib(tmp_path):
+    (tmp_path / "a.joblib").write_bytes(JOBLIB.replace(b"joblib.", b"joblob."))
+    with pytest.raises(CorruptFile, match="damaged at byte"):
+        ckptool.open(tmp_path / "a.joblib")
