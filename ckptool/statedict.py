@@ -192,6 +192,8 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
+    if path and isinstance(path[-1], TensorRef):
+        return False  # what a pickled optimizer keeps of a parameter
     entries = list(mapping.values())
     if any(name.endswith(_EXTRA_STATE) for name in mapping):
         entries = [value for name, value in mapping.items() if not is_extra_state(name)]

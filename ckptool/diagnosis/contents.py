@@ -268,6 +268,22 @@ def placement(patient: Patient) -> Iterator[Found]:
             f"torch.load says: {_error(missing[0], gpus)}",
         )
         yield Found(complaint, {"to": "cpu"})
+    wide = [
+        name_of(path)
+        for path, one in patient.checkpoint.tensors()
+        if one.dtype in ("float64", "complex128")
+    ]
+    if wide and "mps" in patient.devices:
+        complaint = Complaint(
+            "device",
+            "note",
+            f"{counted(len(wide), 'tensor')} of float64, which mps does not have",
+            names_of(wide),
+            "torch.load(FILE, map_location='mps') says: Cannot convert a MPS Tensor to float64 "
+            "dtype as the MPS framework doesn't support float64. Please use float32 instead.",
+            remedy="ckptool cast FILE --dtype float32",
+        )
+        yield Found(complaint)
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
         tag = printable(tags[0])
         complaint = Complaint(

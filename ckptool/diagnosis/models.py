@@ -44,6 +44,7 @@ INTEGERS = frozenset(
 """Last name parts of buffers that count or index."""
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
+_MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
 _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
@@ -74,7 +75,7 @@ def level(patient: Patient) -> Iterator[Found]:
     """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
     model = patient.model
     if model is None:
-        if patient.models:
+        if any(map(_is_of_a_model, patient.models)):
             yield _several(patient)
         elif missing_weights(patient.checkpoint) is None:
             yield _none(patient)
@@ -105,6 +106,14 @@ def level(patient: Patient) -> Iterator[Found]:
         yield Found(complaint, {"exclude": (name_of((*model.path, N_AVERAGED)),)})
 
 
+def _is_of_a_model(section: Section) -> bool:
+    """Return False if neither its key nor any name says that these tensors are weights."""
+    named = section.kind == "module" or metadata_of(section) or _MODEL_KEY.search(section.name)
+    return bool(named) or any(
+        "." in name or name in ("weight", "bias") for name in tensors_of(section)
+    )
+
+
 def _one_level_down(patient: Patient, model: Section) -> Found:
     """The weights below a key: right for a training, a failure for `load_state_dict` alone."""
     root = patient.checkpoint.root
@@ -117,8 +126,12 @@ def _one_level_down(patient: Patient, model: Section) -> Found:
         f"the weights are one level down, in {printable(model.name)}"
         + (", beside the state of a training" if beside else ""),
         (printable(model.name),),
-        "load_state_dict(torch.load(FILE)) says: Unexpected key(s) in state_dict: ... "
-        + quoted_names(keys[:1]),
+        "load_state_dict(torch.load(FILE)) says: "
+        + (
+            f"Unexpected key(s) in state_dict: ... {quoted_names(keys[:1])}"
+            if keys
+            else "Expected state_dict to be dict-like"
+        ),
         remedy=f"in code: torch.load(FILE){printable(way)}",
     )
     key = {"key": patient.key} if patient.key is not None else {}
@@ -152,7 +165,9 @@ def _word(section: Section) -> str:
 def _none(patient: Patient) -> Found:
     """No model: right for the file of an optimizer or scheduler, a failure for anything else."""
     root = patient.checkpoint.root
-    parts = [part for part in patient.checkpoint.sections if part.kind != "values"]
+    parts = [
+        part for part in patient.checkpoint.sections if part.kind not in ("values", "state_dict")
+    ]
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
     states = {part.kind for part in parts} & {"optimizer", "scheduler"}
     found = list(find_tensors(root))
@@ -236,9 +251,7 @@ def objects(patient: Patient) -> Iterator[Found]:
             f"it holds objects that weights_only=True refuses: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
             f"{says}; weights_only=False, which it proposes, runs all that the file says",
-            remedy="gather the full tensors where it was trained, and save those"
-            if any(kind.rpartition(".")[2] in _SHARDED for kind in classes)
-            else "",
+            remedy=_remedy(classes),
         )
         yield Found(complaint, {"plain": True})
     texts = [text for section in patient.models for text in section.unread]
@@ -266,6 +279,15 @@ def objects(patient: Patient) -> Iterator[Found]:
             "torch.load(weights_only=False) with numpy 1 ends with: No module named 'numpy._core'",
         )
         yield Found(complaint, {"plain": True})
+
+
+def _remedy(classes: Iterable[str]) -> str:
+    """Say what helps against objects that no command turns into plain data."""
+    if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
+        return "gather the full tensors where it was trained, and save those"
+    if all(kind.startswith("torchao.") for kind in classes):
+        return "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
+    return ""
 
 
 def naming(patient: Patient) -> Iterator[Found]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -289,6 +290,8 @@ def training(patient: Patient) -> Iterator[Found]:
     """Yield what of the optimizers' state would go to another parameter, or to none."""
     for section in patient.optimizers:
         for complaint in _complaints(patient, section):
+            if not patient.models:
+                complaint = replace(complaint, remedy="")  # there are no weights to go on with
             # mended by going on without it, where it is clear which model that is
             yield Found(complaint, {"model_only": True} if patient.model is not None else None)
 

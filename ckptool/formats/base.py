@@ -35,7 +35,7 @@ __all__ = [
 
 _Answer = TypeVar("_Answer")
 
-OPAQUE_CONSTANTS = "its code refers to them, and the file has no value for them (mkldnn constants)"
+OPAQUE_CONSTANTS = "used by its code, and not stored in the file (mkldnn constants)"
 """What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 
 

@@ -355,8 +355,9 @@ def _zip(probe: Probe) -> Finding | None:
     for row in ZIP_KINDS:
         if row.first_matches(names):
             return Finding(row.what, row.hint, row.kind)
-    inside = next((name for name in names if re.fullmatch(_WEIGHTS, name)), None)
-    if inside is None:
+    weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
+    inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
+    if inside is None:  # stable-baselines3 has other files of torch before its policy
         what = f"a zip archive of other files: it holds {few(names)}"
         return Finding(what, _filled("unzip -l {file}", probe))
     target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))

@@ -170,7 +170,9 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         text = "it holds one process's part of an optimizer's state: its name says so"
         return Part(text, PLACEHOLDERS)
     if type(size) is int and size > 1:
-        return Part(f"it holds one part of {size}: its mp_world_size is {size}", _GATHER)
+        return Part(
+            f"it holds one part of {size} of each matrix: its mp_world_size is {size}", _GATHER
+        )
     if type(size) is int:
         return None
     total = _OF_TOTAL.search(name)

@@ -109,10 +109,11 @@ def _fact(name: str, text: str, look: Look) -> Iterator[str]:
 
 def _wrapped(text: str, look: Look, taken: int) -> list[str]:
     """The text in lines that fit beside what is `taken`; a word that is longer stays whole."""
+    text = clean("; ".join(text.split("\n")))  # a refusal may have several lines
     if look.width is None:
-        return [clean(text)]
+        return [text]
     width = max(min(look.width, _WIDEST) - taken, 30)
-    return textwrap.wrap(clean(text), width, break_long_words=False, break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:

@@ -519,7 +519,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
         if not there:  # an empty file: its copy lacks nothing
             return
         raise NotRepresentable(
-            f"no tensor would be in the result; there is {listed(there)}",
+            f"the result would be empty: no tensor is left; the file has {listed(there)}",
             file=checkpoint.path or None,
         )
 

@@ -1,11 +1,15 @@
 """Complaints that no command mends, and what is no complaint."""
 
+import shlex
+import zipfile
 from collections import OrderedDict
 
 import pytest
 import torch
 
-from tests.diagnosis.faults import Net, healthy, training_run
+from ckptool.cli import main
+from ckptool.diagnosis import doctor
+from tests.diagnosis.faults import Net, healthy, leftover, trained, training_run
 
 
 def without_counters():
@@ -127,8 +131,6 @@ def test_small_waste_is_none(complaint):
 
 
 def test_objects_without_a_plain_form_that_carry_weights_have_no_command(fixtures):
-    from ckptool.diagnosis import doctor
-
     found = doctor(fixtures / "distributed" / "dtensor_0_of_2.pth", quick=True)
     (objects,) = [one for one in found.complaints if one.kind == "objects"]
     assert (objects.commands, found.commands) == ((), ())
@@ -140,3 +142,65 @@ def test_a_module_before_most_names_is_a_note(complaint):
     found = complaint("wrapped-in-part", root)
     assert (found.severity, found.where) == ("note", ("module.w", "module.b"))
     assert "--prefix module.=" in found.remedy
+
+
+def graph():
+    return {"x": torch.ones(4, 3), "edge_index": torch.ones(2, 5, dtype=torch.long)}
+
+
+def split():
+    return {"images": torch.ones(3, 2), "labels": torch.ones(3)}
+
+
+@pytest.mark.parametrize("make", [graph, split])
+def test_dicts_of_arrays_are_no_state_dicts_to_choose_from(complaint, make):
+    root = {"a": make(), "b": make()}
+    assert complaint("several-models", root) is None
+    assert complaint("no-model", root).what.endswith("a dict of 2 entries, with 4 tensors")
+    two = {"a": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}}
+    assert complaint("several-models", two) is not None
+
+
+def test_what_a_pickled_optimizer_keeps_is_no_state_dict(diagnosed):
+    net, optimizer = trained()
+    found = diagnosed({"model": net.state_dict(), "optimizer": optimizer})
+    assert {"level", "objects"} == {one.kind for one in found.complaints if one.commands}
+    assert main(shlex.split(found.commands[0])[1:]) == 0
+    net.load_state_dict(torch.load(found.target), strict=True)
+
+
+def test_a_list_is_no_state_dict(complaint):
+    with pytest.raises(TypeError, match="Expected state_dict to be dict-like"):
+        Net().load_state_dict([healthy()])
+    assert "Expected state_dict to be dict-like" in complaint("level", [healthy()]).why
+
+
+def test_an_optimizer_alone_has_no_weights_to_go_on_with(complaint):
+    found = complaint("optimizer-leftover", leftover()["optimizer"])
+    assert found.remedy == ""
+    assert "the weights load" in complaint("optimizer-leftover", leftover()).remedy
+
+
+def test_mps_has_no_float64(complaint):
+    wide = {"a.weight": torch.ones(2, dtype=torch.float64)}
+    found = complaint("device", wide, devices=["mps"])
+    assert (found.severity, found.where) == ("note", ("a.weight",))
+    assert complaint("device", wide) is None
+
+
+def test_tensors_of_torchao_load_after_its_import(fixtures):
+    path = fixtures / "quantised" / "torchao_state.pth"
+    (found,) = [one for one in doctor(path, devices=["cpu"]).complaints if one.kind == "objects"]
+    assert found.remedy.startswith("import torchao first")
+    assert found.commands == ()
+
+
+def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
+    net, optimizer = trained()
+    parts = {"pytorch_variables": None, "policy": net.state_dict(), "policy.optimizer": optimizer}
+    with zipfile.ZipFile(tmp_path / "ppo.zip", "w") as archive:
+        for name, part in parts.items():
+            with archive.open(f"{name}.pth", "w") as file:
+                torch.save(part, file)
+    (found,) = doctor(tmp_path / "ppo.zip").complaints
+    assert (found.commands or (found.remedy,))[0].endswith("/policy.pth")

@@ -22,6 +22,9 @@ from ckptool import verify
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.cli import main
 from ckptool.diagnosis import doctor
+from ckptool.diagnosis.complaint import Patient
+from ckptool.diagnosis.models import objects
+from ckptool.diagnosis.plan import Planner
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import info
 from ckptool.inspection.obstacles import calls, dangerous
@@ -202,13 +205,17 @@ def test_constants_without_a_value_are_counted(tmp_path):
     path = optimized(tmp_path)
     with pytest.raises(RuntimeError):
         torch.jit.load(path)
-    assert any(note.startswith("2 weights: its code refers to") for note in summary(path).notes)
+    assert any(note.startswith("2 weights: used by its code") for note in summary(path).notes)
 
 
 def test_only_the_weights_that_go_with_objects_are_counted():
-    (found,) = examined(WRONG.parent / "quantised" / "torchao_state.pth").complaints
-    assert found.remedy.endswith("2 tensors of the weights would go with the objects: "
-                                 "0.weight, 2.weight")  # fmt: skip
+    with open_checkpoint(WRONG.parent / "quantised" / "torchao_state.pth") as checkpoint:
+        patient = Patient(checkpoint)
+        plan = Planner(patient, objects(patient)).plan()
+    assert plan.command is None
+    assert plan.obstacle == (
+        "2 tensors of the weights would go with the objects: 0.weight, 2.weight"
+    )
 
 
 def random_states():

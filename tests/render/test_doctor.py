@@ -86,3 +86,9 @@ def test_a_command_of_other_programs_stays_whole():
 
 def test_colour_is_for_a_terminal():
     assert any("\x1b[31merror\x1b[0m" in line for line in lines(diagnosis(), Look(80, True)))
+
+
+def test_a_refusal_of_several_lines_has_no_backslash():
+    one = Complaint("renamed", "fails", "what", (), "why", remedy="no command: first\nsecond")
+    found = Diagnosis("m.pth", "torch-zip", ("cpu",), (one,))
+    assert "   helps  no command: first; second" in lines(found)
