@@ -178,3 +178,11 @@ def test_no_line_to_resume_changes_what_the_training_calls_its_parameters(diagno
     found = diagnosed(lightning, like=net.state_dict())
     assert main(shlex.split(found.resume)[1:]) == 0
     assert torch.load(shlex.split(found.resume)[3])["state_dict"].keys() == inner.keys()
+
+
+def test_what_peft_trained_beside_an_adapter_is_what_is_kept(diagnosed):
+    held, net = Wrapped(adapted=False).state_dict(), Net()
+    (made,) = run(diagnosed(held, like=net.state_dict()))
+    net.load_state_dict(made, strict=True)
+    trained = held["base_model.model.head.modules_to_save.default.weight"]
+    assert torch.equal(net.head.weight, trained)
