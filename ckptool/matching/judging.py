@@ -46,8 +46,10 @@ _OTHER = Remedy(
 _SCATTERED = Remedy(
     note="too much is left, in too many places, to be allowed by a few globs; the report lists it"
 )
-_UNDECIDED = _ANY_RULE._replace(
-    note=" renames, if these are the same tensors; else the architectures differ"
+_UNDECIDED = Remedy(
+    instead=(
+        _ANY_RULE._replace(note=" where these are the same tensors; else the architectures differ"),
+    )
 )
 _UNTIED = Remedy(
     note="untie them in the model, or take all but one of them out of the file: the model then has "
@@ -218,7 +220,7 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
         _way(report, proposed, (missing, unexpected, wrong), unclear)
         for proposed in (_chosen(report, unclear) if is_named else [()])
     ]
-    usable = [way for way in ways if way.arguments and not way.to_fill_in]
+    usable = [way for way in ways if way.arguments]
     has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
     is_short = allowance.is_short(report)
     is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
@@ -244,7 +246,8 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
     if "untied" in kinds:
         return Judgement(problems, _UNTIED)
     if not has_rules and (is_nothing or is_short):  # no allowance helps
-        return Judgement(problems, kinds.get("coverage", _NONE) or (_NONE if usable else ways[0]))
+        share = _NONE if report.proposed else kinds.get("coverage", _NONE)
+        return Judgement(problems, share or (_NONE if usable else ways[0]))
     if not usable and ways[0]:
         return Judgement(problems, ways[0])
     beside = [kinds.get(kind, _NONE) for kind in ("lossy-cast", "optimizer")]
@@ -280,7 +283,7 @@ def _way(
     if lost > most:
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return Remedy(note=f"the architectures differ: {text}{after}")
-    if lost and len(unexpected) > most:
+    if len(unexpected) > most and (lost or not proposed):
         text = f"the file has {counted(len(unexpected), 'tensor')} that the model has not"
         return Remedy(note=f"the architectures differ: {text}{after}")
     remedies = [Remedy((("rules", tuple(one.rule for one in proposed)),))] if proposed else []
@@ -293,9 +296,9 @@ def _way(
         if names:
             remedies.append(_allowing(argument, names))
             notes.append(f"{text} {_folded(names, most=3)}")
-    is_told = notes and (proposed or len(unexpected) > most)
     found = _all_of(remedies)
-    return found._replace(note=f" ({'; '.join(notes)})") if is_told and found.arguments else found
+    is_told = proposed and notes and found.arguments
+    return found._replace(note=f" ({'; '.join(notes)})") if is_told else found
 
 
 def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -32,6 +33,9 @@ _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
 _UNCOUNTED = "the model's normalisation counts no batches"
 _COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
+
+
+_MARK = re.compile(r"[._]")
 
 
 class Match(NamedTuple):
@@ -228,14 +232,18 @@ def _undecided(
 ) -> tuple[Ambiguity, ...]:
     """Return the few names left over of which some may be the same tensors.
 
-    Their last components and shapes are equal, a name begins with the other (`fc.weight_orig`), or
-    it ends with the other.
+    Their last components and shapes are equal, one begins with the other (`fc.weight_orig`), or one
+    ends with the other.
     """
     most = most_allowed(len(found.want))
     if not (0 < len(missing) <= most and 0 < len(unused) <= most):
         return ()
     left, lost = {*unused}, {*missing}
-    mine = sorted((n, full) for n, full in found.today(0).items() if origin[full] in left)
+    mine, theirs = (
+        sorted((name.replace("parametrizations.", ""), full) for name, full in names.items())
+        for names in found.bare
+    )
+    mine = [(name, full) for name, full in mine if origin[full] in left]
     shorts = [name for name, _ in mine]
     alike: dict[tuple[str, Any], list[str]] = {}
     whole = dict(mine)
@@ -244,12 +252,14 @@ def _undecided(
         alike.setdefault((name.rpartition(".")[2], found.have[full].shape), []).append(full)
     own: dict[str, None] = {}
     wanted: list[str] = []
-    for name, full in found.today(1).items():
+    for name, full in theirs:
         if full in lost:
             last, shape = name.rpartition(".")[2], found.want[full].shape
             like = [*alike.get((last, shape), ()), *alike.get((last, None), ())]
             like += [whole[name[at:]] for at in ends(name) if name[at:] in whole]
             like += [parts[name]] if name in parts else []
+            fronts = [name[: mark.start()] for mark in _MARK.finditer(name)]
+            like += [whole[front] for front in fronts if front in whole]
             at = bisect_left(shorts, name)
             while at < len(mine) and shorts[at].startswith(name):
                 like.append(mine[at][1])

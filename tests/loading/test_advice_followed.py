@@ -172,6 +172,22 @@ def test_of_names_that_tempt_what_is_advised_is_enough(case):
         assert len(lost) <= max(2, len(want) // 10)
 
 
+FORMS = [
+    {"fc.weight_orig": (3, 3), "fc.weight_mask": (3, 3)},
+    {"fc.weight_orig": (3, 3), "fc.weight_u": (3,), "fc.weight_v": (3,)},
+    {"fc.weight_g": (3, 1), "fc.weight_v": (3, 3)},
+    {"fc.parametrizations.weight.original": (3, 3), "fc.parametrizations.weight.0._u": (3,)},
+    {"fc.weight.absmax": (3,)},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_in_another_form_is_not_hinted_away(form):
+    body = {f"body.{number}.weight": (5, 5) for number in range(60)}
+    for have, want in ((form, {"fc.weight": (3, 3)}), ({"fc.weight": (3, 3)}, form)):
+        assert list(check_advice({**body, **have}, {**body, **want})) == []
+
+
 @given(cases(), st.integers(0, 50))
 @settings(max_examples=300)
 def test_of_random_models_what_is_advised_loads_all_that_the_file_has(case, resized):

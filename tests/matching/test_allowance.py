@@ -288,6 +288,7 @@ WRONG = tuple(Mismatch(f"w.{n}", f"w.{n}", (3,), (2,)) for n in range(4))
         {"missing_keys": OTHERS},
         {"missing_keys": LAYERS, "mismatched": WRONG},
         {"missing_keys": ["a"], "unexpected_keys": OTHERS},
+        {"unexpected_keys": OTHERS},
         {
             "missing_keys": [*OTHERS, "a"],
             "proposed": (Renaming("proposed", "", (("b", "a"),), "b=>a"),),
@@ -304,10 +305,15 @@ def test_more_than_a_tenth_of_a_model_is_never_hinted_away(fields):
     assert str(judgement.remedy).endswith("even after the proposed rules") == ("proposed" in fields)
 
 
-def test_what_a_whole_model_does_not_take_of_a_larger_file_may_be_left_out():
-    found = report(loaded=100, fitting=10, unexpected_keys=[f"text.{n}" for n in range(90)])
+def test_what_a_part_of_a_larger_file_has_beside_it_may_be_left_out():
+    rule = Renaming("proposed", "", tuple((f"a.{n}", f"b.{n}") for n in range(9)), "^a=>b")
+    found = report(
+        missing_keys=[name for _, name in rule.names],
+        unexpected_keys=[*(own for own, _ in rule.names), *(f"text.{n}" for n in range(90))],
+        proposed=(rule,),
+    )
     assert str(Allowance().judged(found).remedy) == (
-        "`allow_unexpected='text.*'` (left out: text.{0..89})"
+        "`rules=['^a=>b'], allow_unexpected='text.*'` (left out: text.{0..89})"
     )
 
 
@@ -320,7 +326,10 @@ def test_a_name_that_may_be_another_one_is_not_hinted_away():
     )
     judgement = Allowance().judged(found)
     assert judgement.problems[0].text == "not guessed: fc.weight, aux.weight may be head.weight"
-    assert judgement.remedy.to_fill_in
+    assert str(judgement.remedy) == (
+        "rules=['REGEX=>REPL'] where these are the same tensors; else the architectures differ"
+    )
+    assert not judgement.remedy.arguments
     assert not any(problem.remedy.arguments for problem in judgement.problems)
     assert Allowance(strict=False).problems(found) == ()
 
