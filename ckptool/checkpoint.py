@@ -82,6 +82,8 @@ class Details:
     drop them."""
     header: Mapping[str, str] = field(default_factory=dict)
     """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
+    late: bool = False
+    """Whether the tree holds values that are read when they are asked for (`Opaque.find`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +144,21 @@ class Checkpoint:
     def __iter__(self) -> Iterator[Any]:
         """Yield the keys of the root."""
         return iter(self.root if isinstance(self.root, Mapping) else ())
+
+    def settled(self) -> Checkpoint:
+        """Return the checkpoint with all its values read, as far as they lie in other files.
+
+        Raises:
+            UnreadableFile: one cannot be read.
+        """
+        if not self.details.late:
+            return self
+        from ckptool.tree import settled
+
+        root = settled(self.root)
+        original = root if self.original is self.root else self.original
+        details = replace(self.details, late=False)
+        return replace(self, root=root, original=original, details=details)
 
     def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
         """Yield the path and the `TensorRef` of every tensor, in the order of the file."""

@@ -11,7 +11,7 @@ An object that exists is valid: the checks are where it is made, nothing downstr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,8 @@ class Opaque:
     steps: list[tuple[str, Any]] = field(default_factory=list)
     plain: tuple[str, Any] | None = None
     """Type and value, where the object is a plain value all the same (a numpy scalar)."""
+    find: Callable[[], Any] | None = None
+    """Reads the node that this one stands for, where that lies in a file of its own."""
 
     @property
     def class_name(self) -> str:

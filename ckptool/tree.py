@@ -29,7 +29,16 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
-__all__ = ["everything", "held_items", "name_of", "rebuild", "resolve", "selected", "walk"]
+__all__ = [
+    "everything",
+    "held_items",
+    "name_of",
+    "rebuild",
+    "resolve",
+    "selected",
+    "settled",
+    "walk",
+]
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,
@@ -209,6 +218,17 @@ class _Rebuilder:
 
     def _of(self, node: Any) -> Any:
         return node if type(node) in _UNTREATED else self.done[id(node)]
+
+
+def settled(root: Any) -> Any:
+    """Return the tree with each value that lies in a file of its own read.
+
+    Raises:
+        UnreadableFile: one cannot be read.
+    """
+    return rebuild(
+        root, lambda node: node.find() if isinstance(node, Opaque) and node.find else node
+    )
 
 
 Leaf = Any

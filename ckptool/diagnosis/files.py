@@ -61,6 +61,11 @@ _FORMATS: dict[str, tuple[str, str, str]] = {
         "it is an exported program (torch.export), with its weights",
         f"torch.load says: {_NO_DATA}; torch.export.load gives a program, not a state dict",
     ),
+    "dcp": (
+        "distributed",
+        "it is a folder of torch.distributed.checkpoint, written by several processes",
+        _A_FOLDER,
+    ),
     "npz": (
         "numpy",
         "it is an archive of numpy's (numpy.savez), not a file of torch.save",

@@ -16,7 +16,6 @@ from ckptool.formats.base import Probe
 from ckptool.words import counted
 
 __all__ = [
-    "DCP_HINT",
     "FOLDER_KINDS",
     "JOBLIB_HINT",
     "MAGICS",
@@ -46,10 +45,6 @@ _ITSELF = "give the checkpoint itself"
 _TENSORFLOW = "TensorFlow reads it: tf.train.load_checkpoint({stem})"
 _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 """In a folder of its own: where the user is it would write over files without asking."""
-DCP_HINT = (
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} whole.pth "
-    "&& ckptool list whole.pth"
-)
 JOBLIB_HINT = (
     "joblib.load reads it, where whoever made it is trusted: save its arrays with numpy.savez"
 )
@@ -253,21 +248,15 @@ _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
 def refuse(probe: Probe) -> CheckpointError | None:
     """Return the error for a file that a format would take for something else, else None.
 
-    One shard of a distributed checkpoint is a zip, the main file of torch_xla's an ordinary file
-    with the tensors elsewhere, the data of TensorFlow's any bytes.
+    The main file of torch_xla's is an ordinary file with the tensors elsewhere, the data of
+    TensorFlow's any bytes.
     """
     if probe.source is None:
         return None
-    folder, name = os.path.split(probe.path)
+    name = os.path.basename(probe.path)
     beside = f"{probe.path}.tensors"
     finding = None
-    if re.fullmatch(r"__\d+_\d+\.distcp", name) and os.path.exists(f"{folder or '.'}/.metadata"):
-        finding = Finding(
-            "one shard of a distributed checkpoint (DCP), which is read as a whole folder",
-            DCP_HINT.format(folder=shell(folder or ".")),
-            UnsupportedFormat,
-        )
-    elif os.path.isdir(beside) and b"torch_xla.utils.serialization" in _first(probe, _LOOKED_AT):
+    if os.path.isdir(beside) and b"torch_xla.utils.serialization" in _first(probe, _LOOKED_AT):
         finding = Finding(
             "the main file of a torch_xla checkpoint, whose tensors lie in the folder "
             f"{quoted(os.path.basename(beside))} beside it",
@@ -564,11 +553,10 @@ _SHARDS = (
 )
 
 FOLDER_KINDS: tuple[NameKind, ...] = (
-    NameKind((r"\.metadata", r".*\.distcp"), "a distributed checkpoint (DCP)", DCP_HINT),
     NameKind(
         (r".*\.distcp",),
-        "a distributed checkpoint (DCP) whose index `.metadata` is missing",
-        "copy `.metadata` too: it is written last, by the first rank",
+        "a distributed checkpoint (DCP) whose save was interrupted: it has no index `.metadata`",
+        "if it was copied, copy `.metadata` too; it is written last, by the first rank",
     ),
     NameKind((r"zero_to_fp32\.py",), "a DeepSpeed checkpoint", _DEEPSPEED),
     NameKind((r"latest", r"global_step\d+"), "a DeepSpeed checkpoint", _DEEPSPEED),
@@ -611,7 +599,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     NameKind(
         (r"pytorch_model_fsdp_\d+",),
         "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
-        DCP_HINT.replace("{folder}", "{entry}"),
+        "ckptool list {entry}",
     ),
 )
 

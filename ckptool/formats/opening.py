@@ -96,8 +96,9 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 
 def _read(probe: Probe) -> Checkpoint:
-    is_part = probe.path.endswith(".distcp") or ".data-" in probe.path
-    if is_part or os.path.isdir(f"{probe.path}.tensors"):  # as torch_xla puts it beside the file
+    if ".data-" in probe.path or os.path.isdir(
+        f"{probe.path}.tensors"
+    ):  # as torch_xla puts it beside the file
         from ckptool.formats.identify import refuse
 
         refused = refuse(probe)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.errors import CheckpointError, UnsupportedFormat
+from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import JOBLIB_HINT
@@ -25,7 +25,6 @@ _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
 _JOBLIB = b"joblib.numpy_pickle"
 _LOOKED_AT = 1 << 20
 """Bytes at the beginning of a pickle in which joblib's class is looked for."""
-_DCP_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
 
 
 class PickleFile:
@@ -53,7 +52,7 @@ class PickleFile:
         Raises:
             CorruptFile: the pickle is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
-            UnsupportedFormat: it is the index of a distributed checkpoint, or joblib's.
+            UnsupportedFormat: it is a file of joblib's.
         """
         source = probe.source or FileSource(probe.path)
         try:
@@ -64,13 +63,6 @@ class PickleFile:
             raise
         if any(name.encode().startswith(_JOBLIB) for name in found.globals):
             raise _of_joblib(probe)
-        if isinstance(found.root, Opaque) and found.root.class_name == _DCP_METADATA:
-            raise UnsupportedFormat(
-                f"{probe.path} is the index of a distributed checkpoint (DCP), "
-                "whose tensors lie in the .distcp files beside it",
-                file=probe.path,
-                hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT",
-            )
         rest = source.size - found.end
         verb = "is" if rest == 1 else "are"
         storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}

@@ -19,6 +19,8 @@ class Entry(NamedTuple):
     module: str
     zipped: bool = False
     """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
+    folder: bool = False
+    """Whether it is a folder with a file `.metadata`, which stands for it, as its shards do."""
     indexed: bool = False
     """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
     writable: bool = False
@@ -31,6 +33,7 @@ class Entry(NamedTuple):
 
 
 REGISTRY = (
+    Entry("dcp", "dcp", folder=True),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True),
     Entry("torchscript", "torchscript", zipped=True),
     Entry("pt2", "pt2", zipped=True),
@@ -54,8 +57,12 @@ def candidates(probe: Probe) -> Iterator[Format]:
     """The formats that a file or folder may be of, as far as its first bytes tell."""
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
+    in_folder = probe.is_folder or probe.path.endswith((".metadata", ".distcp"))
     for entry in REGISTRY:
-        if indexed if entry.indexed else entry.zipped is zipped:
+        if entry.folder:
+            if in_folder:
+                yield entry.load()
+        elif indexed if entry.indexed else entry.zipped is zipped:
             yield entry.load()
 
 

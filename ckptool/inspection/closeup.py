@@ -14,7 +14,7 @@ from ckptool.inspection.values import class_of, is_value, json_path, json_value,
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import module_state
-from ckptool.tree import name_of, resolve
+from ckptool.tree import name_of, resolve, settled
 
 __all__ = ["Shown", "ShownContainer", "ShownObject", "ShownTensor", "ShownValue", "show"]
 
@@ -133,6 +133,7 @@ def show(
         LimitExceeded: a tensor whose strides repeat more bytes than a real one's.
     """
     path, node = resolve(checkpoint, name)
+    node = settled(node)
     place = (checkpoint.path, json_path(path), name_of(path))
     if isinstance(node, TensorRef):
         return _tensor(checkpoint.path, path, node, count, progress, RepeatedBytes(limits))

@@ -93,6 +93,7 @@ def diff(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, meter=meter, limits=limits
     )
     with opened(a) as one, opened(b) as other:
+        one, other = one.settled(), other.settled()
         aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
         run = _Comparison(aligned, contents, meter, structure, quick, strict, limits)
         renames = None

@@ -176,6 +176,8 @@ def list_tensors(
     values: list[ValueRow] = []
     objects: list[tuple[Path, Any]] = []
     with opened(source) as checkpoint:
+        if hash:  # which reads it all
+            checkpoint = checkpoint.settled()
         for path, leaf in walk(checkpoint.root, limits):
             if (globs or unless) and not selected(path, globs, unless):
                 continue

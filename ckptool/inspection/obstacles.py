@@ -34,6 +34,7 @@ REFUSED_FORMATS = {
     "pickle": "it is a bare pickle, which torch.load does not open",
     "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
     "pt2": "it is a torch.export archive, which needs torch.export.load",
+    "dcp": "it is a folder of torch.distributed.checkpoint, which dcp.load opens",
     "npz": "it is an archive of numpy's, which numpy.load opens",
     "safetensors-sharded": "it is in shards, each of which is loaded by itself",
     "torch-sharded": "it is in shards, each of which torch.load opens by itself",

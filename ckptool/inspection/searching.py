@@ -12,6 +12,7 @@ from ckptool.files import FileSource
 from ckptool.formats import candidates
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
+from ckptool.formats.dcp import DCP
 from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.sharded import shards_named_by
 from ckptool.formats.torch_tar import BLOCK, is_tar
@@ -72,10 +73,14 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
         except OSError:
             yield here, None
             continue
-        if _is_unzipped(here, limits):
+        shards = ".distcp" if _is_distributed(here, limits) else ""
+        if shards or _is_unzipped(here, limits):
             yield here, None
-            continue
+            if not shards:
+                continue
         for path in (os.path.join(here, name) for name in names if not name.startswith(".")):
+            if shards and path.endswith(shards):
+                continue
             if os.path.isdir(path):
                 (linked if os.path.islink(path) else todo).append(path)
             elif os.path.isfile(path):
@@ -87,6 +92,13 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
 def _identity(path: str) -> _Identity:
     status = os.stat(path)
     return status.st_dev, status.st_ino
+
+
+def _is_distributed(folder: str, limits: Limits) -> bool:
+    """Whether the folder is a checkpoint of torch.distributed.checkpoint."""
+    with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
+        return DCP.recognise(probe)
+    return False
 
 
 def _is_unzipped(folder: str, limits: Limits) -> bool:

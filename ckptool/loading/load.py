@@ -219,6 +219,8 @@ class TreeMaker:
         return self._tensors.storage(node, name_of(tuple(self._path)))
 
     def _opaque(self, node: Opaque) -> Any:
+        if node.find is not None:
+            return self.node(node.find())
         made = unpickled(node, self.node)
         if made is not node:
             return made

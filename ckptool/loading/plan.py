@@ -17,7 +17,7 @@ from ckptool.loading.memory import cuts
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
-from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
+from ckptool.matching import Allowance, Cast, Match, MatchReport, Slot, matched
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
 from ckptool.tensors import is_one_part, materialise, require_torch
@@ -234,22 +234,28 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
         for name, own in plan.pairs.items()
         if (why := _unmade(state, own, is_extra=target.slots[name].kind == "extra"))
     }
+    kept = {n for n in found if _is_lazy(target.slots[n]) and found[n] == _NEVER_RAN}
     lazy = {own for own in report.unexpected_keys if _unmade(state, own, is_extra=False)}
     if not found and not lazy:
         return plan
-    missing = {*report.missing_keys, *found}
+    missing = {*report.missing_keys, *found} - kept
     report = replace(
         report,
+        kept=(*report.kept, *((name, "the file's has no elements either") for name in kept)),
         missing_keys=[name for name in target.slots if name in missing],
         unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
         left_out=(
             *report.left_out,
-            *((plan.pairs[name], why) for name, why in found.items()),
+            *((plan.pairs[name], why) for name, why in found.items() if name not in kept),
             *((own, _NEVER_RAN) for own in sorted(lazy)),
         ),
     )
     pairs = {name: own for name, own in plan.pairs.items() if name not in found}
     return plan._replace(pairs=pairs, report=report)
+
+
+def _is_lazy(slot: Slot) -> bool:
+    return slot.shape is None and slot.kind != "extra"
 
 
 def _unmade(state: State, own: str, *, is_extra: bool) -> str:
@@ -259,7 +265,7 @@ def _unmade(state: State, own: str, *, is_extra: bool) -> str:
         return ""  # as most of many names
     if isinstance(node, Opaque) and getattr(node.func, "qualified", "") in _LAZY:
         return _NEVER_RAN
-    if state.tree.format == "memory" and slot.shape is None and slot.kind != "extra":
+    if state.tree.format == "memory" and _is_lazy(slot):
         return _NEVER_RAN
     what = inert(node) if is_extra else ""
     return f"holds {what}, which is not made from a file" if what else ""

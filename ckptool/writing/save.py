@@ -361,6 +361,8 @@ def save(
     if name in FLAT:
         checkpoint = _only_state_dict(checkpoint)
         refuse_hollow(checkpoint)
+    else:
+        checkpoint = checkpoint.settled()
     anew = not own or rewrite or max_shard_size is not None
     plan = _planned(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS

@@ -90,7 +90,7 @@ def test_a_diagnosis_is_made_without_torch(torchless, model, more):
     done = torchless("doctor", model, *(model if word == "MODEL" else word for word in more))
     fits = more[:1] == ["--like"]  # its wrappers are the reference's own
     assert (done.code, done.err) == (0 if fits else 1, "")
-    assert ("1. note: " if fits else "1. fails: ") in done.out
+    assert ("1. note: " if fits else "1. error: ") in done.out
 
 
 @pytest.mark.parametrize(

@@ -347,22 +347,21 @@ def test_a_tar(content, tmp_path):
 
 
 FOLDERS = {
-    0: [".metadata", "__0_0.distcp"],
-    1: ["__0_0.distcp", "__1_0.distcp"],
-    2: ["latest", "zero_to_fp32.py", "global_step10/"],
-    3: ["latest", "global_step10/"],
-    4: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-    5: ["mp_rank_00_model_states.pt"],
-    6: ["latest_checkpointed_iteration.txt", "iter_0001000/"],
-    7: ["iter_0001000/"],
-    8: ["mp_rank_00/", "mp_rank_01_003/"],
-    9: ["_CHECKPOINT_METADATA", "default/"],
-    10: ["saved_model.pb", "variables/"],
-    11: ["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"],
-    12: ["tensor_0.pt", "tensor_1.pt"],
-    13: ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
-    14: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
-    15: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
+    0: ["__0_0.distcp", "__1_0.distcp"],
+    1: ["latest", "zero_to_fp32.py", "global_step10/"],
+    2: ["latest", "global_step10/"],
+    3: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    4: ["mp_rank_00_model_states.pt"],
+    5: ["latest_checkpointed_iteration.txt", "iter_0001000/"],
+    6: ["iter_0001000/"],
+    7: ["mp_rank_00/", "mp_rank_01_003/"],
+    8: ["_CHECKPOINT_METADATA", "default/"],
+    9: ["saved_model.pb", "variables/"],
+    10: ["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"],
+    11: ["tensor_0.pt", "tensor_1.pt"],
+    12: ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
+    13: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+    14: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
 }
 
 
@@ -393,10 +392,6 @@ def test_a_pipeline_names_its_parts(folder, tmp_path):
 
 def test_the_hints_for_folders_are_commands(folder, tmp_path):
     path = tmp_path / "run 1"
-    error = folder(".metadata", "__0_0.distcp")
-    assert f"dcp_to_torch '{path}' whole.pth" in error.hint
-    os.remove(path / ".metadata")
-    os.remove(path / "__0_0.distcp")
     error = folder("model-00001-of-00002.safetensors")
     assert error.hint.endswith(f"ckptool list '{path}/model-00001-of-00002.safetensors'")
 
@@ -424,16 +419,6 @@ def refused(path):
         return refuse(probe)
     finally:
         probe.close()
-
-
-def test_a_shard_of_a_distributed_checkpoint_is_no_zip(tmp_path):
-    shard = tmp_path / "__0_0.distcp"
-    torch.save(torch.ones(2), shard)
-    assert refused(shard) is None
-    (tmp_path / ".metadata").write_bytes(b"")
-    error = refused(shard)
-    assert is_a(error, UnsupportedFormat, "one shard of a distributed checkpoint (DCP)")
-    assert f"dcp_to_torch {tmp_path} whole.pth" in error.hint
 
 
 def test_the_main_file_of_torch_xla_is_not_the_whole(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.formats.base import Probe
 from ckptool.formats.pickle_file import PICKLE
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -107,16 +107,6 @@ def test_what_follows_the_pickle_is_a_note(read):
     assert checkpoint.details.left_behind == ("5 bytes behind the pickle are not read",)
     one = read(pickle.dumps({"a": 1}, 2) + b"1")
     assert one.details.left_behind == ("1 byte behind the pickle is not read",)
-
-
-def test_the_index_of_a_distributed_checkpoint_is_named(read):
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    with pytest.raises(
-        UnsupportedFormat, match=r"index of a distributed checkpoint \(DCP\)"
-    ) as error:
-        read(pickle.dumps(Metadata(state_dict_metadata={})))
-    assert "dcp_to_torch" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -664,21 +664,17 @@ class TestFolders:
         assert [one.kind for one in verdict.problems] == ["not-a-checkpoint"]
         (tmp_path / "__0_0.distcp").write_bytes(b"")
         (tmp_path / ".metadata").write_bytes(b"")
-        (error,) = Verifier().each([tmp_path])
-        assert isinstance(error, UnsupportedFormat)
+        (verdict,) = Verifier().each([tmp_path])
+        assert [one.kind for one in verdict.problems] == ["truncated"]
 
     def test_what_is_not_read_is_not_called_fine(self, tmp_path):
         torch.save({}, tmp_path / "ranks.pth")
-        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        for name in ("__0_0.distcp", "__1_0.distcp"):
             (tmp_path / name).write_bytes(b"")
-        fine, unread = Verifier().each([tmp_path])
+        *empty, fine = Verifier().each([tmp_path])
         assert fine.ok
-        assert unread.file == str(tmp_path)
-        assert [(one.kind, one.place) for one in unread.problems] == [
-            ("unread", "__0_0.distcp"),
-            ("unread", "__1_0.distcp"),
-        ]
-        assert unread.problems[0].text.startswith("not looked at: it is one shard of")
+        assert [os.path.basename(one.file) for one in empty] == ["__0_0.distcp", "__1_0.distcp"]
+        assert [problem.kind for one in empty for problem in one.problems] == ["truncated"] * 2
 
 
 class TestNamesWithAHash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -12,6 +13,7 @@ from ckptool.files import ByteRange, FileSource
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
 from ckptool.formats.checks.zip_headers import header_problems
+from ckptool.formats.dcp import archive_of, index_of
 from ckptool.formats.legacy_stream import (
     MAGIC,
     MAGIC_BYTES,
@@ -289,6 +291,32 @@ def archive_findings(probe: Probe) -> Findings:
         tuple(_checksum(archive, record) for record in stated),
         len(archive.records),
     )
+
+
+def dcp_findings(probe: Probe) -> Findings:
+    """Return what each item of a folder of DCP states of its bytes, and which items are not there.
+
+    What the index gets wrong is told by opening the folder.
+    """
+    try:
+        items = list(probe.ask(index_of).items())
+    except CheckpointError:
+        return Findings()
+    problems, checksums, count = [], [], 0
+    for name, item in items:
+        place = f"{os.path.basename(item.path)}: {name}"
+        try:
+            records = archive_of(item, probe.limits).records
+        except CheckpointError as error:
+            problems.append(Problem("corrupt", place, error.message, error.hint))
+            continue
+        count += len(records)
+        checksums += [
+            Checksum(f"{place}: {one.name}", one.data, one.crc32)
+            for one in records.values()
+            if one.crc32 is not None
+        ]
+    return Findings(tuple(problems), (), tuple(checksums), count)
 
 
 def _checksum(archive: Archive, record: Record) -> Checksum:

@@ -1,0 +1,163 @@
+"""Ranges whose bytes lie in pieces: found when they are first read, or tiles of one tensor.
+
+`torch.distributed.checkpoint` stores each chunk of a tensor in a file of its own inside another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ckptool.errors import CorruptFile
+from ckptool.files.computed import ComputedSource
+from ckptool.files.source import ByteRange
+
+__all__ = ["Tile", "late", "tiled"]
+
+
+def late(name: str, size: int, find: Callable[[], ByteRange]) -> ByteRange:
+    """Return a range of `size` bytes that `find` finds when it is first read.
+
+    `name` is the file, for messages. `find` raises the errors of a damaged file; a range of another
+    length is `CorruptFile`.
+    """
+    found: list[ByteRange] = []
+
+    def fill(offset: int, buffer: memoryview) -> None:
+        if not found:
+            data = find()
+            if data.length != size:
+                raise CorruptFile(f"has {data.length:,} bytes where {size:,} belong", file=name)
+            found.append(data)
+        found[0].read_into(buffer, offset)
+
+    return ByteRange(ComputedSource(name, size, fill), 0, size)
+
+
+class Tile(NamedTuple):
+    """A box of a tensor: where it begins and its size along each axis, and its elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: ByteRange
+    """In row-major order."""
+
+
+def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile]) -> ByteRange:
+    """Return the elements of a tensor in row-major order, read from tiles that cover it.
+
+    Nothing is kept: a read of some bytes reads those of each tile. `name` is for messages.
+
+    Raises:
+        CorruptFile: a tile lies outside the shape, two overlap, or some elements are in no tile.
+    """
+    tiles = [tile for tile in tiles if 0 not in tile.sizes]
+    _check(shape, tiles)
+    size = prod(shape) * itemsize
+    if len(tiles) == 1:
+        return tiles[0].data
+    runs = sorted((_Runs(shape, itemsize, tile) for tile in tiles), key=lambda one: one.first)
+    ends: list[int] = []
+    for one in runs:  # how far the tiles up to here reach
+        ends.append(max(one.end, ends[-1] if ends else 0))
+
+    def fill(offset: int, buffer: memoryview) -> None:
+        for one in runs:
+            if one.first >= offset + len(buffer):
+                break
+            if one.end > offset:
+                one.read_into(offset, buffer)
+
+    return ByteRange(ComputedSource(name, size, fill), 0, size)
+
+
+class _Runs:
+    """A tile as runs of bytes, each in one piece both in the tile and in the whole."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, tile: Tile) -> None:
+        steps = [prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+        split = [axis for axis, size in enumerate(shape) if tile.sizes[axis] != size]
+        last = split[-1] if split else 0
+        self._data = tile.data
+        self._length = prod(tile.sizes[last:]) * itemsize
+        self._axes = list(zip(tile.sizes[:last], steps[:last], strict=True))
+        self._count = prod(tile.sizes[:last])
+        self.first = sum(at * step for at, step in zip(tile.offsets, steps, strict=True))
+        self.end = self._start(self._count - 1) + self._length
+
+    def _start(self, number: int) -> int:
+        """Return where a run begins in the whole."""
+        start = self.first
+        for size, step in reversed(self._axes):
+            number, at = divmod(number, size)
+            start += at * step
+        return start
+
+    def _after(self, offset: int) -> int:
+        """Return the number of the first run that ends behind `offset`."""
+        low, high = 0, self._count
+        while low < high:
+            middle = (low + high) // 2
+            if self._start(middle) + self._length <= offset:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Put the bytes of the tile that lie in `buffer`, from `offset` of the whole, there."""
+        stop = offset + len(buffer)
+        number = self._after(offset)
+        beyond = self._after(stop)
+        if beyond < self._count and self._start(beyond) < stop:
+            beyond += 1
+        if number >= beyond:
+            return
+        begin = max(offset - self._start(number), 0)
+        end = min(stop - self._start(beyond - 1), self._length)
+        if beyond - number == 1:
+            at = self._start(number) + begin - offset
+            place = buffer[at : at + end - begin]
+            self._data.read_into(place, number * self._length + begin)
+            return
+        total = (beyond - number - 1) * self._length + end - begin
+        raw = memoryview(bytearray(total))
+        self._data.read_into(raw, number * self._length + begin)
+        done = 0
+        for one in range(number, beyond):
+            low = begin if one == number else 0
+            high = end if one == beyond - 1 else self._length
+            at = self._start(one) + low - offset
+            buffer[at : at + high - low] = raw[done : done + high - low]
+            done += high - low
+
+
+def _check(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
+    """Raise CorruptFile unless each element of the shape is in one tile."""
+    for tile in tiles:
+        axes = zip(tile.offsets, tile.sizes, shape, strict=True)
+        if any(at < 0 or size < 0 or at + size > whole for at, size, whole in axes):
+            raise CorruptFile(f"chunk {_words(tile)} lies outside of shape {list(shape)}")
+    held = sum(prod(tile.sizes) for tile in tiles)
+    active: list[Tile] = []
+    for tile in sorted(tiles, key=lambda one: one.offsets[:1]):
+        active = [one for one in active if _touch(one, tile, 0)]
+        for one in active:
+            if all(_touch(one, tile, axis) for axis in range(len(shape))):
+                raise CorruptFile(f"chunks {_words(one)} and {_words(tile)} overlap")
+        active.append(tile)
+    if held != prod(shape):
+        missing = prod(shape) - held
+        raise CorruptFile(f"{missing:,} of the {prod(shape):,} elements are in no chunk")
+
+
+def _touch(one: Tile, other: Tile, axis: int) -> bool:
+    if not one.offsets:
+        return True  # of a number there is one chunk
+    low = max(one.offsets[axis], other.offsets[axis])
+    return low < min(one.offsets[axis] + one.sizes[axis], other.offsets[axis] + other.sizes[axis])
+
+
+def _words(tile: Tile) -> str:
+    return f"at {list(tile.offsets)} of shape {list(tile.sizes)}"

@@ -1,0 +1,413 @@
+"""A folder of torch.distributed.checkpoint (DCP), of which each process wrote a part.
+
+`.metadata` is a pickle that says which chunk of which tensor lies where in which `.distcp` file;
+each chunk there is a file of torch.save's of its own. Nothing but `.metadata` is read until a
+tensor or value is asked for. Sources: torch/distributed/checkpoint/metadata.py, filesystem.py and
+_nested_dict.py, torch 2.0 to 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileMissing,
+    LimitExceeded,
+    UnsupportedFormat,
+)
+from ckptool.files import ByteRange, FileSource, MemorySource
+from ckptool.files.computed import gathered
+from ckptool.files.tiled import Tile, late, tiled
+from ckptool.formats.archive import FolderFile, zip_archive
+from ckptool.formats.base import Archive, Probe
+from ckptool.formats.torch_zip import read_contents
+from ckptool.limits import Limits
+from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
+from ckptool.symbolic import unpickle
+from ckptool.words import counted, listed, printable
+
+__all__ = ["DCP", "Index", "Item", "archive_of", "index_of"]
+
+_METADATA = ".metadata"
+_RANKS = re.compile(r"__(\d+)\.metadata")
+"""How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""
+_BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_ZSTD = "stream.zstd/1"
+_HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
+
+
+class Item(NamedTuple):
+    """Where one chunk of a tensor, or one object, lies."""
+
+    path: str
+    offset: int
+    length: int
+    packed: tuple[str, ...] = ()
+    """How it was compressed: `stream.zstd/1`."""
+
+
+class _Chunk(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: Item
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class Index(NamedTuple):
+    """What `.metadata` says, or the files of all ranks together."""
+
+    tensors: Mapping[str, _Tensor]
+    values: Mapping[str, Item]
+    order: tuple[str, ...]
+    """The flat names, in the order of the index."""
+    paths: Mapping[str, tuple[Any, ...]]
+    """Where each flat name stands in the tree that was saved."""
+    sources: tuple[FileSource, ...]
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        """Yield every item, under the flat name that it is of."""
+        for name, tensor in self.tensors.items():
+            yield from ((name, chunk.item) for chunk in tensor.chunks)
+        yield from self.values.items()
+
+
+class Dcp:
+    """The format `dcp`."""
+
+    name = "dcp"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a folder with an index of DCP, that index, or one of its shards."""
+        return bool(_indexes(probe))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the tree that was saved, over `.metadata` alone.
+
+        Raises:
+            CorruptFile: the index breaks a rule: chunks that overlap or do not cover a tensor, a
+                file outside of the folder.
+            FileMissing: a rank's index is missing.
+            UnsupportedFormat: the index is of another kind.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        index = probe.ask(index_of)
+        folder = os.path.dirname(index.sources[0].path)
+        leaves = {
+            **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
+            **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
+        }
+        tree: dict[Any, Any] = {}
+        for name in index.order:
+            _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
+        files = {item.path for _, item in index.items()}
+        return Checkpoint(
+            tree,
+            self.name,
+            folder or ".",
+            Details(
+                size=sum(source.size for source in index.sources) + _size(files),
+                writer="torch.distributed.checkpoint",
+                storage_bytes=sum(_nbytes(one) for one in index.tensors.values()),
+                notes=(f"{counted(len(files), 'file')} of torch.distributed.checkpoint",),
+                late=bool(index.values),
+            ),
+            sources=(*index.sources, *([probe.source] if probe.source else [])),
+        )
+
+
+DCP = Dcp()
+
+
+def _indexes(probe: Probe) -> list[str]:
+    """Return the path of the index that a probe means, or of each rank's; empty: it is no DCP."""
+    folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
+    if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
+        return []
+    names = probe.entries if probe.is_folder else frozenset(os.listdir(folder or "."))
+    if _METADATA in names:
+        found = [_METADATA]
+    else:
+        if not any(one.endswith(".distcp") for one in names):
+            return []
+        found = sorted(filter(_RANKS.fullmatch, names), key=lambda one: int(one[2:-9]))
+    return [os.path.join(folder, one) for one in found]
+
+
+def index_of(probe: Probe) -> Index:
+    """Read the index of the folder that a probe means.
+
+    Raises:
+        CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as `Dcp.read`.
+    """
+    paths = _indexes(probe)
+    numbers = [int(found[1]) for one in paths if (found := _RANKS.fullmatch(os.path.basename(one)))]
+    if numbers and numbers != list(range(len(numbers))):
+        missing = next(n for n in range(max(numbers) + 1) if n not in numbers)
+        raise FileMissing(
+            f"the index of rank {missing}, __{missing}.metadata, is missing", file=probe.path
+        )
+    sources: list[FileSource] = []
+    for path in paths:
+        sources.append(FileSource(path))
+        probe.on_close(sources[-1].close)
+    read = [_read(source, probe.limits) for source in sources]
+    tensors: dict[str, _Tensor] = {}
+    for one in read:
+        for name, tensor in one.tensors.items():
+            known = tensors.get(name, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptFile(f"the ranks differ in {printable(name)!r}", file=probe.path)
+            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in known.chunks}
+            chunks.update({(chunk.offsets, chunk.sizes): chunk for chunk in tensor.chunks})
+            tensors[name] = tensor._replace(chunks=tuple(chunks.values()))
+    return Index(
+        tensors,
+        {name: item for one in reversed(read) for name, item in one.values.items()},
+        tuple(dict.fromkeys(name for one in read for name in one.order)),
+        {name: path for one in read for name, path in one.paths.items()},
+        tuple(sources),
+    )
+
+
+def _read(source: FileSource, limits: Limits) -> Index:
+    pickle = unpickle(ByteRange(source, 0, source.size), limits=limits)
+    found = _state(pickle.root)
+    described, stored = found.get("state_dict_metadata"), found.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise UnsupportedFormat(
+            "the index is no `Metadata` of torch.distributed.checkpoint",
+            file=source.path,
+            hint="PaddlePaddle and others write folders of the same look: load it with its writer",
+        )
+    folder = os.path.dirname(source.path)
+    try:
+        items = {_key(key): _item(folder, info) for key, info in stored.items()}
+        tensors: dict[str, _Tensor] = {}
+        values: dict[str, Item] = {}
+        for name, one in described.items():
+            state = _state(one)
+            if "chunks" in state:
+                tensors[name] = _described(name, state, items)
+            elif (name, None) in items:
+                values[name] = items[name, None]
+            else:
+                raise CorruptFile(f"{printable(name)!r} is in no file")
+        planned = found.get("planner_data")
+        paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFile(
+            f"the index breaks a rule of DCP ({error!r})", file=source.path
+        ) from error
+    except CheckpointError as error:
+        error.file = error.file or source.path
+        raise
+    return Index(tensors, values, tuple(described), paths, (source,))
+
+
+def _state(node: Any) -> Mapping[Any, Any]:
+    return node.attributes if isinstance(node, Opaque) else {}
+
+
+def _key(node: Any) -> tuple[str, tuple[int, ...] | None]:
+    state = _state(node)
+    offset = state.get("offset")
+    return state["fqn"], None if offset is None else tuple(offset)
+
+
+def _path(path: Any) -> tuple[Any, ...]:
+    if not isinstance(path, tuple) or not path or not {str, int}.issuperset(map(type, path)):
+        raise CorruptFile(f"the index has {printable(repr(path))} for a path")
+    return path
+
+
+def _item(folder: str, info: Any) -> Item:
+    state = _state(info)
+    name, offset, length = state["relative_path"], state["offset"], state["length"]
+    parts = str(name).replace("\\", "/").split("/")
+    if not isinstance(name, str) or os.path.isabs(name) or ".." in parts or "\0" in name:
+        raise CorruptFile(f"the index names {printable(repr(name))}, outside of the folder")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptFile(f"the index has no bytes at {offset!r} of {printable(name)!r}")
+    packed = tuple(state.get("transform_descriptors") or ())
+    return Item(os.path.join(folder, name), offset, length, packed)
+
+
+def _described(
+    name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], Item]
+) -> _Tensor:
+    properties = state["properties"]
+    dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
+    if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
+        raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
+    chunks = []
+    for one in state["chunks"]:
+        offsets, sizes = tuple(_state(one)["offsets"]), tuple(_state(one)["sizes"])
+        if (name, offsets) not in items:
+            raise CorruptFile(f"the chunk at {list(offsets)} of {printable(name)!r} is in no file")
+        chunks.append(_Chunk(offsets, sizes, items[name, offsets]))
+    shape = tuple(state["size"])
+    sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
+    if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
+        raise CorruptFile(f"{printable(name)!r} has a size or place that is no number")
+    if any(len(one) != len(shape) for one in sizes_of):
+        raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
+    return _Tensor(dtype.name, shape, tuple(chunks))
+
+
+def _size(files: set[str]) -> int:
+    return sum(os.path.getsize(path) for path in files if os.path.isfile(path))
+
+
+def _nbytes(tensor: _Tensor) -> int:
+    return prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
+
+
+def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
+    itemsize = BY_NAME[one.dtype].itemsize
+    tiles = [
+        Tile(
+            chunk.offsets,
+            chunk.sizes,
+            late(
+                chunk.item.path,
+                prod(chunk.sizes) * itemsize,
+                partial(_elements, name, one.dtype, chunk, limits),
+            ),
+        )
+        for chunk in one.chunks
+    ]
+    file = one.chunks[0].item.path if one.chunks else name
+    try:
+        data = tiled(file, one.shape, itemsize, tiles)
+    except CorruptFile as error:
+        raise CorruptFile(f"tensor {printable(name)!r}: {error.message}", hint=_HINT) from error
+    storage = Storage(name, data, data.length)
+    return TensorRef(one.dtype, one.shape, row_major_strides(one.shape), 0, storage, "cpu")
+
+
+def _value(name: str, item: Item, limits: Limits) -> Opaque:
+    place = "stored", os.path.basename(item.path)
+    return Opaque(_BYTES, plain=place, find=cache(partial(_content, name, item, limits)))
+
+
+def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> ByteRange:
+    """Return the elements of a chunk, in row-major order."""
+    found = _content(name, chunk.item, limits)
+    place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
+    if not isinstance(found, TensorRef) or not found.has_content:
+        raise CorruptFile(f"{place} is no tensor", file=chunk.item.path, hint=_HINT)
+    if (found.dtype, found.shape) != (dtype, chunk.sizes):
+        raise CorruptFile(
+            f"{place} is a {found.dtype} tensor of shape {list(found.shape)}, and {dtype} of "
+            f"{list(chunk.sizes)} by the index",
+            file=chunk.item.path,
+            hint="the files are of different saves: " + _HINT,
+        )
+    if found.is_verbatim:
+        return found.data
+    if found.flags or found.storage is None or found.storage.byteorder == "big":
+        raise UnsupportedFormat(f"{place} is stored in another form", file=chunk.item.path)
+    return gathered(
+        ByteRange(found.storage.data.source, found.storage.data.offset, found.storage.nbytes),  # type: ignore[union-attr]
+        itemsize=found.itemsize,
+        shape=chunk.sizes,
+        stride=found.stride,
+        offset=found.offset,
+    )
+
+
+def _content(name: str, item: Item, limits: Limits) -> Any:
+    """Return what torch.save wrote into an item."""
+    try:
+        return read_contents(archive_of(item, limits), limits).unpickled.root
+    except CheckpointError as error:
+        error.message = f"{printable(name)!r}: {error.message}"
+        error.file = error.file or item.path
+        raise
+
+
+def archive_of(item: Item, limits: Limits) -> Archive:
+    """Return the records of the file of torch.save's that an item is.
+
+    Raises:
+        FileMissing: the file of the item is missing.
+        CorruptFile: it is shorter than the index says, or damaged.
+        UnsupportedFormat: the item is compressed in a way that is not read here.
+    """
+    try:
+        size = os.path.getsize(item.path)
+    except OSError as error:
+        raise FileMissing("is missing", file=item.path, hint=_HINT) from error
+    if item.offset + item.length > size:
+        raise CorruptFile(
+            f"has {size:,} bytes, and {item.length:,} at {item.offset:,} belong to it",
+            file=item.path,
+            hint=_HINT,
+        )
+    data = ByteRange(FolderFile(item.path, size), item.offset, item.length)
+    return zip_archive(_unpacked(data, item.packed, limits) if item.packed else data, limits)
+
+
+def _unpacked(data: ByteRange, packed: tuple[str, ...], limits: Limits) -> ByteRange:
+    """Return what a compressed item inflates to, in memory."""
+    file = data.source.name
+    if packed != (_ZSTD,):
+        raise UnsupportedFormat(
+            f"is compressed ({listed(packed)}), which is not read here",
+            file=file,
+            hint="load it with torch.distributed.checkpoint and save it without an extension",
+        )
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UnsupportedFormat(
+            "is compressed with zstd, and zstandard is not installed",
+            file=file,
+            hint="pip install 'ckptool[zstd]'",
+        ) from error
+    most = data.length * limits.max_inflation
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:
+            raw = stream.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise CorruptFile(f"is damaged: {error}", file=file, hint=_HINT) from error
+    if len(raw) > most:
+        raise LimitExceeded(
+            f"{data.length:,} bytes inflate to more than {limits.max_inflation:,} times as many",
+            file=file,
+        )
+    return ByteRange(MemorySource(raw, file), 0, len(raw))
+
+
+def _place(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, most: int) -> None:
+    """Put a leaf where it stood, in dicts and lists; an int in a path is the place in a list."""
+    node: Any = tree
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(node, list):
+            if type(key) is not int or not 0 <= key < most:
+                raise CorruptFile(f"the index has {printable(repr(path))} for a path")
+            node.extend([None] * (key + 1 - len(node)))
+            known = node[key]
+        else:
+            known = node.get(key)
+        if following is None:
+            node[key] = leaf
+        elif known is None:
+            node[key] = [] if type(following) is int else {}
+        elif not isinstance(known, list if type(following) is int else dict):
+            raise CorruptFile(f"the index has two things at {printable(repr(path))}")
+        node = node[key]

@@ -1,0 +1,98 @@
+"""Tiles of one tensor in many ranges, read as the whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptool.errors import CorruptFile, TruncatedFile
+from ckptool.files import ByteRange, MemorySource
+from ckptool.files.tiled import Tile, late, tiled
+
+
+def held(tensor):
+    raw = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    return ByteRange(MemorySource(raw, "part"), 0, len(raw))
+
+
+@st.composite
+def cuts(draw):
+    """A tensor, and boxes that partition it: cut at one place along one axis, again and again."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    boxes = [tuple((0, size) for size in shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        at = draw(st.integers(0, len(boxes) - 1))
+        axis = draw(st.integers(0, len(shape) - 1))
+        low, high = boxes[at][axis]
+        if high - low > 1:
+            middle = draw(st.integers(low + 1, high - 1))
+            box = boxes.pop(at)
+            parts = ((low, middle), (middle, high))
+            boxes.extend((*box[:axis], part, *box[axis + 1 :]) for part in parts)
+    return shape, draw(st.permutations(boxes))
+
+
+def made(shape, boxes, dtype=torch.int16):
+    whole = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
+    tiles = [
+        Tile(
+            tuple(low for low, _ in box),
+            tuple(high - low for low, high in box),
+            held(whole[tuple(slice(*axis) for axis in box)]),
+        )
+        for box in boxes
+    ]
+    return whole, tiles
+
+
+@given(cuts(), st.data())
+def test_tiles_read_as_the_whole_from_any_byte(case, data):
+    whole, tiles = made(*case)
+    found = tiled("whole", case[0], 2, tiles)
+    raw = held(whole).read()
+    assert found.read() == raw
+    start = data.draw(st.integers(0, len(raw)))
+    length = data.draw(st.integers(0, len(raw) - start))
+    assert found.read(start, length) == raw[start : start + length]
+
+
+@given(cuts(), st.data())
+def test_tiles_that_do_not_partition_the_shape_are_refused(case, data):
+    _, tiles = made(*case)
+    if len(tiles) > 1:
+        gone = data.draw(st.integers(0, len(tiles) - 1))
+        with pytest.raises(CorruptFile, match="in no chunk"):
+            tiled("whole", case[0], 2, [*tiles[:gone], *tiles[gone + 1 :]])
+    with pytest.raises(CorruptFile, match="overlap"):
+        tiled("whole", case[0], 2, [*tiles, data.draw(st.sampled_from(tiles))])
+    moved = tiles[0]._replace(offsets=tuple(at + 1 for at in tiles[0].offsets))
+    with pytest.raises(CorruptFile, match=r"outside of shape|overlap|in no chunk"):
+        tiled("whole", case[0], 2, [moved, *tiles[1:]])
+
+
+def test_a_number_and_no_elements():
+    _, tiles = made((), [()])
+    assert tiled("n", (), 2, tiles).read() == b"\0\0"
+    empty = Tile((0, 0), (0, 3), ByteRange(MemorySource(b"", "e"), 0, 0))
+    assert tiled("e", (0, 3), 2, [empty]).read() == b""
+    assert tiled("e", (0, 3), 2, []).read() == b""
+
+
+def test_a_late_range_is_found_once_when_it_is_read():
+    calls = []
+
+    def find():
+        calls.append(1)
+        return ByteRange(MemorySource(b"xabcd", "f"), 1, 4)
+
+    data = late("f", 4, find)
+    assert calls == []
+    assert (data.read(1, 2), data.read()) == (b"bc", b"abcd")
+    assert calls == [1]
+
+
+def test_a_late_range_of_another_length_is_damaged():
+    with pytest.raises(CorruptFile, match="has 3 bytes where 4 belong"):
+        late("f", 4, lambda: ByteRange(MemorySource(b"abc", "f"), 0, 3)).read()
+    with pytest.raises(TruncatedFile):
+        late("f", 4, lambda: ByteRange(MemorySource(b"abcd", "f"), 0, 4)).read(2, 3)

@@ -1,0 +1,217 @@
+"""Folders of torch.distributed.checkpoint: read as torch reads them, and refused where they lie."""
+
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import ckptool
+from ckptool.errors import CorruptFile, FileMissing, UnreadableFile, UnsupportedFormat
+from ckptool.formats import open_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that one process has saved."""
+    path = tmp_path / "run"
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    state = {"model": model.state_dict(), "step": 3, "list": [1, {"a": torch.ones(2)}]}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture
+def meshed(fixtures, tmp_path):
+    """A folder by four processes, whose tensors are cut along two axes."""
+    return Path(shutil.copytree(fixtures / "dcp" / "meshed-2.13.0", tmp_path / "meshed"))
+
+
+def index_of(folder):
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def with_index(folder, change):
+    index = index_of(folder)
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
+
+
+def moved(index, name, at, **changes):
+    """Change one entry of `storage_data`."""
+    for key, info in index.storage_data.items():
+        if key.fqn == name and (at is None or tuple(key.offset) == at):
+            for field, value in changes.items():
+                setattr(info, field, value)
+
+
+def test_the_tree_is_that_which_was_saved(folder):
+    loaded = ckptool.load(folder)
+    assert loaded.keys() == {"model", "step", "list"}
+    assert (loaded["step"], loaded["list"][0]) == (3, 1)
+    assert torch.equal(loaded["list"][1]["a"], torch.ones(2))
+
+
+def test_a_list_reads_the_index_alone(folder):
+    before = ckptool.list_tensors(folder).to_dict()
+    for shard in folder.glob("*.distcp"):
+        shard.write_bytes(b"")
+    assert ckptool.list_tensors(folder).to_dict() == before
+    with pytest.raises(UnreadableFile, match=r"'model.weight': has 0 bytes, and 1,\d+ at"):
+        ckptool.load(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_of_the_folder_stands_for_it(folder, name):
+    with open_checkpoint(folder / name) as checkpoint:
+        assert (checkpoint.format, checkpoint.path) == ("dcp", str(folder))
+        assert checkpoint["step"].find() == 3
+
+
+def test_a_plain_model_is_loaded_from_the_folder(folder, tmp_path):
+    model, judge = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert ckptool.load_into(model, folder, key="model").coverage == 1
+    judge.load_state_dict(ckptool.load(folder)["model"])
+    assert torch.equal(model.weight, judge.weight)
+
+
+def test_a_conversion_is_what_torch_makes_of_it(meshed, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(meshed, tmp_path / "theirs.pth")
+    ckptool.convert(meshed, tmp_path / "ours.pth")
+    ckptool.convert(meshed, tmp_path / "ours.safetensors")
+    theirs = torch.load(tmp_path / "theirs.pth")
+    for name in ("ours.pth", "ours.safetensors"):
+        ours = ckptool.load(tmp_path / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert ckptool.diff(meshed, tmp_path / "ours.safetensors").identical
+
+
+def test_names_and_values_are_changed_on_the_way(folder, tmp_path):
+    with ckptool.open(folder) as checkpoint:
+        checkpoint.add_module().save(tmp_path / "wrapped.pth")
+    loaded = torch.load(tmp_path / "wrapped.pth", weights_only=True)
+    assert list(loaded["model"]) == ["module.weight", "module.bias"]
+    assert loaded["step"] == 3
+
+
+def test_bytes_that_are_not_those_that_were_written_are_found(meshed):
+    assert ckptool.verify(meshed).ok
+    shard = meshed / "__3_0.distcp"
+    raw = shard.read_bytes()
+    with open_checkpoint(meshed) as checkpoint:
+        value = checkpoint["both"].read()[-4:]
+    at = raw.rindex(value)
+    shard.write_bytes(raw[:at] + b"\xff" + raw[at + 1 :])
+    (problem,) = ckptool.verify(meshed).problems
+    assert problem.kind == "checksum"
+    assert problem.place.startswith("__3_0.distcp: both")
+
+
+def place_of(index, name):
+    (info,) = (info for key, info in index.storage_data.items() if key.fqn == name)
+    return {"relative_path": info.relative_path, "offset": info.offset, "length": info.length}
+
+
+FAULTS = {
+    "a file that is gone": lambda index: moved(index, "both", (0, 0), relative_path="__9_0.distcp"),
+    "a file outside": lambda index: moved(index, "both", (0, 0), relative_path="../x"),
+    "an absolute path": lambda index: moved(index, "both", (0, 0), relative_path="/etc/passwd"),
+    "a negative offset": lambda index: moved(index, "both", (0, 0), offset=-1),
+    "beyond the end": lambda index: moved(index, "both", (0, 0), offset=1 << 40),
+    "another chunk's bytes": lambda index: moved(
+        index, "both", (0, 0), **place_of(index, "number")
+    ),
+    "no item": lambda index: index.storage_data.pop(
+        next(key for key in index.storage_data if key.fqn == "both")
+    ),
+    "a chunk less": lambda index: index.state_dict_metadata["both"].chunks.pop(),
+    "two chunks of one place": lambda index: [
+        setattr(one, "offsets", torch.Size([0, 0]))
+        for one in index.state_dict_metadata["both"].chunks[1:2]
+    ],
+    "a larger shape": lambda index: setattr(
+        index.state_dict_metadata["both"], "size", torch.Size([8, 5])
+    ),
+    "a shape of two sizes for one axis": lambda index: setattr(
+        index.state_dict_metadata["both"], "size", torch.Size([7])
+    ),
+    "no number": lambda index: moved(index, "both", (0, 0), length="9"),
+    "a path through a tensor": lambda index: index.planner_data.update(number=("both", "x")),
+    "a list without end": lambda index: index.planner_data.update(number=("l", 1 << 40)),
+    "a path of objects": lambda index: index.planner_data.update(number=(1.5,)),
+    "no index": lambda index: setattr(index, "storage_data", None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_index_that_lies_is_refused_with_its_name(meshed, fault):
+    with_index(meshed, FAULTS[fault])
+    with pytest.raises((CorruptFile, FileMissing, UnsupportedFormat)) as caught:
+        ckptool.load(meshed)
+    assert str(meshed) in str(caught.value)
+    if fault not in ("no index", "another chunk's bytes"):
+        assert not ckptool.verify(meshed).ok
+
+
+def test_a_class_of_the_index_is_never_made(folder):
+    class Exploding:
+        def __reduce__(self):
+            return os.system, (f"touch {folder}/ran",)
+
+    with_index(folder, lambda index: setattr(index.storage_meta, "modules", [Exploding()]))
+    assert ckptool.load(folder)["step"] == 3
+    assert not (folder / "ran").exists()
+
+
+def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
+    folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
+    assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()
+    (folder / "__2.metadata").unlink()
+    with pytest.raises(FileMissing, match="index of rank 2"):
+        ckptool.load(folder)
+
+
+def test_an_interrupted_save_is_called_so(folder):
+    (folder / ".metadata").unlink()
+    with pytest.raises(UnsupportedFormat, match="save was interrupted"):
+        ckptool.open(folder)
+
+
+def test_without_zstandard_the_extra_is_named(fixtures, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UnsupportedFormat, match="zstandard is not installed") as caught:
+        ckptool.load(fixtures / "dcp" / "zstd-2.13.0")
+    assert "ckptool[zstd]" in caught.value.hint
+
+
+def test_a_million_chunks_are_read_in_no_time(tmp_path):
+    count = 100_000
+    plan = [ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(count)]
+    shape = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), plan)
+    index = Metadata({"w": shape}, storage_data={})
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    info = _StorageInfo("__0_0.distcp", 0, 10)
+    index.storage_data = {MetadataIndex("w", [at]): info for at in range(count)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint["w"].shape == (count,)
