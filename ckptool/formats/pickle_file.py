@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.errors import CheckpointError
+from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import JOBLIB_HINT

@@ -182,7 +182,8 @@ def load_into(
             loading = _Loading(
                 model, target, state, plan, allowance, assign=assign, by_name=by_name
             )
-            if without_values := hollow(state.tree, state.section):
+            without_values = hollow(state.tree, state.section)
+            if without_values and without_values.kind != "lazy":  # those are missing
                 raise MatchError(
                     without_values.text,
                     file=state.file or None,
