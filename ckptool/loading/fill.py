@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
-from ckptool.files import ByteRange
+from ckptool.files import ByteRange, FileSource
 from ckptool.files.checksums import crc32s
 from ckptool.files.computed import may_be_shared
 from ckptool.loading.memory import cuts, extent, memory_of, repeats
@@ -22,7 +22,16 @@ from ckptool.tensors.runtime import called, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Assigned", "Fill", "alone", "can_fill", "check_bytes", "fill", "stored_bytes"]
+__all__ = [
+    "Assigned",
+    "Fill",
+    "alone",
+    "can_fill",
+    "check_bytes",
+    "check_pickles",
+    "fill",
+    "stored_bytes",
+]
 
 _PIECE = 16 << 20
 """Bytes that a thread reads at a time."""
@@ -135,6 +144,24 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
                 file=run.source.name,
                 hint=f"ckptool verify {run.source.name}",
             )
+
+
+def check_pickles(sources: Iterable[FileSource]) -> None:
+    """Compare the pickles of files with the CRC-32 that the files state: they place every tensor.
+
+    Raises:
+        CorruptFile: one is not what it was when the file was written.
+        UnreadableFile: the system cannot read it.
+    """
+    for source in sources:
+        for name, data, stated in source.stated:
+            if name.endswith("data.pkl") and next(crc32s([data])) != stated:
+                raise CorruptFile(
+                    f"record {name!r} is damaged: its bytes do not have the CRC-32 {stated:08x} "
+                    "that the file states",
+                    file=source.path,
+                    hint=f"ckptool verify {source.path}",
+                )
 
 
 def stored_bytes(refs: Iterable[tuple[str, TensorRef]]) -> int:

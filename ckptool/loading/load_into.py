@@ -20,7 +20,16 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.hollow import hollow
-from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
+from ckptool.loading.fill import (
+    Assigned,
+    Fill,
+    alone,
+    can_fill,
+    check_bytes,
+    check_pickles,
+    fill,
+    stored_bytes,
+)
 from ckptool.loading.memory import memory_of
 from ckptool.loading.plan import TORCH_DECIDES, Plan, check_lists, metadata_for, planned
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
@@ -355,6 +364,8 @@ class _Loading:
         refs = {own: ref for own, ref in read if ref is not None}
         if verify or (verify is None and stored_bytes(refs.items()) <= _CHECKED):
             check_bytes(refs.items())
+        if verify is not False:
+            check_pickles(self._state.tree.sources)
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:

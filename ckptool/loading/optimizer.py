@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import MatchError, UsageError
-from ckptool.loading.fill import check_bytes
+from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import Plan, inert
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
@@ -82,6 +82,7 @@ class OptimizerPlan:
         tree, section, _ = self._maker.saved
         leaves = ((name_of((*section.path, *path)), leaf) for path, leaf in walk(section.node))
         check_bytes((name, leaf) for name, leaf in leaves if isinstance(leaf, TensorRef))
+        check_pickles(tree.sources)
         self.optimizer.load_state_dict(self._maker.state_dict(self.optimizer))
         for source in tree.sources:
             source.check_unchanged()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptool
-from ckptool.errors import CheckpointWarning, MatchError, UsageError
+from ckptool.errors import CheckpointWarning, CorruptFile, MatchError, UsageError
 from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched
 
@@ -505,3 +505,18 @@ def test_in_inference_mode():
         source, model = nn.Linear(2, 2), nn.Linear(2, 2)
         load_into(model, source.state_dict())
         assert_loaded(model, source)
+
+
+def test_a_pickle_that_is_not_what_was_written_is_refused(tmp_path):
+    file = tmp_path / "model.pth"
+    torch.save({"a": torch.zeros(8), "b": torch.ones(8)}, file)
+    raw = bytearray(file.read_bytes())
+    at = raw.index(b"X\x01\x00\x00\x000q")  # the key of the first storage
+    raw[at + 5 : at + 6] = b"1"
+    file.write_bytes(raw)
+    model = nn.ParameterDict({name: nn.Parameter(torch.full((8,), 7.0)) for name in "ab"})
+    for verify in (None, True):
+        with pytest.raises(CorruptFile, match=r"data\.pkl' is damaged"):
+            load_into(model, file, verify=verify)
+    assert all((one == 7).all() for one in model.parameters())
+    assert load_into(model, file, verify=False).fits
