@@ -18,7 +18,7 @@ from ckptool.files.strided import row_major
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "JoinedSource", "gathered", "joined", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "FilledSource", "gathered", "joined", "may_be_shared"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -28,8 +28,43 @@ DEPTH = 2
 """Blocks that are kept ready or are being computed."""
 
 
-class ComputedSource:
-    """A source (`source.Source`) whose bytes are computed block by block, and not kept."""
+class FilledSource:
+    """A source (`source.Source`) whose bytes `fill` puts into a buffer when they are asked for.
+
+    They lie in files, in several pieces, and a write of them is not read back.
+    """
+
+    def __init__(self, name: str, size: int, fill: Callable[[int, memoryview], None]) -> None:
+        """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
+
+        `name` is the file that they come from.
+        """
+        self.name = name
+        self.size = size
+        self.fill = fill
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        self._check(offset, length)
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or `TruncatedFile`."""
+        self._check(offset, len(buffer))
+        self.fill(offset, buffer)
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,}",
+                file=self.name,
+            )
+
+
+class ComputedSource(FilledSource):
+    """A source whose bytes are computed block by block, and not kept: no file has them."""
 
     def __init__(
         self,
@@ -44,29 +79,10 @@ class ComputedSource:
         `ahead`: it may be called from several threads at once (`may_be_shared`), which compute the
         next blocks, of this source and of those after it, while the last one is used.
         """
-        self._name = name
-        self._size = size
-        self.fill = fill
+        super().__init__(name, size, fill)
         self._ahead = ahead if size >= WORTH else None
         if self._ahead is not None:
             self._ahead.expect(self)
-
-    @property
-    def name(self) -> str:
-        """The file that they are computed from."""
-        return self._name
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        self._check(offset, length)
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`, or `TruncatedFile`."""
@@ -75,13 +91,6 @@ class ComputedSource:
             self.fill(offset, buffer)
         else:
             self._ahead.read_into(self, offset, buffer)
-
-    def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > self._size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of {self._size:,} computed ones",
-                file=self._name,
-            )
 
 
 class Ahead:
@@ -240,56 +249,19 @@ class _Rows:
             self._pending, within = block[within:], max(within - len(block), 0)
 
 
-class JoinedSource:
-    """A source (`source.Source`) whose bytes are those of `parts` in order; nothing is copied.
-
-    It is no `ComputedSource`: its bytes lie in files, and a write of them is not read back.
-    """
-
-    def __init__(self, parts: Sequence[ByteRange]) -> None:
-        """Stand for the parts, of which there is at least one."""
-        self._parts = tuple(parts)
-        self._starts = list(accumulate((part.length for part in self._parts), initial=0))
-
-    @property
-    def name(self) -> str:
-        """The file that the first part is in."""
-        return self._parts[0].source.name
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self._starts[-1]
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        self._check(offset, length)
-        buffer = bytearray(length)
-        self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        self._check(offset, len(buffer))
-        index, done = bisect_right(self._starts, offset) - 1, 0
-        while done < len(buffer):
-            part, begin = self._parts[index], offset + done - self._starts[index]
-            count = min(part.length - begin, len(buffer) - done)
-            part.read_into(buffer[done : done + count], begin)
-            index, done = index + 1, done + count
-
-    def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,} joined ones",
-                file=self.name,
-            )
-
-
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
     """The parts as one range: of their own source where they follow each other in it."""
     runs = neighbours(parts)
     if len(runs) == 1:
         return runs[0]
-    source = JoinedSource(runs)
-    return ByteRange(source, 0, source.size)
+    starts = list(accumulate((run.length for run in runs), initial=0))
+
+    def fill(offset: int, buffer: memoryview) -> None:
+        index, done = bisect_right(starts, offset) - 1, 0
+        while done < len(buffer):
+            part, begin = runs[index], offset + done - starts[index]
+            count = min(part.length - begin, len(buffer) - done)
+            part.read_into(buffer[done : done + count], begin)
+            index, done = index + 1, done + count
+
+    return ByteRange(FilledSource(runs[0].source.name, starts[-1], fill), 0, starts[-1])

@@ -8,31 +8,55 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
+from zlib import crc32
 
 from ckptool.errors import CorruptFile
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import FilledSource
 from ckptool.files.source import ByteRange
 
 __all__ = ["Tile", "late", "tiled"]
 
 
-def late(name: str, size: int, find: Callable[[], ByteRange]) -> ByteRange:
-    """Return a range of `size` bytes that `find` finds when it is first read.
+def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]]) -> ByteRange:
+    """Return a range of `size` bytes that `find` finds, with its CRC-32, when it is first read.
 
-    `name` is the file, for messages. `find` raises the errors of a damaged file; a range of another
-    length is `CorruptFile`.
+    Bytes that are read from the first to the last are compared with the CRC-32 (None: not known).
+    `name` is the file, for messages. `find` raises the errors of a damaged file.
+
+    Raises:
+        CorruptFile: when it is read: the range has another length, or other bytes.
     """
-    found: list[ByteRange] = []
+    return ByteRange(FilledSource(name, size, _Late(name, size, find).fill), 0, size)
 
-    def fill(offset: int, buffer: memoryview) -> None:
-        if not found:
-            data = find()
-            if data.length != size:
-                raise CorruptFile(f"has {data.length:,} bytes where {size:,} belong", file=name)
-            found.append(data)
-        found[0].read_into(buffer, offset)
 
-    return ByteRange(ComputedSource(name, size, fill), 0, size)
+class _Late:
+    def __init__(
+        self, name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]]
+    ) -> None:
+        self._name, self._size, self._find = name, size, find
+        self._found: tuple[ByteRange, int | None] | None = None
+        self._read, self._crc = 0, 0
+        """The bytes that were read from the first on, and their CRC-32."""
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        if self._found is None:
+            self._found = self._find()
+        data, stated = self._found
+        if data.length != self._size:
+            text = f"has {data.length:,} bytes where {self._size:,} belong"
+            raise CorruptFile(text, file=self._name)
+        data.read_into(buffer, offset)
+        if stated is None or offset not in (0, self._read):
+            return
+        self._crc = crc32(buffer, self._crc if offset else 0)
+        self._read = offset + len(buffer)
+        if self._read == self._size and self._crc != stated:
+            raise CorruptFile(
+                f"a chunk is damaged: its bytes have CRC-32 {self._crc:08x}, and the file says "
+                f"{stated:08x}",
+                file=self._name,
+                hint="take another copy of the folder; ckptool verify lists what is damaged",
+            )
 
 
 class Tile(NamedTuple):
@@ -69,7 +93,7 @@ def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile
             if one.end > offset:
                 one.read_into(offset, buffer)
 
-    return ByteRange(ComputedSource(name, size, fill), 0, size)
+    return ByteRange(FilledSource(name, size, fill), 0, size)
 
 
 class _Runs:

@@ -304,8 +304,8 @@ def _value(name: str, item: Item, limits: Limits) -> Opaque:
     return Opaque(_BYTES, plain=place, find=cache(partial(_content, name, item, limits)))
 
 
-def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> ByteRange:
-    """Return the elements of a chunk, in row-major order."""
+def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> tuple[ByteRange, int | None]:
+    """Return the elements of a chunk, in row-major order, and their CRC-32 if it is known."""
     found = _content(name, chunk.item, limits)
     place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
     if not isinstance(found, TensorRef) or not found.has_content:
@@ -318,16 +318,18 @@ def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> ByteRange
             hint="the files are of different saves: " + _HINT,
         )
     if found.is_verbatim:
-        return found.data
+        whole = found.storage is not None and found.data.length == found.storage.nbytes
+        return found.data, found.storage.crc32 if found.storage and whole else None
     if found.flags or found.storage is None or found.storage.byteorder == "big":
         raise UnsupportedFormat(f"{place} is stored in another form", file=chunk.item.path)
-    return gathered(
+    elements = gathered(
         ByteRange(found.storage.data.source, found.storage.data.offset, found.storage.nbytes),  # type: ignore[union-attr]
         itemsize=found.itemsize,
         shape=chunk.sizes,
         stride=found.stride,
         offset=found.offset,
     )
+    return elements, None
 
 
 def _content(name: str, item: Item, limits: Limits) -> Any:

@@ -1,5 +1,7 @@
 """Tiles of one tensor in many ranges, read as the whole."""
 
+from zlib import crc32
+
 import pytest
 import torch
 from hypothesis import given
@@ -83,7 +85,7 @@ def test_a_late_range_is_found_once_when_it_is_read():
 
     def find():
         calls.append(1)
-        return ByteRange(MemorySource(b"xabcd", "f"), 1, 4)
+        return ByteRange(MemorySource(b"xabcd", "f"), 1, 4), crc32(b"abcd")
 
     data = late("f", 4, find)
     assert calls == []
@@ -93,6 +95,14 @@ def test_a_late_range_is_found_once_when_it_is_read():
 
 def test_a_late_range_of_another_length_is_damaged():
     with pytest.raises(CorruptFile, match="has 3 bytes where 4 belong"):
-        late("f", 4, lambda: ByteRange(MemorySource(b"abc", "f"), 0, 3)).read()
+        late("f", 4, lambda: (ByteRange(MemorySource(b"abc", "f"), 0, 3), None)).read()
     with pytest.raises(TruncatedFile):
-        late("f", 4, lambda: ByteRange(MemorySource(b"abcd", "f"), 0, 4)).read(2, 3)
+        late("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), None)).read(2, 3)
+
+
+def test_a_late_range_that_is_read_to_its_end_is_compared_with_its_checksum():
+    data = late("f", 4, lambda: (ByteRange(MemorySource(b"abcd", "f"), 0, 4), 7))
+    assert data.read(1, 3) == b"bcd"
+    assert data.read(0, 2) == b"ab"
+    with pytest.raises(CorruptFile, match="CRC-32 ed82cd11, and the file says 00000007"):
+        data.read(2, 2)
