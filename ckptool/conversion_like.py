@@ -13,7 +13,7 @@ from ckptool.loading.plan import Plan, planned, target_like
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
-from ckptool.model import Opaque, OrderedMap
+from ckptool.model import Opaque, remade
 from ckptool.names import Rename, strip_names
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
@@ -123,14 +123,12 @@ class _Naming:
                 for kind, value in holder.steps
             ]
             return replace(holder, steps=steps)
-        made = type(holder)()
+        made: dict[Any, Any] = {}
         for name, value in complete(holder.items()):
             if name in made:
                 raise _taken(plan.file, name, place(self.part))
             made[name] = value
-        if isinstance(made, OrderedMap):
-            made.attributes = dict(holder.attributes)
-        return made
+        return remade(holder, made)
 
     def _changes(self) -> Iterator[Change]:
         report, where = self.report, place(self.part)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CorruptFile, UsageError
@@ -39,6 +39,7 @@ __all__ = [
     "Wrapping",
     "children",
     "find_tensors",
+    "remade",
     "row_major_strides",
 ]
 
@@ -60,6 +61,17 @@ class OrderedMap(dict[Any, Any]):
     def metadata(self) -> Any:
         """The state dict's `_metadata` (module path -> version), or None."""
         return self.attributes.get("_metadata")
+
+
+M = TypeVar("M", bound=dict[Any, Any])
+
+
+def remade(mapping: M, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> M:
+    """Return a mapping of the same class and attributes, with other items."""
+    made = type(mapping)(items)
+    if isinstance(made, OrderedMap) and isinstance(mapping, OrderedMap):
+        made.attributes = mapping.attributes
+    return made
 
 
 class ByteString(str):
@@ -315,6 +327,14 @@ class TensorRef:
     def numel(self) -> int:
         """Number of elements; 0 where a dimension is ragged (the parts know)."""
         return 0 if None in self.shape else math.prod(s for s in self.shape if s is not None)
+
+    @property
+    def place(self) -> tuple[Any, ...] | None:
+        """Its elements in memory: equal for tied tensors; None for a tensor without a storage."""
+        if self.storage is None:
+            return None
+        layout = self.offset, self.dtype, self.shape, self.stride, self.flags
+        return id(self.storage), *layout
 
     @property
     def span(self) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["clean", "clean_lines", "counted", "listed", "printable"]
+__all__ = ["are", "clean", "clean_lines", "counted", "few", "listed", "printable", "quoted"]
 
 _LONGEST = 160  # characters of one name in a message
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -60,3 +60,21 @@ def counted(count: int, noun: str) -> str:
         return f"1 {noun}"
     ends_in_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
     return f"{count:,} {noun[:-1]}ies" if ends_in_y else f"{count:,} {noun}s"
+
+
+def are(count: int) -> str:
+    """Return `is` or `are`, as `count` of something asks for."""
+    return "is" if count == 1 else "are"
+
+
+def quoted(name: str, most: int = 80) -> str:
+    """Return a name out of a file in quotes: control characters escaped, cut if it is long."""
+    return repr(name if len(name) <= most else name[: most - 3] + "...")
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names in quotes, and how many more there are."""
+    if not names:
+        return "nothing"
+    shown = ", ".join(quoted(name) for name in names[:most])
+    return shown + (f" and {len(names) - most:,} more" if len(names) > most else "")

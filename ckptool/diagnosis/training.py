@@ -32,7 +32,7 @@ from ckptool.matching import Cast, MatchReport
 from ckptool.model import Shape
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section, model_state_dict
-from ckptool.words import counted, listed, printable
+from ckptool.words import are, counted, listed, printable
 
 __all__ = ["fit", "reference_model", "training"]
 
@@ -96,7 +96,7 @@ def fit(patient: Patient) -> Iterator[Found]:
                 "missing",
                 "fails",
                 f"{counted(len(missing), 'tensor')} of the reference's {total:,} "
-                f"{_are(len(missing))} not in it",
+                f"{are(len(missing))} not in it",
                 names_of(missing),
                 "load_state_dict says: Missing key(s) in state_dict: "
                 f"{quoted_names(missing[:1])}; with strict=False they stay as they were "
@@ -110,7 +110,7 @@ def fit(patient: Patient) -> Iterator[Found]:
         complaint = Complaint(
             "unexpected",
             "fails",
-            f"{counted(len(unexpected), 'tensor')} in it {_are(len(unexpected))} not in the "
+            f"{counted(len(unexpected), 'tensor')} in it {are(len(unexpected))} not in the "
             "reference",
             names_of(unexpected),
             "load_state_dict says: Unexpected key(s) in state_dict: ... "
@@ -220,10 +220,6 @@ def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
         "an error",
     )
     yield Found(complaint, fix)
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 def _keep(names: Collection[str]) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
 from ckptool.files import FileSource
 from ckptool.formats.base import Probe
-from ckptool.words import counted
+from ckptool.words import counted, few, quoted
 
 __all__ = [
     "FOLDER_KINDS",
@@ -514,19 +514,6 @@ def unused(path: str, taken: Collection[str] = ()) -> str:
         number += 1
         found = f"{stem}-{number}{suffix}"
     return found
-
-
-def quoted(name: str, most: int = 80) -> str:
-    """Return a name out of a file in quotes: control characters escaped, cut if it is long."""
-    return repr(name if len(name) <= most else name[: most - 3] + "...")
-
-
-def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and how many more there are."""
-    if not names:
-        return "nothing"
-    shown = ", ".join(quoted(name) for name in names[:most])
-    return shown + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def looks_like_checkpoint(head: bytes) -> bool:

@@ -13,10 +13,9 @@ from typing import NamedTuple
 from ckptool.errors import CheckpointError, warn
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
-from ckptool.formats.identify import few, quoted
 from ckptool.formats.sharded import open_index
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.words import printable
+from ckptool.words import few, printable, quoted
 
 __all__ = ["of_model_file", "opens_as"]
 

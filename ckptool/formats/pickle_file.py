@@ -16,7 +16,7 @@ from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.model import Opaque, find_tensors
 from ckptool.symbolic import Unpickled, unpickle
-from ckptool.words import counted
+from ckptool.words import are, counted
 
 __all__ = ["PICKLE", "PickleFile"]
 
@@ -64,7 +64,6 @@ class PickleFile:
         if any(name.encode().startswith(_JOBLIB) for name in found.globals):
             raise _of_joblib(probe)
         rest = source.size - found.end
-        verb = "is" if rest == 1 else "are"
         storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}
         details = Details(
             size=source.size,
@@ -76,7 +75,7 @@ class PickleFile:
             framed=found.framed,
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
-            left_behind=(f"{counted(rest, 'byte')} behind the pickle {verb} not read",)
+            left_behind=(f"{counted(rest, 'byte')} behind the pickle {are(rest)} not read",)
             if rest
             else (),
         )

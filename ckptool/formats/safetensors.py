@@ -157,16 +157,10 @@ def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[st
     first: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        kept = first.setdefault(_identity(tensor), name)
+        kept = first.setdefault(tensor.place, name)
         if kept != name and name not in taken:
             ties[name] = kept
     return ties
-
-
-def _identity(tensor: TensorRef) -> tuple[Any, ...]:
-    """What two names must share to be one tensor."""
-    place = tensor.offset, tensor.shape, tensor.stride
-    return id(tensor.storage), *place, tensor.dtype, tensor.flags
 
 
 def left_out(root: Mapping[Any, Any]) -> Iterator[str]:

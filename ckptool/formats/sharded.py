@@ -26,12 +26,12 @@ from ckptool.files.journal import leads_to
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe
-from ckptool.formats.identify import Finding, few, quoted, shell
+from ckptool.formats.identify import Finding, shell
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, few, listed, printable, quoted
 
 __all__ = [
     "SAFETENSORS_SHARDED",
@@ -444,19 +444,13 @@ def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
     """A note where the index states another size than any that writers have counted."""
     stated = index.metadata.get("total_size")
     every = [value for value in root.values() if isinstance(value, TensorRef)]
-    distinct = {_identity(tensor): tensor for tensor in every}
+    distinct = {tensor.place or id(tensor): tensor for tensor in every}
     storages = {id(tensor.storage): tensor.storage for tensor in find_tensors(root)}
     once = sum(tensor.nbytes for tensor in distinct.values())
     stored = sum(storage.nbytes for storage in storages.values() if storage is not None)
     if stated not in (None, once, stored, sum(tensor.nbytes for tensor in every)):
         said = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
         yield f"the index says that the tensors take {said} bytes, and they take {once:,}"
-
-
-def _identity(tensor: TensorRef) -> Any:
-    if tensor.storage is None:
-        return id(tensor)
-    return id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.dtype
 
 
 _SPARE = 64

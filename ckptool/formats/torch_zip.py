@@ -31,6 +31,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
+from ckptool.words import are, few
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
@@ -46,9 +47,9 @@ __all__ = [
     "alignment_of",
     "computed_offsets",
     "contents_of",
-    "few",
     "is_known_version",
     "read_contents",
+    "records_are",
 ]
 
 ALIGNMENT = 64
@@ -321,7 +322,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
         left_behind=tuple(_left_behind(archive)),
-        unreferenced=(f"{few([one.name for one in unused])} not referred to by the pickle",)
+        unreferenced=(f"{records_are([one.name for one in unused])} not referred to by the pickle",)
         if unused
         else (),
     )
@@ -341,7 +342,7 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
         yield (
-            f"{few(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
+            f"{records_are(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
             "a rewrite stores them plainly"
         )
 
@@ -350,7 +351,7 @@ def _left_behind(archive: Archive) -> Iterator[str]:
     names = archive.records
     extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     if extra:
-        yield f"{few(extra)} not part of a checkpoint"
+        yield f"{records_are(extra)} not part of a checkpoint"
 
 
 def is_known_version(text: str) -> bool:
@@ -358,13 +359,9 @@ def is_known_version(text: str) -> bool:
     return text.isdecimal() and 1 <= int(text) <= 10
 
 
-def few(names: list[str]) -> str:
-    """The subject of a sentence: the names, or the first of them, with the verb."""
-    if len(names) == 1:
-        return f"record {names[0]!r} is"
-    shown = ", ".join(repr(name) for name in names[:3])
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return f"records {shown}{more} are"
+def records_are(names: list[str]) -> str:
+    """Return the subject of a sentence: the first records, with the verb."""
+    return f"record{'s' if len(names) > 1 else ''} {few(names, 3)} {are(len(names))}"
 
 
 def _writer(archive: Archive, contents: Contents) -> str:

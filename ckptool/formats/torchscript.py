@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.formats.archive import open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Probe
-from ckptool.formats.torch_zip import Storages, few, read_contents
+from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
 from ckptool.modules import holds_tensors
@@ -373,4 +373,4 @@ def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
         yield f"{len(constants):,} constants of the program are not listed"
     rest = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
     if rest:
-        yield f"{few(rest)} not part of the weights"
+        yield f"{records_are(rest)} not part of the weights"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptool.formats.identify import as_argument
-from ckptool.words import counted, listed
+from ckptool.words import are, counted, listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "format_notes", "load_commands", "waste_notes"]
 
@@ -90,7 +90,7 @@ def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
 
 
 def _bytes_are(whose: str, count: int) -> str:
-    words = (counted(count, "byte"), whose, "is" if count == 1 else "are")
+    words = (counted(count, "byte"), whose, are(count))
     return " ".join(filter(None, words))
 
 

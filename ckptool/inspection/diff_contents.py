@@ -11,7 +11,6 @@ from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.sameness import same_by_checksum, same_content
-from ckptool.transforms.places import tie_key
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
@@ -181,4 +180,4 @@ class Contents:
 
 
 def _pair_key(a: TensorRef, b: TensorRef) -> Any:
-    return tie_key(a) or id(a), tie_key(b) or id(b)
+    return a.place or id(a), b.place or id(b)

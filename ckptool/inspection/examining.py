@@ -34,7 +34,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.nonfinite import is_floating, nonfinite
 from ckptool.tree import name_of
-from ckptool.words import counted, listed
+from ckptool.words import are, counted, listed
 
 __all__ = ["Progress", "examine"]
 
@@ -236,7 +236,7 @@ class _Look:
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
                 if count:
-                    text = f"{count:,} of {counted(elements, 'element')} {_are(count)} {word}"
+                    text = f"{count:,} of {counted(elements, 'element')} {are(count)} {word}"
                     self.add(Findings((Problem(kind, name_of(path), text),)))
 
     def add(self, found: Findings) -> None:
@@ -304,10 +304,6 @@ def _ends_well(source: Source) -> bool:
         return False
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 def _numbers(tensor: TensorRef) -> list[TensorRef]:
     """The arrays of floating numbers that a tensor is made of, mostly itself."""
     parts = [tensor] if tensor.has_content else tensor.tensors_inside()
@@ -328,6 +324,6 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings
         data, stated = checksum.data, checksum.crc32
         text = f"its bytes are not those that were written: CRC-32 {found:08x}, not {stated:08x}"
         inside = names.get((id(data.source), data.offset))
-        text += f"; in it {_are(len(inside))} {listed(inside, 3)}" if inside else ""
+        text += f"; in it {are(len(inside))} {listed(inside, 3)}" if inside else ""
         problems.append(Problem("checksum", checksum.place, text))
     return Findings(tuple(problems))

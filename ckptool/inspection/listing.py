@@ -11,7 +11,6 @@ from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
-from ckptool.transforms.places import tie_key
 from ckptool.tree import name_of, selected, walk
 
 __all__ = [
@@ -223,7 +222,7 @@ def _tensor_rows(
 ) -> Iterator[TensorRow]:
     names = StorageNames()
     uses: dict[Any, int] = {}
-    keys = [tie_key(tensor) for _, tensor in leaves]
+    keys = [tensor.place for _, tensor in leaves]
     for key in keys:
         uses[key] = uses.get(key, 0) + 1
     for (path, tensor), key in zip(leaves, keys, strict=True):

@@ -24,7 +24,6 @@ from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.values import json_path
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.transforms.places import tie_key
 from ckptool.tree import name_of
 
 __all__ = ["HashedTensor", "hashed_tensors", "manifest_name", "read_manifest", "write_manifest"]
@@ -85,12 +84,12 @@ def hashed_tensors(
     distinct: dict[Any, TensorRef] = {}
     repeated = RepeatedBytes(limits)
     for path, tensor in leaves:
-        if tensor.has_content and tie_key(tensor) not in distinct:
+        if tensor.has_content and tensor.place not in distinct:
             repeated.add(path, tensor)
-            distinct[tie_key(tensor)] = tensor
+            distinct[tensor.place] = tensor
     hashes = dict(zip(distinct, _hashes(list(distinct.values()), told), strict=True))
     return tuple(
-        _hashed(path, tensor, hashes[tie_key(tensor)] if tensor.has_content else None)
+        _hashed(path, tensor, hashes[tensor.place] if tensor.has_content else None)
         for path, tensor in leaves
     )
 

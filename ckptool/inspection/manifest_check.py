@@ -12,7 +12,7 @@ from ckptool.inspection.manifest import HashedTensor
 from ckptool.inspection.values import shape_text
 from ckptool.names import strip_names
 from ckptool.tree import name_of
-from ckptool.words import counted, listed
+from ckptool.words import are, counted, listed
 
 __all__ = ["held_against"]
 
@@ -79,8 +79,7 @@ def _notes(pairs: _Pairs) -> Iterator[str]:
         pairs.elsewhere, ("not in this file", "not in the manifest"), strict=True
     ):
         for place, count in counts.items():
-            verb = "is" if count == 1 else "are"
-            yield f"{counted(count, 'tensor')} of {listed([place])} {verb} {where}"
+            yield f"{counted(count, 'tensor')} of {listed([place])} {are(count)} {where}"
     unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in pairs.both)
     if unhashed:
         yield (

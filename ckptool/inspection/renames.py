@@ -11,7 +11,6 @@ from ckptool.inspection.diff_regions import Entry
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import TensorRef
-from ckptool.transforms.places import tie_key
 
 __all__ = ["Renames"]
 
@@ -48,7 +47,7 @@ class Renames:
         total = 0
         for group in self._groups:
             total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
-            unknown = {tie_key(entry.leaf): entry.leaf for side in group for entry in side}
+            unknown = {entry.leaf.place: entry.leaf for side in group for entry in side}
             total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
         return total
 
@@ -77,7 +76,7 @@ class Renames:
         stated = _stated(tensor)
         if stated is not None or self._stated_only:
             return stated
-        key = tie_key(tensor)
+        key = tensor.place
         if key not in self._checksums:
             self._repeated.add(entry.path, tensor)
             meter.begin(tensor.nbytes)

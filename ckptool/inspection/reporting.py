@@ -13,7 +13,6 @@ from ckptool.errors import TorchMissing
 from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.summary import Info, info
 from ckptool.model import Path
-from ckptool.transforms.places import tie_key
 from ckptool.tree import resolve
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _tensors(
     chosen = [
         (path, tensor) for path, tensor in checkpoint.tensors() if path[: len(below)] == below
     ]
-    keys = [tie_key(tensor) for _, tensor in chosen]
+    keys = [tensor.place for _, tensor in chosen]
     names, first, uses = StorageNames(), dict[Any, int](), Counter(keys)
     known: Iterable[TensorStats | None] = repeat(None, len(chosen)) if found is None else found
     for i, ((path, tensor), tie, stated) in enumerate(zip(chosen, keys, known, strict=True)):

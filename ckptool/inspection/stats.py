@@ -23,7 +23,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.statedict import sections
 from ckptool.tensors.statistics import Measurer, Measures, measurable
-from ckptool.transforms.places import tie_key
 from ckptool.tree import name_of, resolve, selected, walk
 from ckptool.words import listed, printable
 
@@ -321,7 +320,7 @@ class _Measuring:
 
     def rows(self, leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorStats]:
         """A row for each tensor, in order."""
-        keys = [tie_key(tensor) for _, tensor in leaves]
+        keys = [tensor.place for _, tensor in leaves]
         each_once = dict(zip(keys, (tensor for _, tensor in leaves), strict=True))
         uses = Counter(keys)
         self._all = sum(one.nbytes for one in each_once.values() if measurable(one) is None)

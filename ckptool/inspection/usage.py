@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.dtypes import PACKED
 from ckptool.files import MemorySource
 from ckptool.model import Path, Storage, StorageRef, TensorRef
-from ckptool.transforms.places import place_of, tie_key
+from ckptool.transforms.places import place_of
 from ckptool.tree import everything, name_of
 
 __all__ = ["distinct", "storage_use", "ties"]
@@ -18,7 +18,7 @@ def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, Tens
     """The first name of each tie."""
     seen: dict[Any, tuple[Path, TensorRef]] = {}
     for path, tensor in tensors:
-        seen.setdefault(tie_key(tensor) or path, (path, tensor))
+        seen.setdefault(tensor.place or path, (path, tensor))
     return list(seen.values())
 
 
@@ -26,7 +26,7 @@ def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> Iterator[tuple[str, ...]]
     """Groups of names for one tensor: same storage, offset, shape, stride and dtype."""
     groups: dict[Any, list[str]] = {}
     for path, tensor in tensors:
-        key = tie_key(tensor)
+        key = tensor.place
         if key is not None:
             groups.setdefault(key, []).append(name_of(path))
     return (tuple(names) for names in groups.values() if len(names) > 1)

@@ -17,7 +17,16 @@ from ckptool.loading.load import TreeMaker
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef, TensorRef
+from ckptool.model import (
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    Size,
+    StorageRef,
+    TensorRef,
+    remade,
+)
 from ckptool.names import N_AVERAGED
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
@@ -241,9 +250,7 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
         return section
     # The counter of an `AveragedModel`, which `save` puts beside the state dict.
-    node = OrderedMap({N_AVERAGED: counter, **section.node})
-    node.attributes = getattr(section.node, "attributes", {})
-    return replace(section, node=node)
+    return replace(section, node=remade(section.node, {N_AVERAGED: counter, **section.node}))
 
 
 def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, warn
 from ckptool.formats import opened
 from ckptool.loading.load import made_tree
-from ckptool.model import OrderedMap, TensorRef
+from ckptool.model import TensorRef, remade
 from ckptool.names import N_AVERAGED
 from ckptool.statedict import model_state_dict, values_inside, wrapped_names
 from ckptool.tensors import is_one_part, only_a_part
@@ -109,6 +109,5 @@ def _without(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
     shown = listed(f"'{name}'" for name in names)
     warn(f"{chosen.path}: the state dict is returned without {shown}, which {reason}")
     gone = frozenset(names)
-    root = OrderedMap((name, value) for name, value in chosen.root.items() if name not in gone)
-    root.attributes = chosen.root.attributes
-    return chosen.with_root(root)
+    left = ((name, value) for name, value in chosen.root.items() if name not in gone)
+    return chosen.with_root(remade(chosen.root, left))

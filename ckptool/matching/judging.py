@@ -18,7 +18,7 @@ from ckptool.matching.align import common_module
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming, most_allowed
 from ckptool.names import families
 from ckptool.remedies import Remedy, together
-from ckptool.words import counted, listed, printable
+from ckptool.words import are, counted, listed, printable
 
 __all__ = ["Allowance", "Allowed", "Judgement", "Problem", "escaped_glob", "judged", "refusal"]
 
@@ -400,7 +400,7 @@ def _untied(report: MatchReport) -> Iterator[Problem]:
 
 
 def _are(many: Sized) -> str:
-    return "1 tensor is" if len(many) == 1 else f"{len(many):,} tensors are"
+    return f"{counted(len(many), 'tensor')} {are(len(many))}"
 
 
 def _verdict(report: MatchReport) -> str:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ckptool.model import Shape, TensorRef
 from ckptool.statedict import Section, is_extra_state, wrapped_names
-from ckptool.transforms.places import tie_key
 
 __all__ = ["EXTRA", "Slot", "Slots", "fits", "holds", "slots_of"]
 
@@ -67,7 +66,7 @@ def slots_of(section: Section) -> Slots:
     node = section.node
     names = wrapped_names(node)
     tensors = {name: node[name] for name in names if _is_tensor(name, node[name])}
-    keys = {name: tie_key(tensor) or id(tensor) for name, tensor in tensors.items()}
+    keys = {name: tensor.place or id(tensor) for name, tensor in tensors.items()}
     counts = Counter(keys.values())
     ties = {name: key for name, key in keys.items() if counts[key] > 1}
     is_module = section.kind == "module"

@@ -12,7 +12,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.files import ByteRange
 from ckptool.hollow import refuse_hollow
-from ckptool.model import OrderedMap, Path, Storage, TensorRef
+from ckptool.model import Path, Storage, TensorRef, remade
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
@@ -60,7 +60,7 @@ def _group(averager: Averager, members: list[tuple[str, Tensors]], files: Sequen
         return Group(tuple(_together(averager, members[0][0], every)))
     apart: dict[object, list[tuple[str, Tensors]]] = {}
     for name, tensors in members:
-        apart.setdefault(tuple(map(_place, tensors)), []).append((name, tensors))
+        apart.setdefault(tuple(tensor.place for tensor in tensors), []).append((name, tensors))
     owners: dict[int, str] = {}
     for tied in apart.values():
         for name, tensors in tied:
@@ -78,11 +78,6 @@ def _group(averager: Averager, members: list[tuple[str, Tensors]], files: Sequen
         text = f"memory that not every file shares is shared no longer: {names}"
         warnings.append(Change("warning", text, len(members)))
     return Group(tuple(made), tuple(warnings))
-
-
-def _place(tensor: TensorRef) -> tuple[object, ...]:
-    """What two names have in common that stand for one tensor."""
-    return id(tensor.storage), tensor.offset, tensor.stride, tensor.dtype, tensor.flags
 
 
 def _laid_out_alike(every: list[Tensors]) -> bool:
@@ -483,12 +478,8 @@ def _made(first: Checkpoint, groups: list[Group]) -> Any:
     def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
         if not any(_is_gone(value, gone) for value in mapping.values()):
             return mapping
-        kept = type(mapping)(
-            (key, value) for key, value in mapping.items() if not _is_gone(value, gone)
-        )
-        if isinstance(kept, OrderedMap) and isinstance(mapping, OrderedMap):
-            kept.attributes = mapping.attributes
-        return kept
+        kept = ((key, value) for key, value in mapping.items() if not _is_gone(value, gone))
+        return remade(mapping, kept)
 
     return rebuild(first.root, leaf, without)
 

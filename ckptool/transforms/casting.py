@@ -18,12 +18,12 @@ from ckptool.hollow import refuse_hollow
 from ckptool.model import (
     SPARSE_KINDS,
     Opaque,
-    OrderedMap,
     Path,
     Storage,
     StorageRef,
     TensorRef,
     find_tensors,
+    remade,
 )
 from ckptool.modules import child_modules, held_apart, own_tensors
 from ckptool.quantisers import Quantised, quantised
@@ -72,19 +72,16 @@ class Originals:
     def __init__(self, root: Any, chosen: Iterable[TensorRef]) -> None:
         """Know the tensors `chosen` among all that `root` holds."""
         self._chosen = {id(tensor): tensor for tensor in chosen}
-        self._by_view = {_view(tensor): tensor for tensor in self._chosen.values()}
+        self._by_view: dict[Any, TensorRef] = {
+            tensor.place or id(tensor): tensor for tensor in self._chosen.values()
+        }
         self._known = {id(node) for node in everything(root)}
 
     def of(self, node: Any) -> TensorRef | None:
         """The chosen tensor that a node is, or is a copy of."""
         if not isinstance(node, TensorRef) or id(node) in self._known:
             return self._chosen.get(id(node))
-        return self._by_view.get(_view(node))
-
-
-def _view(tensor: TensorRef) -> tuple[Any, ...]:
-    place = tensor.offset, tensor.shape, tensor.stride
-    return id(tensor.storage), tensor.dtype, tensor.kind, *place
+        return self._by_view.get(node.place)
 
 
 def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
@@ -103,9 +100,7 @@ def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
     def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
         if id(old) not in holders:
             return old
-        new = type(old)(old)
-        if isinstance(new, OrderedMap) and isinstance(old, OrderedMap):
-            new.attributes = old.attributes
+        new = remade(old, old)
         for key, inside in holders[id(old)].items():
             for rest, tensor in inside.items():
                 new[key] = _with(new[key], rest, tensor)
@@ -481,7 +476,8 @@ class _Plan:
             yield Change("dequantize", f"{_tensors(count)} multiplied by scales, which go", count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
-            yield Change("cast", f"{_tensors(count, old)} {_become(count)} {new}", count)
+            becomes = "becomes" if count == 1 else "become"
+            yield Change("cast", f"{_tensors(count, old)} {becomes} {new}", count)
         for glob, dtype in self.rules.items():
             count = self._matches[glob]
             if not count:
@@ -626,7 +622,3 @@ def _share(part: int, whole: int) -> str:
 
 def _tensors(count: int, word: str = "") -> str:
     return counted(count, f"{word} tensor" if word else "tensor")
-
-
-def _become(count: int) -> str:
-    return "becomes" if count == 1 else "become"

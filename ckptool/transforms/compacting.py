@@ -11,7 +11,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.computed import gathered, joined
-from ckptool.model import OrderedMap, Storage, StorageRef, TensorRef
+from ckptool.model import Storage, StorageRef, TensorRef, remade
 from ckptool.transforms.places import CARRIER, Place, is_array, place_of
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
@@ -22,19 +22,18 @@ __all__ = ["compact", "untie", "without_unseen"]
 def untie(checkpoint: Checkpoint) -> Checkpoint:
     """Every tied name with bytes of its own; the first name of each tie keeps what it has.
 
-    Tied are tensors of one storage with the same offset, shape and stride. Views that only share
+    Tied are tensors of one `place`. Views that only share
     memory stay views.
     """
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[Any] = set()
     count = 0
 
     def own(value: Any) -> Any:
         nonlocal count
         if not isinstance(value, TensorRef) or value.storage is None:
             return value
-        place = (id(value.storage), value.offset, value.shape, value.stride)
-        if place not in seen:
-            seen.add(place)
+        if value.place not in seen:
+            seen.add(value.place)
             return value
         count += 1
         return replace(value, storage=replace(value.storage))
@@ -43,10 +42,7 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
         values = [own(value) for value in mapping.values()]
         if all(new is old for new, old in zip(values, mapping.values(), strict=True)):
             return mapping
-        copy = type(mapping)(zip(mapping, values, strict=True))
-        if isinstance(copy, OrderedMap) and isinstance(mapping, OrderedMap):
-            copy.attributes = mapping.attributes
-        return copy
+        return remade(mapping, zip(mapping, values, strict=True))
 
     root = rebuild(checkpoint.root, mapping=with_own)
     if not count:

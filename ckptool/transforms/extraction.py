@@ -23,7 +23,6 @@ from ckptool.statedict import (
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
-from ckptool.transforms.places import tie_key
 from ckptool.tree import name_of, rebuild, resolve, selected, walk
 from ckptool.words import counted, listed, printable
 
@@ -375,8 +374,8 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
     """What is around and beside a state dict, and what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
-        known = {tie_key(tensor) for _, tensor in chosen.tensors()}
-        hidden = {tie_key(tensor) for tensor in find_tensors(chosen.holder)} - known
+        known = {tensor.place for _, tensor in chosen.tensors()}
+        hidden = {tensor.place for tensor in find_tensors(chosen.holder)} - known
         more = f" ({counted(len(hidden), 'tensor')} beside it)" if hidden else ""
         yield Change("left-out", f"{text}{more}", 1)
     for text, tensors in chosen.apart.items():

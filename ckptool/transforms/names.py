@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound, UsageError
-from ckptool.model import Opaque, OrderedMap
+from ckptool.model import Opaque, OrderedMap, remade
 from ckptool.modules import child_modules, module_state, own_tensors
 from ckptool.names import (
     COLLISION_HINT,
@@ -206,14 +206,12 @@ class NamePlan:
         if isinstance(part.holder, Opaque):
             self.instead[id(part.holder)] = _renamed_object(part.holder, renamed)
             return
-        made = type(part.holder)()
-        made.update((renamed.get(name, name), value) for name, value in part.holder.items())
-        if isinstance(made, OrderedMap):
-            made.attributes = dict(part.holder.attributes)
-            if isinstance(made.metadata, dict):
-                telling = {name: renamed.get(name, name) for name in names if self.tells(name)}
-                moved = moved_metadata(made.metadata, telling, rename_module)
-                made.attributes["_metadata"] = moved
+        items = ((renamed.get(name, name), value) for name, value in part.holder.items())
+        made = remade(part.holder, items)
+        if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
+            telling = {name: renamed.get(name, name) for name in names if self.tells(name)}
+            moved = moved_metadata(made.metadata, telling, rename_module)
+            made.attributes = {**made.attributes, "_metadata": moved}
         self.instead[id(part.holder)] = made
 
     def follow(
@@ -255,7 +253,7 @@ class NamePlan:
         if not renamed or not is_optimizer(optimizer):
             return
         state = optimizer["state"]
-        self.instead[id(state)] = _with_items(
+        self.instead[id(state)] = remade(
             state, [(renamed.get(key, key) if isinstance(key, str) else key, value)
                     for key, value in state.items()]
         )  # fmt: skip
@@ -264,7 +262,7 @@ class NamePlan:
                 (key, _renamed_items(value, renamed) if key in ("params", "param_names") else value)
                 for key, value in group.items()
             ]
-            self.instead[id(group)] = _with_items(group, items)
+            self.instead[id(group)] = remade(group, items)
         verb = "follows" if len(renamed) == 1 else "follow"
         text = f"{counted(len(renamed), 'name')} in the optimizer {place(part)} {verb}"
         self.changes.append(Change("follow", text, len(renamed)))
@@ -305,13 +303,6 @@ def _renamed_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
         return kind, [(renamed.get(name, name), item) for name, item in value]
 
     return replace(holder, steps=[step(kind, value) for kind, value in holder.steps])
-
-
-def _with_items(mapping: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    made = type(mapping)(items)
-    if isinstance(made, OrderedMap) and isinstance(mapping, OrderedMap):
-        made.attributes = mapping.attributes
-    return made
 
 
 def _renamed_items(held: Any, renamed: dict[str, str]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptool.dtypes import BY_NAME
 from ckptool.model import TensorRef
 
-__all__ = ["CARRIER", "Place", "is_array", "place_of", "tie_key"]
+__all__ = ["CARRIER", "Place", "is_array", "place_of"]
 
 CARRIER = "cpu_tensor"
 """What the tensor of a TPU may be carried by."""
@@ -83,17 +83,3 @@ def is_array(tensor: TensorRef) -> bool:
     """Return whether the tensor is pickled as an array of numpy."""
     parts = tensor.parts or {}
     return "array" in parts or parts.get("carrier", CARRIER) != CARRIER
-
-
-def tie_key(tensor: TensorRef) -> tuple[Any, ...] | None:
-    """What two names share when they are one tensor; None for a tensor without a storage."""
-    if tensor.storage is None:
-        return None
-    return (
-        id(tensor.storage),
-        tensor.offset,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride,
-        tensor.flags,
-    )

@@ -37,7 +37,7 @@ from ckptool.model import Global, Opaque, StorageRef, TensorRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.calls import RECOGNISED
 from ckptool.tree import everything
-from ckptool.words import counted, listed, printable
+from ckptool.words import are, counted, listed, printable
 
 __all__ = [
     "archive_findings",
@@ -233,7 +233,7 @@ def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> 
     problems = []
     if checkpoint.details.dead_bytes:
         dead = checkpoint.details.dead_bytes
-        text = f"{counted(dead, 'byte')} in its members {'is' if dead == 1 else 'are'} not read"
+        text = f"{counted(dead, 'byte')} in its members {are(dead)} not read"
         problems.append(Problem("trailing", "", text))
     members = read_members(source, limits)
     end = 0
