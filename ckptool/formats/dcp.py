@@ -29,7 +29,7 @@ from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import FolderFile, zip_archive
 from ckptool.formats.base import Archive, Probe
-from ckptool.formats.torch_zip import read_contents
+from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
 from ckptool.symbolic import unpickle
@@ -41,6 +41,7 @@ _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
 """How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_LIGHTNING = "meta.pt"
 _ZSTD = "stream.zstd/1"
 _HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
 
@@ -110,12 +111,13 @@ class Dcp:
             **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
             **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
         }
+        beside = _beside(folder, probe)
         tree: dict[Any, Any] = {}
         for name in index.order:
             _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
         files = {item.path for _, item in index.items()}
         return Checkpoint(
-            tree,
+            {**(beside.root if beside else {}), **tree},
             self.name,
             folder or ".",
             Details(
@@ -125,11 +127,29 @@ class Dcp:
                 notes=(f"{counted(len(files), 'file')} of torch.distributed.checkpoint",),
                 late=bool(index.values),
             ),
-            sources=(*index.sources, *([probe.source] if probe.source else [])),
+            sources=(
+                *index.sources,
+                *(beside.sources if beside else ()),
+                *([probe.source] if probe.source else []),
+            ),
         )
 
 
 DCP = Dcp()
+
+
+def _beside(folder: str, probe: Probe) -> Checkpoint | None:
+    """Return what Lightning saves beside the tensors: a dict of all else, in `meta.pt`."""
+    path = os.path.join(folder, _LIGHTNING)
+    if not os.path.isfile(path):
+        return None
+    inner = Probe(path, probe.limits)
+    probe.on_close(inner.close)
+    found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognise(inner) else None
+    if found is None or not isinstance(found.root, dict):
+        inner.close()
+        return None
+    return found
 
 
 def _indexes(probe: Probe) -> list[str]:

@@ -182,6 +182,17 @@ def test_a_class_of_the_index_is_never_made(folder):
     assert not (folder / "ran").exists()
 
 
+def test_what_lightning_saves_beside_the_tensors_is_part_of_the_tree(folder, tmp_path):
+    torch.save({"epoch": 4, "loops": {"fit": [1]}}, folder / "meta.pt")
+    loaded = ckptool.load(folder)
+    assert list(loaded) == ["epoch", "loops", "model", "step", "list"]
+    assert (loaded["epoch"], loaded["step"]) == (4, 3)
+    ckptool.convert(folder, tmp_path / "whole.pth")
+    assert torch.load(tmp_path / "whole.pth")["loops"] == {"fit": [1]}
+    torch.save(torch.ones(1), folder / "meta.pt")
+    assert list(ckptool.load(folder)) == ["model", "step", "list"]
+
+
 def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
     assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()
