@@ -13,7 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import Source, opened
 from ckptool.hollow import hollow, refuse_hollow
 from ckptool.matching import Allowance, Allowed
-from ckptool.writing import FLAT, Receipt, save, target_format
+from ckptool.writing import FLAT, Receipt, in_folder, save, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -265,7 +265,8 @@ def convert(
 
     Args:
         source: A path (a file, an index of shards or their folder), or an open checkpoint.
-        target: The file to write. Its extension decides the format, unless `format` is given.
+        target: The file to write, or a folder for `model.safetensors` in it. Its extension decides
+            the format, unless `format` is given.
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
         strict: Refuse to leave anything out.
@@ -320,6 +321,7 @@ def convert(
         allow_overflow=allow_overflow, dequantize=dequantize, raw=raw,
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
+    target = in_folder(target)
     with opened(source) as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(

@@ -181,7 +181,7 @@ def test_where_nothing_is_left_out_storages_stay_as_they_are(tmp_path):
 @pytest.mark.parametrize("content", [torch.nn.ReLU(), {"state_dict": torch.nn.ReLU()}])
 def test_a_result_with_nothing_in_it_is_refused(tmp_path, content, target):
     torch.save(content, tmp_path / "in.pth")
-    with pytest.raises(CheckpointError, match=r"no tensor would be|no state dict"):
+    with pytest.raises(CheckpointError, match=r"the result would be empty|no state dict"):
         ckptool.convert(tmp_path / "in.pth", tmp_path / target, model_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
 

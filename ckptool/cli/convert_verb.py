@@ -27,7 +27,7 @@ from ckptool.cli.options import (
 from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
 from ckptool.matching import Allowance
-from ckptool.writing import target_format
+from ckptool.writing import in_folder, target_format
 
 __all__ = ["command"]
 
@@ -118,13 +118,14 @@ def command(
     """Write another format, with any of the changes on the way.
 
     The ending of DESTINATION decides the format (.safetensors, .safetensors.index.json for
-    shards), or --format; otherwise it is that of SOURCE. Safetensors holds one flat state dict:
+    shards), or --format; otherwise it is that of SOURCE. A folder gets model.safetensors, as
+    from_pretrained reads it. Safetensors holds one flat state dict:
     what is left out is named. All of it is one pass over the file, in the order in which the
     options stand here.
     """
     if (destination is None) == (target.output is None):
         raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
-    path = destination or target.output or ""
+    path = in_folder(destination or target.output or "")
     conversion = Conversion(
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),

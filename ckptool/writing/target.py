@@ -17,6 +17,7 @@ __all__ = [
     "check_still_there",
     "check_target",
     "default_target",
+    "in_folder",
     "is_a_source",
     "target_format",
 ]
@@ -86,6 +87,16 @@ _OTHERS = {
 """Endings that promise a format which is not written."""
 _INDEX = ".index.json"
 DEFAULT = "torch-zip"
+
+
+def in_folder(path: str | os.PathLike[str]) -> str:
+    """Return the file to write: of a folder the one in it that `from_pretrained` looks for."""
+    name = os.fspath(path)
+    return os.path.join(name, "model.safetensors") if _is_folder(name) else name
+
+
+def _is_folder(name: str) -> bool:
+    return name.endswith(os.sep) or os.path.isdir(name)
 
 
 def target_format(

@@ -226,3 +226,16 @@ def test_a_million_chunks_are_read_in_no_time(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint["w"].shape == (count,)
+
+
+def test_a_folder_is_written_as_from_pretrained_reads_it(fixtures, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    run = fixtures / "dcp" / "training-2.13.0"
+    ckptool.convert(run, out, key="model", model_only=True, cast="bfloat16")
+    model = ckptool.load(out)
+    assert {one.dtype for one in model.values()} == {torch.bfloat16, torch.int64}
+    ckptool.convert(run, f"{tmp_path}/new/", key="model", model_only=True, max_shard_size=40)
+    assert (tmp_path / "new" / "model.safetensors.index.json").exists()
+    whole = ckptool.load(tmp_path / "new")
+    assert whole.keys() == model.keys()
