@@ -279,7 +279,6 @@ class Checkpoint:
 
         Raises:
             NotRepresentable: an object has no plain form; the message names all of them.
-            NameCollision: two keys of a dict would become equal.
         """
         from ckptool.transforms import to_plain
 

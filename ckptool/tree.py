@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = [
     "everything",
     "held_items",
+    "mentions",
     "name_of",
+    "path_of",
     "rebuild",
     "resolve",
     "selected",
@@ -63,6 +65,57 @@ def everything(root: Any) -> Iterator[Any]:
         yield node
         inside = _composition(node) if isinstance(node, TensorRef) else list(children(node))
         todo.extend(reversed(inside))
+
+
+Link = tuple[Any, Any] | None
+"""The keys that lead to a node, the last one first; shared, as depth has no limit here."""
+
+
+def mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Link, Any]]:
+    """Yield every mention of an object, class or tensor below `root`, with its link.
+
+    Like `everything`, `mentions` looks into objects, keys, and what tensors are made of. The
+    content of a node is yielded at its first mention, if `enter` accepts the node.
+    """
+    seen: set[int] = set()
+    todo: list[tuple[Link, Any]] = [(None, root)]
+    while todo:
+        link, node = todo.pop()
+        if type(node) in _UNTREATED:
+            continue
+        is_single = isinstance(node, (Opaque, TensorRef, Global))
+        if is_single:
+            yield link, node
+        if id(node) in seen or (is_single and not enter(node)):
+            continue
+        seen.add(id(node))
+        todo.extend(((link, key), held) for key, held in reversed(list(_entries(node))))
+
+
+def path_of(link: Link) -> Path:
+    """Return the path of a link."""
+    keys = []
+    while link is not None:
+        link, key = link
+        keys.append(key)
+    return tuple(reversed(keys))
+
+
+def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the content of a node, dict keys included, each with its key in paths."""
+    if isinstance(node, dict):
+        yield from chain(zip(node, node, strict=True), node.items())
+        yield from node.attributes.items() if isinstance(node, OrderedMap) else ()
+    elif isinstance(node, (list, tuple)):
+        yield from enumerate(node)
+    elif isinstance(node, Opaque):
+        held = held_items(node)
+        yield from chain(((key, key) for key, _ in held), held, _hidden_items(node, len(held)))
+    elif isinstance(node, TensorRef):
+        yield from (("_backward_hooks", node.hooks), *_own_parts(node).items())
+        for layer in node.wrapping:
+            yield from (("_backward_hooks", layer.hooks), ("__class__", layer.type))
+            yield from layer.state.items() if isinstance(layer.state, dict) else ()
 
 
 def _composition(tensor: TensorRef) -> list[Any]:

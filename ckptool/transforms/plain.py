@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NameCollision, NotRepresentable
+from ckptool.errors import NotRepresentable
 from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
@@ -29,7 +28,7 @@ from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.transforms.places import CARRIER, is_array
-from ckptool.tree import everything, held_items, name_of, rebuild, walk
+from ckptool.tree import everything, held_items, mentions, name_of, path_of, rebuild
 from ckptool.words import counted, listed, printable
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "class_of",
     "drop_objects",
     "is_refused",
-    "located",
     "module_rest",
     "plain_form",
     "plain_tensor",
@@ -89,79 +87,10 @@ def class_of(node: Any) -> str:
 
 
 def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Every mention of a node that is refused, with its path; nothing of what such a node holds."""
-    for path, node in located(root, enter=lambda node: not is_refused(node)):
+    """Yield every mention of a refused node, with its path; skip what a refused node holds."""
+    for link, node in mentions(root, enter=lambda node: not is_refused(node)):
         if is_refused(node):
-            yield path(), node
-
-
-Link = tuple[Any, Any] | None
-"""The way to a node: that to its holder, and the key there."""
-
-
-def located(
-    root: Any, enter: Callable[[Any], bool] = lambda node: True
-) -> Iterator[tuple[Callable[[], Path], Any]]:
-    """Every mention of an object, class or tensor below `root`, and what tells its path.
-
-    Unlike `paths.walk` it yields dict keys too, and what tensors are made of. What a node holds is
-    yielded at its first mention; not at all where `enter` refuses it.
-    """
-    seen: set[int] = set()
-    todo: list[tuple[Link, Any]] = [(None, root)]
-    while todo:
-        link, node = todo.pop()
-        if not isinstance(node, _HOLDERS):
-            continue
-        if isinstance(node, _YIELDED):
-            yield partial(_path_of, link), node
-        if id(node) in seen or (isinstance(node, _YIELDED) and not enter(node)):
-            continue
-        seen.add(id(node))
-        entries = [((link, key) if key is not _HERE else link, held) for key, held in _held(node)]
-        todo.extend(reversed(entries))
-
-
-_HOLDERS = (dict, list, tuple, Opaque, TensorRef, Global)
-_YIELDED = (Opaque, TensorRef, Global)
-_HOOKS = "_backward_hooks"
-_HERE = object()
-"""In place of a key: what stands at its holder's own path."""
-
-
-def _path_of(link: Link) -> Path:
-    keys = []
-    while link is not None:
-        link, key = link
-        keys.append(key)
-    return tuple(reversed(keys))
-
-
-def _held(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What a node holds, keys included, under the keys that paths have for it."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from ((key, key), (key, value))
-        if isinstance(node, OrderedMap):
-            yield from node.attributes.items()
-    elif isinstance(node, (list, tuple)):
-        yield from enumerate(node)
-    elif isinstance(node, Opaque):
-        yield from _held_by_object(node)
-    elif isinstance(node, TensorRef):
-        yield _HOOKS, node.hooks
-        if "carrier" not in (node.parts or {}):
-            yield from (node.parts or {}).items()
-        for layer in node.wrapping:
-            yield from ((_HOOKS, layer.hooks), ("__class__", layer.type), (_HERE, layer.state))
-
-
-def _held_by_object(node: Opaque) -> Iterator[tuple[Any, Any]]:
-    for key, value in held_items(node):
-        yield from ((key, key), (key, value))
-    attributes = node.attributes
-    yield from attributes.items() if attributes else ((_HERE, node.state),)
-    yield _HERE, node.args if isinstance(node.args, tuple) else None
+            yield path_of(link), node
 
 
 _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
@@ -477,7 +406,6 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
             Or tensors have no values (`hollow`).
-        NameCollision: two keys of one dict would become equal.
     """
     refuse_hollow(checkpoint)
     plainer = _Plainer(checkpoint, _plain_forms(checkpoint, partly=drop))
@@ -599,67 +527,38 @@ class _Plainer:
     def __init__(self, checkpoint: Checkpoint, form_of: Forms) -> None:
         self._checkpoint = checkpoint
         self._form_of = form_of
-        self._hashed = set(_hashed(checkpoint.root))
+        self._keys = _objects_in_keys(checkpoint.root)
         self._forms: dict[int, Any] = {}
 
     def applied(self) -> Checkpoint:
-        """The checkpoint with every form in place; itself where there is none.
-
-        Raises:
-            NameCollision: two keys of one dict would become equal.
-        """
-        try:
-            root = rebuild(self._checkpoint.root, self._form)
-        except NameCollision as error:
-            raise self._collision() or error from error
+        """Return the checkpoint with every form in place; itself where there is none."""
+        root = rebuild(self._checkpoint.root, self._form)
         changes = list(self.changes())
         return self._checkpoint.with_root(root, *changes) if changes else self._checkpoint
 
     def _form(self, leaf: Any) -> Any:
-        """The form of a leaf; itself where it has none or is plain."""
+        """Return the form of a leaf; the leaf itself where it has none."""
         if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
         form = self._form_of(leaf)
-        if id(leaf) in self._hashed and not _can_be_hashed(form):
-            return leaf  # a dict key or an item of a set must stay one that can be hashed
+        is_number = isinstance(leaf, Opaque) and leaf.plain is not None
+        if id(leaf) in self._keys and not is_number and not isinstance(form, tuple):
+            return leaf  # as a key, a form may be unhashable, or equal to another key
         if form is not leaf:
             self._forms[id(leaf)] = form
         return form
 
-    def _collision(self) -> NameCollision | None:
-        """The error for the first dict of which two keys become equal."""
-        found: list[NameCollision] = []
-
-        def enter(path: Path, node: Any) -> bool:
-            new: dict[Any, Any] = {}
-            for key in node if isinstance(node, dict) and not found else ():
-                other = new.setdefault(rebuild(key, self._form), key)
-                if other is not key:
-                    keys = f"{name_of((other,))} and {name_of((key,))}"
-                    found.append(
-                        NameCollision(
-                            f"the keys {printable(keys)} of {_name(path)} would become equal",
-                            file=self._checkpoint.path or None,
-                            hint="--drop-objects without --plain leaves out what has such a key",
-                        )
-                    )
-            return not found
-
-        for _ in walk(self._checkpoint.root, enter=enter):
-            pass
-        return found[0] if found else None
-
     def changes(self) -> Iterator[Change]:
         """What has become of every object and array, in the order of the file."""
         settings: dict[str, None] = {}
-        for path, node in located(self._checkpoint.root, enter=self._has_more):
+        for link, node in mentions(self._checkpoint.root, enter=self._has_more):
             is_tensor = isinstance(node, TensorRef)
             form = self._form_of(node) if is_tensor else self._forms.get(id(node), node)
             if form is node:
                 continue
-            name = _name(path())
+            name = _name(path_of(link))
             text = f"{name}: {printable(_old_class(node))} becomes {_described(form)}"
-            yield Change("plain", f"{text}{_without(node)}", 1)
+            yield Change("plain", text, 1)
             if is_module(node):
                 rest = module_rest(node)
                 settings.update(dict.fromkeys(rest.settings))
@@ -677,36 +576,15 @@ class _Plainer:
         )
 
 
-def _hashed(root: Any) -> Iterator[int]:
-    """The identities of what is a dict key, an item of a set, or in a tuple that is."""
+def _objects_in_keys(root: Any) -> set[int]:
+    """Return the ids of objects that are dict keys or items of sets, or in tuples that are."""
+    keys: list[Any] = []
     for node in everything(root):
-        keys: Iterable[Any] = ()
         if isinstance(node, dict):
-            keys = node
-        elif isinstance(node, Opaque) and node.class_name in _SETS:
-            keys = node.args[0] if isinstance(node.args, tuple) and node.args else ()
-        todo = [key for key in keys if isinstance(key, (tuple, Opaque))]
-        while todo:
-            key = todo.pop()
-            yield id(key)
-            todo.extend(key if isinstance(key, tuple) else ())
-
-
-def _can_be_hashed(form: Any) -> bool:
-    if isinstance(form, tuple):
-        return not any(isinstance(item, (dict, list, tuple, Opaque)) for item in form)
-    return not isinstance(form, (dict, list, Opaque))
-
-
-def _without(node: Any) -> str:
-    """Say what the plain form of a `defaultdict` or a `deque` lacks."""
-    args = node.args if isinstance(node, Opaque) and isinstance(node.args, tuple) else ()
-    match node.class_name if args else "", args:
-        case "collections.deque", (_, int() as length):
-            return f" without its largest length {length}"
-        case "collections.defaultdict", (Global() | Opaque() as factory,):
-            return f" without its factory {printable(class_of(factory))}"
-    return ""
+            keys.extend(node)
+        elif isinstance(node, Opaque) and node.class_name in _SETS and node.args:
+            keys.extend(node.args[0])
+    return {id(node) for node in everything(keys) if isinstance(node, Opaque)}
 
 
 def _old_class(node: Any) -> str:
@@ -717,17 +595,10 @@ def _old_class(node: Any) -> str:
 
 
 def _described(form: Any) -> str:
-    """What a form is, in words."""
-    if isinstance(form, TensorRef):
-        return "a tensor"
-    if isinstance(form, Opaque):
-        return "a set"
-    if isinstance(form, OrderedMap):
-        return "an OrderedDict"
-    if isinstance(form, str):
-        return "text"
-    word = type(form).__name__
-    return f"an {word}" if word[0] in "aeiou" else word if word == "bytes" else f"a {word}"
+    names = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
+    word = names.get(type(form), type(form).__name__)
+    article = "an " if word[0] in "aeiouO" else "a "
+    return word if word in ("text", "bytes") else article + word
 
 
 # Leaving out
@@ -744,7 +615,7 @@ def _kept(leaf: Any) -> Any:
         kind = "strided" if leaf.kind == "subclass" else leaf.kind
         return replace(leaf, kind=kind, wrapping=layers)
     if isinstance(leaf, Opaque) and leaf.class_name in _SETS and leaf.args:
-        items = [item for item in leaf.args[0] if not _is_refused_key(item)]
+        items = [item for item in leaf.args[0] if not any(refusals(item))]
         return leaf if len(items) == len(leaf.args[0]) else replace(leaf, args=(items,))
     return leaf
 
@@ -766,16 +637,5 @@ def _kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     return {
         key: value
         for key, value in mapping.items()
-        if not _is_refused_key(key) and not is_refused(value)
+        if not any(refusals(key)) and not is_refused(value)
     }
-
-
-def _is_refused_key(key: Any) -> bool:
-    """Whether a key or an item of a set is refused, or a tuple with something that is."""
-    todo = [key]
-    while todo:
-        part = todo.pop()
-        if is_refused(part):
-            return True
-        todo.extend(part if isinstance(part, tuple) else ())
-    return False
