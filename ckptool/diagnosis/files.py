@@ -66,6 +66,11 @@ _FORMATS: dict[str, tuple[str, str, str]] = {
         "it is a folder of torch.distributed.checkpoint, written by several processes",
         _A_FOLDER,
     ),
+    "fsdp-ranks": (
+        "distributed",
+        "it is a folder of FSDP's rank files: each has a part of every tensor",
+        _A_FOLDER,
+    ),
     "npz": (
         "numpy",
         "it is an archive of numpy's (numpy.savez), not a file of torch.save",

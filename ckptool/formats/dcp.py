@@ -35,7 +35,7 @@ from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
-__all__ = ["DCP", "Index", "Item", "archive_of", "index_of"]
+__all__ = ["DCP", "Index", "Item", "archive_of", "index_of", "row_major_data"]
 
 _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
@@ -328,7 +328,7 @@ def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> tuple[Byt
     """Return the elements of a chunk, in row-major order, and their CRC-32 if it is known."""
     found = _content(name, chunk.item, limits)
     place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
-    if not isinstance(found, TensorRef) or not found.has_content:
+    if not isinstance(found, TensorRef):
         raise CorruptFile(f"{place} is no tensor", file=chunk.item.path, hint=_HINT)
     if (found.dtype, found.shape) != (dtype, chunk.sizes):
         raise CorruptFile(
@@ -337,19 +337,30 @@ def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> tuple[Byt
             file=chunk.item.path,
             hint="the files are of different saves: " + _HINT,
         )
-    if found.is_verbatim:
-        whole = found.storage is not None and found.data.length == found.storage.nbytes
-        return found.data, found.storage.crc32 if found.storage and whole else None
-    if found.flags or found.storage is None or found.storage.byteorder == "big":
-        raise UnsupportedFormat(f"{place} is stored in another form", file=chunk.item.path)
-    elements = gathered(
-        ByteRange(found.storage.data.source, found.storage.data.offset, found.storage.nbytes),  # type: ignore[union-attr]
-        itemsize=found.itemsize,
-        shape=chunk.sizes,
-        stride=found.stride,
-        offset=found.offset,
+    data = row_major_data(found, place, chunk.item.path)
+    whole = found.is_verbatim and found.storage is not None and data.length == found.storage.nbytes
+    return data, found.storage.crc32 if found.storage and whole else None
+
+
+def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
+    """Return the elements of a tensor in row-major order, as they are stored.
+
+    Raises:
+        UnsupportedFormat: they are stored in another form; `place` of `file` is named.
+    """
+    if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
+        raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
+    if tensor.is_verbatim:
+        return tensor.data
+    if tensor.flags or tensor.storage.byteorder == "big":
+        raise UnsupportedFormat(f"{place} is stored in another form", file=file)
+    return gathered(
+        tensor.storage.data,
+        itemsize=tensor.itemsize,
+        shape=tuple(size or 0 for size in tensor.shape),
+        stride=tensor.stride,
+        offset=tensor.offset,
     )
-    return elements, None
 
 
 def _content(name: str, item: Item, limits: Limits) -> Any:

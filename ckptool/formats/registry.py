@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     zipped: bool = False
     """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
     folder: bool = False
-    """Whether it is a folder with a file `.metadata`, which stands for it, as its shards do."""
+    """Whether it is a folder of several files; of DCP, `.metadata` and shards stand for it."""
     indexed: bool = False
     """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
     writable: bool = False
@@ -34,6 +34,7 @@ class Entry(NamedTuple):
 
 REGISTRY = (
     Entry("dcp", "dcp", folder=True),
+    Entry("fsdp-ranks", "ranks", folder=True),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True),
     Entry("torchscript", "torchscript", zipped=True),
     Entry("pt2", "pt2", zipped=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -24,7 +24,8 @@ from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.sharded import ShardIndex, open_index
+from ckptool.formats.ranks import FSDP_RANKS, rank_files
+from ckptool.formats.sharded import open_index
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
@@ -82,10 +83,14 @@ def examine(
                 opened.callback(probe.close)
                 look.verdict = Verdict(probe.path)
             index = probe.ask(open_index)
-            if index is None:
-                look.at_file(probe, values=values, hashes=hashes)
+            if index is not None:
+                shards = {name: index.beside(name) for name in index.shards}
+                look.at_set(probe, index.path, shards, values=values, hashes=hashes)
+            elif FSDP_RANKS.recognise(probe):
+                shards = {os.path.basename(one): one for one in rank_files(probe)}
+                look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
             else:
-                look.at_set(probe, index, values=values, hashes=hashes)
+                look.at_file(probe, values=values, hashes=hashes)
         except CheckpointError as error:
             look.blame(error)
         except PermissionError as error:
@@ -140,10 +145,12 @@ class _Look:
             hint = "torch.hub names files so: download it again, unless it was changed on purpose"
             self.add(Findings((Problem("name", "", text, hint),)))
 
-    def at_set(self, probe: Probe, index: ShardIndex, *, values: bool, hashes: bool) -> None:
-        """Look at an index and each of its shards, then at what they are together."""
-        self.verdict = replace(self.verdict, file=index.path, shards=len(index.shards))
-        faulty = {path for name in index.shards if self.at_shard(path := index.beside(name), name)}
+    def at_set(
+        self, probe: Probe, path: str, shards: Mapping[str, str], *, values: bool, hashes: bool
+    ) -> None:
+        """Look at each shard of an index, or each rank's file, then at what they are together."""
+        self.verdict = replace(self.verdict, file=path, shards=len(shards))
+        faulty = {path for name, path in shards.items() if self.at_shard(path, name)}
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.formats.base import OPAQUE_CONSTANTS
+from ckptool.formats.ranks import set_of
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS
@@ -35,6 +36,7 @@ REFUSED_FORMATS = {
     "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
     "pt2": "it is a torch.export archive, which needs torch.export.load",
     "dcp": "it is a folder of torch.distributed.checkpoint, which dcp.load opens",
+    "fsdp-ranks": "it is a folder of rank files, each of which torch.load opens by itself",
     "npz": "it is an archive of numpy's, which numpy.load opens",
     "safetensors-sharded": "it is in shards, each of which is loaded by itself",
     "torch-sharded": "it is in shards, each of which torch.load opens by itself",
@@ -176,6 +178,9 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         )
     if type(size) is int:
         return None
+    if set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors()):
+        remedy = f"its folder opens with the parts of all ranks joined: {printable(folder or '.')}"
+        return Part("it holds the part that one rank has of each tensor", remedy)
     total = _OF_TOTAL.search(name)
     if total and not checkpoint.format.endswith("-sharded"):
         count = int(total["n"] or total["n2"])

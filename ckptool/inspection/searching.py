@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 
 from ckptool.errors import CheckpointError
@@ -14,6 +14,7 @@ from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.dcp import DCP
 from ckptool.formats.identify import looks_like_checkpoint
+from ckptool.formats.ranks import FSDP_RANKS, set_of
 from ckptool.formats.sharded import shards_named_by
 from ckptool.formats.torch_tar import BLOCK, is_tar
 from ckptool.inspection.remains import should_be_one
@@ -73,13 +74,13 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
         except OSError:
             yield here, None
             continue
-        shards = ".distcp" if _is_distributed(here, limits) else ""
-        if shards or _is_unzipped(here, limits):
+        is_part = _part_of(here, limits)
+        if is_part or _is_unzipped(here, limits):
             yield here, None
-            if not shards:
+            if not is_part:
                 continue
         for path in (os.path.join(here, name) for name in names if not name.startswith(".")):
-            if shards and path.endswith(shards):
+            if is_part and is_part(path):
                 continue
             if os.path.isdir(path):
                 (linked if os.path.islink(path) else todo).append(path)
@@ -94,11 +95,14 @@ def _identity(path: str) -> _Identity:
     return status.st_dev, status.st_ino
 
 
-def _is_distributed(folder: str, limits: Limits) -> bool:
-    """Whether the folder is a checkpoint of torch.distributed.checkpoint."""
+def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
+    """Return what tells the files of a folder that is one checkpoint; None of any other folder."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
-        return DCP.recognise(probe)
-    return False
+        if DCP.recognise(probe):
+            return re.compile(r".+\.distcp").fullmatch
+        if FSDP_RANKS.recognise(probe):
+            return set_of
+    return None
 
 
 def _is_unzipped(folder: str, limits: Limits) -> bool:

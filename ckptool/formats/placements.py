@@ -1,0 +1,159 @@
+"""Which part of a whole tensor a rank's DTensor or ShardedTensor is.
+
+Sources, torch 2.2 to 2.13: torch/distributed/tensor/placement_types.py and device_mesh.py,
+torch/distributed/_shard/sharded_tensor/api.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, product
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.errors import CorruptFile, UnsupportedFormat
+from ckptool.files.tiled import Tile
+from ckptool.formats.dcp import row_major_data
+from ckptool.model import Opaque, TensorRef
+from ckptool.words import printable
+
+__all__ = ["Part", "owned_rows", "parts_of"]
+
+_MOST_RUNS = 4096
+"""Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
+
+Run = tuple[int, int]
+"""Rows of one axis: the first, and the one after the last."""
+Rows = tuple[tuple[Run, ...], ...]
+"""By axis, the rows of the whole tensor that a part has, in its order."""
+
+
+class Part(NamedTuple):
+    """A part of a whole tensor in the file of one rank."""
+
+    local: TensorRef
+    rows: Rows
+
+    def tiles(self, file: str) -> Iterator[Tile]:
+        """Yield the boxes of the whole tensor that the part fills.
+
+        Raises:
+            CorruptFile: it has another shape than its rows.
+            UnsupportedFormat: it is no plain array.
+        """
+        sizes = tuple(sum(stop - start for start, stop in axis) for axis in self.rows)
+        if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
+            what = f"its part has the shape {list(self.local.shape)}, where {list(sizes)} belongs"
+            raise CorruptFile(what, file=file)
+        axes = [
+            list(zip(axis, accumulate((stop - start for start, stop in axis), initial=0)))  # noqa: B905
+            for axis in self.rows
+        ]
+        for box in product(*axes) if self.local.numel else ():
+            starts = tuple(start for (start, _), _ in box)
+            size = tuple(stop - start for (start, stop), _ in box)
+            cut = tuple(slice(at, at + n) for (_, at), n in zip(box, size, strict=True))
+            view = self.local if size == sizes else self.local[cut]
+            yield Tile(starts, size, row_major_data(view, "its part", file))
+
+
+def parts_of(every: Sequence[TensorRef]) -> list[list[Part]]:
+    """Return the parts that each rank, from 0 on, holds of one tensor.
+
+    Raises:
+        CorruptFile: the ranks contradict each other.
+        UnsupportedFormat: a placement is not known, or a sum is pending.
+    """
+    if not every[0].class_name.endswith("DTensor"):
+        return [list(_shards(one)) for one in every]
+    specs = [_spec(one, rank) for rank, one in enumerate(every)]
+    steps = specs[0][1]
+    if any(own != steps for _, own, _ in specs):
+        raise CorruptFile("the ranks place it differently")
+    sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
+    shape = tuple(size or 0 for size in every[0].shape)
+    return [
+        [Part(local, owned_rows(shape, zip(steps, sizes, place, strict=True)))]
+        for local, _, place in specs
+    ]
+
+
+def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
+    """Return a DTensor's part, its placements, and where its rank is in the mesh."""
+    match one.parts:
+        case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
+            mesh, steps = _attributes(spec.attributes.get("mesh")), spec.attributes["placements"]
+        case _:
+            raise UnsupportedFormat("its DTensor has another form")
+    place = _sizes(mesh.get("_coordinate_on_dim"))
+    if not isinstance(steps, tuple) or len(place) != len(steps):
+        raise UnsupportedFormat(f"it does not say where in its mesh rank {rank} is")
+    if mesh.get("_rank", rank) != rank:
+        raise CorruptFile(f"the file of rank {rank} is of rank {mesh['_rank']}")
+    return local, [(getattr(s, "class_name", ""), _attributes(s)) for s in steps], place
+
+
+def _shards(one: TensorRef) -> Iterator[Part]:
+    """Yield the parts of a ShardedTensor that a rank holds."""
+    match (one.parts or {}).get("state"):
+        case (list() as shards, *_):
+            held = map(_attributes, shards)
+        case _:
+            raise UnsupportedFormat("its ShardedTensor has another form")
+    for shard in held:
+        place, local = _attributes(shard.get("metadata")), shard.get("tensor")
+        offsets, sizes = _sizes(place.get("shard_offsets")), _sizes(place.get("shard_sizes"))
+        if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
+            raise UnsupportedFormat("its ShardedTensor has another form")
+        yield Part(local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True)))
+
+
+def owned_rows(
+    shape: Sequence[int], steps: Iterable[tuple[tuple[str, dict[Any, Any]], int, int]]
+) -> Rows:
+    """Return which rows along each axis a rank holds of a tensor.
+
+    `steps` are the axes of the mesh from left to right: the placement (its class, its attributes),
+    how many ranks there are on that axis, and which of them it is. A rank of `Shard(0)` holds one
+    run of rows; one of `_StridedShard` holds its share of each of `split_factor` parts.
+
+    Raises:
+        UnsupportedFormat: a placement is not known, or a sum is pending (`Partial`).
+    """
+    held: list[list[Run]] = [[(0, size)] for size in shape]
+    for (name, found), ranks, rank in steps:
+        kind = name.rpartition(".")[2]
+        if kind == "Replicate":
+            continue
+        where = _sizes((found.get("dim"), found.get("split_factor", 1)))
+        axis, factor = where or (len(shape), 1)
+        is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
+        if not is_known or not 1 <= factor <= _MOST_RUNS:
+            why = ": a sum is pending" if kind.endswith("Partial") else ""
+            raise UnsupportedFormat(f"its placement {printable(kind)} is not read{why}")
+        parts = (_share(held[axis], factor, part) for part in range(factor))
+        held[axis] = [run for part in parts for run in _share(part, ranks, rank)]
+        if prod(map(len, held)) > _MOST_RUNS:
+            raise UnsupportedFormat(f"a rank holds it in more than {_MOST_RUNS:,} pieces")
+    return tuple(map(tuple, held))
+
+
+def _share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
+    """Return one of `parts` shares of rows, as torch.chunk cuts them: the last may have none."""
+    size = -(-sum(stop - start for start, stop in runs) // parts)
+    first, found = part * size, []
+    for begin, end in runs:
+        low, high = begin + max(first, 0), min(end, begin + first + size)
+        if low < high:
+            found.append((low, high))
+        first -= end - begin
+    return found
+
+
+def _attributes(node: Any) -> dict[Any, Any]:
+    return node.attributes if isinstance(node, Opaque) else {}
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    fits = isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
+    return tuple(value) if fits else ()

@@ -1,0 +1,230 @@
+"""A folder of rank files: FSDP let each process save its part of every tensor into a file.
+
+Each is a file of torch.save's; the parts that all of them hold are read as whole tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.files.system import allow_open_files
+from ckptool.files.tiled import Tile, tiled
+from ckptool.formats.base import Probe
+from ckptool.formats.opening import open_checkpoint
+from ckptool.formats.placements import parts_of
+from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.tree import name_of, rebuild, walk
+from ckptool.words import counted, listed, printable
+
+__all__ = ["FSDP_RANKS", "rank_files", "set_of"]
+
+_NAMES = re.compile(
+    r"(model_world_size_(?P<world>\d+)_rank_"  # verl, SkyRL, oumi
+    r"|pytorch_model_fsdp(_\d+)?_rank(?=\d+\.bin)"  # accelerate
+    r"|model_\w+\.rank_(?=\d+\.pth))"  # dinov2
+    r"(?P<rank>\d{1,9})\.(pt|bin|pth)",
+    re.ASCII,
+)
+_OTHERS = re.compile(
+    r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt|optimizer(_\d+)?_rank\d+\.bin", re.ASCII
+)
+_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+_VALUES = (bool, int, float, complex, str, type(None))
+_SPARE = 64
+"""Files that may be opened beside the rank files."""
+_HINT = "the files are of different saves, or damaged: copy all rank files of one save"
+_FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
+
+
+class FsdpRanks:
+    """The format `fsdp-ranks`."""
+
+    name = "fsdp-ranks"
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a folder with rank files of a model."""
+        return any(map(set_of, probe.entries))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the tree of rank 0, each tensor joined from the files of all ranks.
+
+        Raises:
+            FileMissing: the file of a rank is missing.
+            CorruptFile: the files contradict each other, or parts do not cover a tensor.
+            UnsupportedFormat: the files do not say which part of a tensor they hold.
+            LimitExceeded: a file asks for more than `probe.limits`.
+        """
+        paths = rank_files(probe)
+        with ExitStack() as opened:
+            ranks: list[Checkpoint] = []
+            for path in paths:
+                ranks.append(opened.enter_context(open_checkpoint(path, limits=probe.limits)))
+                if ranks[-1].format not in ("torch-zip", "torch-legacy") or os.path.isdir(path):
+                    what = f"is {ranks[-1].format}, and no file of torch.save's as rank files are"
+                    raise UnsupportedFormat(what, file=path)
+                if len(ranks) == 1:
+                    allow_open_files(ranks[0].sources[0].fileno() + len(paths) + _SPARE)
+            root = _joined(ranks, probe.path)
+            opened.pop_all()
+        others = sorted(filter(_OTHERS.fullmatch, probe.entries))
+        sources = tuple(source for one in ranks for source in one.sources)
+        return Checkpoint(root, self.name, probe.path, _details(ranks, others), sources=sources)
+
+
+FSDP_RANKS = FsdpRanks()
+
+
+def set_of(path: str) -> tuple[str, int] | None:
+    """Return the set that a rank's file is of, `model_world_size_4_rank_{rank}.pt`, and its rank.
+
+    None: the name is not that of a rank's file.
+    """
+    name = os.path.basename(path)
+    found = _NAMES.fullmatch(name)
+    return found and (f"{found[1]}{{rank}}{name[found.end('rank') :]}", int(found["rank"]))
+
+
+def rank_files(probe: Probe) -> tuple[str, ...]:
+    """Return the paths of a folder's rank files, in the order of the ranks.
+
+    Raises:
+        FileMissing: one is missing.
+        CorruptFile: one is of no rank.
+        UnsupportedFormat: there are several sets.
+    """
+    sets: dict[str, dict[int, str]] = {}
+    for name in probe.entries:
+        if (found := set_of(name)) is not None:
+            sets.setdefault(found[0], {})[found[1]] = os.path.join(probe.path, name)
+    if len(sets) > 1:
+        what = f"holds {len(sets)} sets of rank files: {listed(sorted(sets))}"
+        hint = "move one set into a folder of its own"
+        raise UnsupportedFormat(what, file=probe.path, hint=hint)
+    ((called, files),) = sets.items()
+    stated = re.search(r"world_size_(\d+)", called)
+    world = int(stated[1]) if stated else max(files) + 1
+    missing = next(rank for rank in count() if rank not in files)
+    if missing < world:
+        raise FileMissing(
+            f"lacks the file of rank {missing} of {world}, {called.format(rank=missing)}",
+            file=probe.path,
+            hint="copy it too; a rank's file opens by itself: ckptool list FILE",
+        )
+    if len(files) > world:
+        what = f"has the file of rank {max(files)}, and the world size is {world}"
+        raise CorruptFile(what, file=probe.path, hint=_HINT)
+    return tuple(files[rank] for rank in range(world))
+
+
+def _joined(ranks: Sequence[Checkpoint], folder: str) -> Any:
+    """Return the tree of rank 0 with whole tensors in the place of their parts."""
+    leaves = [dict(walk(one.root)) for one in ranks]
+    whole: dict[int, TensorRef] = {}
+    storages: dict[Any, Storage] = {}
+    for path in dict.fromkeys(path for found in leaves for path in found):
+        try:
+            if _FLAT.search(str(path[-1] if path else "")):
+                raise UnsupportedFormat(
+                    "is a flat parameter of FSDP, which has neither names nor shapes of the "
+                    "parameters in it",
+                    hint=_FULL,
+                )
+            for one, found in zip(ranks, leaves, strict=True):
+                _check_alike(ranks, one, leaves[0].get(path, found), found.get(path, leaves[0]))
+            first = leaves[0][path]
+            if isinstance(first, TensorRef) and first.is_spread:
+                whole[id(first)] = _whole(ranks, [found[path] for found in leaves], storages)
+        except CheckpointError as error:
+            error.message = f"{printable(name_of(path))!r}: {error.message}"
+            error.file = error.file or folder
+            error.advise(error.hint or (_HINT if isinstance(error, CorruptFile) else _FULL))
+            raise
+    if not whole and len(ranks) > 1:
+        what = "has rank files that do not say which part of a tensor is in which (DTensor)"
+        raise UnsupportedFormat(what, file=folder, hint=_FULL)
+    return _replaced(ranks[0].root, whole)
+
+
+def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other: Any) -> None:
+    """Refuse leaves that ranks of one save do not have at one path."""
+    files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(one.path)}"
+    if type(first) is not type(other):
+        raise CorruptFile(f"is not in both {files}, or of another type")
+    if isinstance(first, TensorRef):
+        for what in ("class_name", "dtype", "shape"):
+            own, its = getattr(first, what), getattr(other, what)
+            if own != its:
+                raise CorruptFile(f"differs in {what} in {files}: {own} and {its}")
+    elif isinstance(first, _VALUES) and repr(first) != repr(other):
+        values = f"{printable(repr(first))} and {printable(repr(other))}"
+        raise CorruptFile(f"differs in {files}: {values}")
+
+
+def _whole(
+    ranks: Sequence[Checkpoint], every: Sequence[TensorRef], storages: dict[Any, Storage]
+) -> TensorRef:
+    """Return a tensor joined from what each rank holds of it; ties share a storage."""
+    first = every[0]
+    shape = tuple(size or 0 for size in first.shape)
+    tiles: dict[tuple[Any, Any], Tile] = {}
+    seen: list[Any] = [first.dtype, shape]
+    for one, parts in zip(ranks, parts_of(every), strict=True):
+        for part in parts:
+            local = part.local
+            if local.dtype != first.dtype:
+                what = f"its part is {local.dtype}, and not {first.dtype}"
+                raise CorruptFile(what, file=one.path)
+            if local.numel:
+                seen.append((id(local.storage), local.offset, local.stride, part.rows))
+            for tile in part.tiles(one.path):  # a replica's are the same
+                tiles.setdefault((tile.offsets, tile.sizes), tile)
+    key = tuple(seen)
+    if key not in storages:
+        data = tiled(ranks[0].path, shape, first.itemsize, list(tiles.values()))
+        storages[key] = Storage(f"joined/{len(storages)}", data, data.length)
+    return replace(
+        first,
+        stride=row_major_strides(shape),
+        offset=0,
+        storage=storages[key],
+        kind="strided",
+        parts=None,
+        wrapping=tuple(layer for layer in first.wrapping if layer.kind != "type"),
+    )
+
+
+def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
+    def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
+        new = type(node)((key, whole.get(id(value), value)) for key, value in node.items())
+        if isinstance(new, OrderedMap) and isinstance(node, OrderedMap):
+            new.attributes = node.attributes
+        return new
+
+    made = rebuild(root, mapping=mapping)
+    for path, leaf in walk(made):
+        if isinstance(leaf, TensorRef) and leaf.is_spread:
+            raise UnsupportedFormat(f"{printable(name_of(path))!r} is in no dict, and not joined")
+    return made
+
+
+def _details(ranks: Sequence[Checkpoint], others: Sequence[str]) -> Details:
+    every = [one.details for one in ranks]
+    what = f"{counted(len(ranks), 'rank file')}, joined; plain tensors and values are of rank 0"
+    return replace(
+        every[0],
+        size=sum(one.size for one in every),
+        globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
+        opcodes=tuple(dict.fromkeys(name for one in every for name in one.opcodes)),
+        storage_bytes=sum(one.storage_bytes for one in every),
+        dead_bytes=sum(one.dead_bytes for one in every),
+        notes=(what, *every[0].notes),
+        left_behind=(f"the optimizer's rank files: {listed(others)}",) if others else (),
+    )

@@ -1,0 +1,212 @@
+"""Folders of rank files: joined as torch cuts tensors, and refused where ranks do not fit."""
+
+import random
+import shutil
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptool
+from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.formats import open_checkpoint
+from ckptool.formats.placements import owned_rows
+
+
+def cut(tensor, mesh, placements, place):
+    """Return what torch gives to the rank at one place of a mesh."""
+    for ranks, placement, at in zip(mesh, placements, place, strict=True):
+        if not isinstance(placement, Replicate):
+            tensor = placement._split_tensor(tensor, ranks, with_padding=False)[0][at]
+    return tensor.contiguous()
+
+
+def any_placement(rng, dimensions):
+    axis = rng.randrange(dimensions)
+    strided = _StridedShard(axis, split_factor=rng.randint(1, 4))
+    return rng.choice([Replicate(), Shard(axis), Shard(axis), strided, strided])
+
+
+def step_of(placement):
+    state = {
+        name: getattr(placement, name)
+        for name in ("dim", "split_factor")
+        if hasattr(placement, name)
+    }
+    return type(placement).__qualname__, state
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)], ids=str)
+def test_the_rows_of_a_rank_are_those_that_torch_gives_it(mesh):
+    rng = random.Random(str(mesh))
+    for _ in range(150):
+        shape = [rng.randint(0, 9) for _ in range(rng.randint(1, 3))]
+        whole = torch.arange(prod(shape)).view(shape)
+        placements = [any_placement(rng, len(shape)) for _ in mesh]
+        for place in product(*map(range, mesh)):
+            rows = owned_rows(shape, zip(map(step_of, placements), mesh, place, strict=True))
+            ours = whole
+            for axis, runs in enumerate(rows):
+                held = [row for start, stop in runs for row in range(start, stop)]
+                ours = ours.index_select(axis, torch.tensor(held, dtype=torch.long))
+            assert torch.equal(ours, cut(whole, mesh, placements, place)), (shape, placements)
+
+
+def test_rows_of_a_strided_shard_are_pieces_of_each_part():
+    steps = [(("_StridedShard", {"dim": 0, "split_factor": 2}), 2, 0)]
+    assert owned_rows((8, 3), steps) == (((0, 2), (4, 6)), ((0, 3),))
+    uneven = [(("_StridedShard", {"dim": 0, "split_factor": 2}), 2, 1)]
+    assert owned_rows((5,), uneven) == (((2, 3), (4, 5)),)
+
+
+@pytest.fixture
+def folder(fixtures, tmp_path):
+    """A model of FSDP2 by two ranks, with buffers that each has."""
+    return Path(shutil.copytree(fixtures / "ranks" / "fsdp2-2.13.0", tmp_path / "run"))
+
+
+def file(folder, rank, world=2):
+    return folder / f"model_world_size_{world}_rank_{rank}.pt"
+
+
+def changed(folder, rank, change):
+    """Change the dict that a rank's file holds."""
+    state = torch.load(file(folder, rank), weights_only=False)
+    change(state)
+    torch.save(state, file(folder, rank))
+    return folder
+
+
+def test_a_plain_model_is_loaded_from_the_folder(folder):
+    model = nn.Linear(5, 9)
+    assert ckptool.load_into(model, folder, rules=["^up=>"], strict=False).coverage == 1
+    assert torch.equal(model.weight, ckptool.load(folder)["up.weight"])
+
+
+def test_a_list_reads_no_tensor(folder):
+    with open_checkpoint(folder) as checkpoint:
+        assert (checkpoint.format, checkpoint.path) == ("fsdp-ranks", str(folder))
+        raw = checkpoint["up.weight"].read()
+        assert checkpoint["up.weight"].shape == (9, 5)
+    before = ckptool.list_tensors(folder).to_dict()
+    data = file(folder, 0).read_bytes()
+    file(folder, 0).write_bytes(data.replace(raw[:60], bytes(60)))
+    assert ckptool.list_tensors(folder).to_dict() == before
+
+
+def test_bytes_that_are_not_those_that_were_written_are_found(folder):
+    assert ckptool.verify(folder).ok
+    with open_checkpoint(folder) as checkpoint:
+        raw = checkpoint["up.weight"].read()[-24:]
+    data = file(folder, 1).read_bytes()
+    file(folder, 1).write_bytes(data.replace(raw, b"\xff" + raw[1:]))
+    (problem,) = ckptool.verify(folder).problems
+    assert problem.kind == "checksum"
+    assert problem.place.startswith(f"{file(folder, 1).name}: ")
+
+
+def test_a_rank_that_is_missing_is_named(folder):
+    file(folder, 0).unlink()
+    with pytest.raises(FileMissing, match=r"rank 0 of 2, model_world_size_2_rank_0\.pt"):
+        ckptool.open(folder)
+
+
+def test_a_rank_too_many_is_named(folder):
+    shutil.copy(file(folder, 0), file(folder, 2))
+    with pytest.raises(CorruptFile, match="file of rank 2, and the world size is 2"):
+        ckptool.open(folder)
+
+
+def test_two_sets_are_not_mixed(folder):
+    shutil.copy(file(folder, 0), file(folder, 0, world=1))
+    with pytest.raises(UnsupportedFormat, match="2 sets of rank files"):
+        ckptool.open(folder)
+
+
+FAULTS = {
+    "another shape": lambda state: state.update(**{"norm.running_mean": torch.ones(3)}),
+    "another type": lambda state: state.update(**{"norm.running_mean": torch.ones(5).double()}),
+    "another kind of value": lambda state: state.update({"norm.num_batches_tracked": 4}),
+    "a key less": lambda state: state.pop("norm.bias"),
+    "a key more": lambda state: state.update(more=1),
+    "a plain tensor": lambda state: state.update({"up.weight": torch.ones(9, 5)}),
+    "a shorter part": lambda state: setattr(state["up.weight"], "_local_tensor", torch.ones(3, 5)),
+    "a part of another type": lambda state: setattr(
+        state["up.weight"], "_local_tensor", torch.ones(4, 5).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks_that_do_not_fit_are_refused_with_the_name(folder, fault):
+    changed(folder, 1, FAULTS[fault])
+    with pytest.raises(CorruptFile) as caught:
+        ckptool.open(folder)
+    assert str(folder) in str(caught.value)
+    assert "different saves" in caught.value.hint
+    assert not ckptool.verify(folder).ok
+
+
+def test_the_file_of_one_rank_under_the_name_of_another_is_refused(folder):
+    shutil.copy(file(folder, 0), file(folder, 1))
+    with pytest.raises(CorruptFile, match=r"'embed\.weight': the file of rank 1 is of rank 0"):
+        ckptool.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("_StridedShard", "more than 4,096 pieces"),
+        ("Partial", "placement Partial is not read: a sum is pending"),
+        ("torch.distributed._tensor.placement_types._Partial", "a sum is pending"),
+        ("Ragged", "placement Ragged is not read"),
+    ],
+)
+def test_placements_that_are_not_read_are_refused(name, why):
+    steps = [((name, {"dim": axis, "split_factor": 100}), 2, 0) for axis in range(2)]
+    with pytest.raises(UnsupportedFormat, match=why):
+        owned_rows((1 << 40, 1 << 40), steps)
+
+
+def test_flat_parameters_are_refused_in_one_sentence(fixtures):
+    with pytest.raises(UnsupportedFormat, match="neither names nor shapes") as caught:
+        ckptool.open(fixtures / "ranks" / "flat-2.13.0")
+    assert "FULL_STATE_DICT" in caught.value.hint
+
+
+def test_files_without_parts_are_not_taken_for_replicas(tmp_path):
+    for rank in range(2):
+        torch.save({"w": torch.ones(4)}, tmp_path / f"model_final.rank_{rank}.pth")
+    with pytest.raises(UnsupportedFormat, match="do not say which part"):
+        ckptool.open(tmp_path)
+
+
+def test_another_file_under_the_name_of_a_rank_is_refused(folder):
+    file(folder, 1).write_bytes(b"{}")
+    with pytest.raises(ckptool.UnreadableFile, match=file(folder, 1).name):
+        ckptool.open(folder)
+
+
+def test_a_shard_of_a_sharded_tensor_that_is_gone_is_missed(fixtures, tmp_path):
+    folder = Path(shutil.copytree(fixtures / "ranks" / "fsdp1-2.13.0", tmp_path / "run"))
+    (folder / "pytorch_model_fsdp_rank1.bin").unlink()
+    with pytest.raises(CorruptFile, match=r"'embed\.weight': 15 of the 35 elements are in no"):
+        ckptool.open(folder)
+
+
+def test_one_file_opens_alone_and_names_its_folder(fixtures):
+    folder = fixtures / "ranks" / "fsdp1-2.13.0"
+    (note,) = ckptool.verify(folder / "pytorch_model_fsdp_rank0.bin").notes
+    assert note.endswith(f"joined: {folder}")
+    with open_checkpoint(folder / "pytorch_model_fsdp_rank0.bin") as checkpoint:
+        assert checkpoint.format == "torch-zip"
+
+
+def test_the_files_of_the_optimizer_are_left_behind(fixtures, tmp_path):
+    receipt = ckptool.convert(fixtures / "ranks" / "fsdp2-2.13.0", tmp_path / "out.pth")
+    assert "optim_world_size_2_rank_0.pt" in str(receipt.to_dict())
