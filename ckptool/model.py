@@ -348,6 +348,14 @@ class TensorRef:
         return first, last + 1
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """The bytes of the storage that it covers: the first, and the one after the last."""
+        if self.dtype in PACKED and self.storage is not None:
+            return 0, self.storage.nbytes
+        first, stop = self.span if self.numel else (0, 0)
+        return first * self.itemsize, stop * self.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the elements take; for sparse and nested tensors, those of the parts."""
         if self.kind in SPARSE_KINDS or self.kind == "nested":

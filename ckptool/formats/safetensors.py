@@ -235,22 +235,12 @@ def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
         if len(group) == 1:
             continue
         end, widest = 0, ""
-        for start, stop, name in sorted((*_reach(tensors[name]), name) for name in group):
+        for start, stop, name in sorted((*tensors[name].reach, name) for name in group):
             if start < end:
                 shared |= {widest, name}
             if stop > end:
                 end, widest = stop, name
     return [name for name in tensors if name in shared]
-
-
-def _reach(tensor: TensorRef) -> tuple[int, int]:
-    """The first element of the storage that it looks at, and the one after the last, in bytes."""
-    steps = [
-        ((size or 0) - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)
-    ]
-    first = tensor.offset + sum(step for step in steps if step < 0)
-    last = tensor.offset + sum(step for step in steps if step > 0)
-    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)

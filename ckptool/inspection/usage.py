@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ckptool.dtypes import PACKED
 from ckptool.files import MemorySource
 from ckptool.model import Path, Storage, StorageRef, TensorRef
-from ckptool.transforms.places import place_of
 from ckptool.tree import everything, name_of
 
 __all__ = ["distinct", "storage_use", "ties"]
@@ -43,9 +41,7 @@ def storage_use(root: Any) -> tuple[int, int]:
         if isinstance(node, StorageRef):
             extents.setdefault(node.storage, []).append((0, node.storage.nbytes))
         elif isinstance(node, TensorRef) and node.storage is not None:
-            whole = node.dtype in PACKED
-            extent = (0, node.storage.nbytes) if whole else place_of(node).extent
-            extents.setdefault(node.storage, []).append(extent)
+            extents.setdefault(node.storage, []).append(node.reach)
     in_file = {
         storage: spans
         for storage, spans in extents.items()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptool.dtypes import BY_NAME, PACKED
+from ckptool.dtypes import BY_NAME
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -172,11 +172,10 @@ class StorageReader:
         self._made: dict[tuple[int, str, str], tuple[Storage, torch.UntypedStorage]] = {}
         self._maps: dict[int, mmap.mmap] = {}
 
-    def cover(self, storage: Storage, span: tuple[int, int] | None) -> None:
-        """Announce which bytes will be wanted, from and to (None: none); before any `get`."""
-        known = self._spans.get(id(storage), (0, 0))
-        if span is None:
-            self._spans[id(storage)] = known
+    def cover(self, storage: Storage, span: tuple[int, int]) -> None:
+        """Announce which bytes will be wanted, from and to; before any `get`."""
+        known = self._spans.setdefault(id(storage), (0, 0))
+        if not span[1]:
             return
         start, stop = span[0] - span[0] % _ALIGNMENT, span[1]
         if known[1]:
@@ -537,8 +536,10 @@ class Materialiser:
         self._storages = StorageReader(Placement(map_location), mapped=mmap, dtype=self._dtype)
         self._made: dict[tuple[int, bool], tuple[TensorRef, torch.Tensor]] = {}
         for node in everything(root):
-            if isinstance(node, (TensorRef, StorageRef)) and node.storage is not None:
-                self._storages.cover(node.storage, _reach(node))
+            if isinstance(node, StorageRef):
+                self._storages.cover(node.storage, (0, node.storage.nbytes))
+            elif isinstance(node, TensorRef) and node.storage is not None:
+                self._storages.cover(node.storage, node.reach)
 
     def tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
         """The tensor; the same object whenever the same `ref` is asked for.
@@ -641,18 +642,6 @@ class Materialiser:
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 """What torch raises at arguments that it cannot use."""
-
-
-def _reach(ref: TensorRef | StorageRef) -> tuple[int, int] | None:
-    """The bytes of its storage that it looks at, from and to; None where it has no elements."""
-    if isinstance(ref, StorageRef) or ref.dtype in PACKED:
-        return 0, ref.storage.nbytes if ref.storage is not None else 0
-    if ref.numel == 0:
-        return None
-    steps = [((size or 0) - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True)]
-    first = ref.offset + sum(step for step in steps if step < 0)
-    last = ref.offset + sum(step for step in steps if step > 0)
-    return first * ref.itemsize, (last + 1) * ref.itemsize
 
 
 def _with_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:

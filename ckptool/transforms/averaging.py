@@ -107,7 +107,7 @@ def _together(
 ) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Each tensor over one mean of all that they look at, in the order of the storage."""
     first = every[0][0]
-    reach = [_extent(tensors[0]) for tensors in every if tensors[0].numel]
+    reach = [tensors[0].span for tensors in every if tensors[0].numel]
     low = min((start for start, _ in reach), default=0)
     high = max((stop for _, stop in reach), default=0)
     runs = []
@@ -129,14 +129,6 @@ def _stored(tensor: TensorRef) -> tuple[Storage, ByteRange]:
     if storage is None or storage.data is None:
         raise UsageError("a tensor without bytes has no mean")
     return storage, storage.data
-
-
-def _extent(tensor: TensorRef) -> tuple[int, int]:
-    """The first element of the storage that a tensor looks at, and the one after the last."""
-    last = sum(
-        ((size or 0) - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)
-    )
-    return tensor.offset, tensor.offset + last + 1
 
 
 def _alone(

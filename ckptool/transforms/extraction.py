@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.model import Opaque, OrderedMap, Path, Storage, TensorRef, find_tensors
+from ckptool.model import Opaque, OrderedMap, Path, Storage, TensorRef, find_tensors, remade
 from ckptool.modules import holds_tensors, is_module
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -234,13 +234,12 @@ def _without(root: Any, dropped: dict[int, frozenset[Any]]) -> Any:
 
 
 def _thinned(node: dict[Any, Any], dropped: frozenset[Any]) -> dict[Any, Any]:
-    made = type(node)((key, value) for key, value in node.items() if key not in dropped)
-    if isinstance(made, OrderedMap) and isinstance(node, OrderedMap):
-        made.attributes = dict(node.attributes)
-        if isinstance(node.metadata, dict):
-            names = wrapped_names(node)
-            kept = [name for name in names if name not in dropped]
-            made.attributes["_metadata"] = remaining_metadata(node.metadata, names, kept)
+    made = remade(node, ((key, value) for key, value in node.items() if key not in dropped))
+    if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
+        names = wrapped_names(node)
+        kept = [name for name in names if name not in dropped]
+        versions = remaining_metadata(made.metadata, names, kept)
+        made.attributes = {**made.attributes, "_metadata": versions}
     return made
 
 
@@ -330,8 +329,7 @@ def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     if not names:
         return alone
     gone = frozenset(names)
-    root = OrderedMap((name, value) for name, value in alone.root.items() if name not in gone)
-    root.attributes = alone.root.attributes
+    root = remade(alone.root, ((key, one) for key, one in alone.root.items() if key not in gone))
     text = f"the values among the tensors: {listed(map(str, names), most=20)}"
     return alone.with_root(root, Change("left-out", text, len(names)))
 
@@ -606,25 +604,20 @@ def _whole(kept: Checkpoint) -> Iterator[Change]:
         )
 
 
-def _sizes(tensors: Iterable[TensorRef]) -> dict[Any, tuple[Storage | None, int]]:
-    """Storage and bytes of each tensor, tied ones once."""
-    return {
-        (tensor.storage or tensor, tensor.offset, tensor.shape, tensor.stride): (
-            tensor.storage,
-            tensor.nbytes,
-        )
-        for tensor in tensors
-    }
+def _distinct(tensors: Iterable[TensorRef]) -> Iterable[TensorRef]:
+    """Return the tensors, tied ones once."""
+    return {tensor.place or id(tensor): tensor for tensor in tensors}.values()
 
 
 def _bytes(tensors: Iterable[TensorRef]) -> int:
-    return sum(nbytes for _, nbytes in _sizes(tensors).values())
+    return sum(tensor.nbytes for tensor in _distinct(tensors))
 
 
 def _storages(tensors: Iterable[TensorRef]) -> tuple[int, int]:
     """The bytes that tensors use of their storages, and those of the storages."""
     used: dict[Storage, int] = {}
-    for storage, nbytes in _sizes(tensors).values():
+    for tensor in _distinct(tensors):
+        storage = tensor.storage
         if storage is not None and storage.data is not None:
-            used[storage] = min(storage.nbytes, used.get(storage, 0) + nbytes)
+            used[storage] = min(storage.nbytes, used.get(storage, 0) + tensor.nbytes)
     return sum(used.values()), sum(storage.nbytes for storage in used)
