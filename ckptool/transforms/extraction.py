@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -27,11 +27,9 @@ from ckptool.tree import name_of, rebuild, resolve, selected, walk
 from ckptool.words import counted, listed, printable
 
 __all__ = [
-    "Pruned",
     "beside",
     "extract",
     "plain_state_dict",
-    "pruned",
     "single_state_dict",
     "state_dict_alone",
     "weights_alone",
@@ -41,199 +39,157 @@ _MOST_TOLD = 20
 """Places that have a sentence of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What is left of a tree."""
+class _Pruning:
+    """The containers of a tree, and the entries that go because `choose` refuses their path.
 
-    root: Any
-    """The same object where nothing went; None where nothing is left."""
-    left_out: tuple[Change, ...] = ()
-    stale: tuple[str, ...] = ()
-    """Optimizers that stay, with a state, although weights of a model went."""
-
-
-@dataclass(eq=False)
-class _Visit:
-    """A container on one of its paths, and what becomes of it there."""
-
-    path: Path
-    name: str
-    """Its address, as it was in the file."""
-    node: Any
-    part: Section | None
-    own: frozenset[Any]
-    """The keys of a state dict that are the model's own, values among them."""
-    chosen: dict[Any, bool] = field(default_factory=dict)
-    """Whether an entry is kept: tensors, and what is `own`."""
-    inside: list[_Visit] = field(default_factory=list)
-    kept: int = 0
-    """Tensors below that are chosen, and that nothing in between takes away."""
-    lost: int = 0
-    dropped: frozenset[Any] = frozenset()
-    """Keys of the entries that go one by one."""
-    gone: bool = False
-    torn: bool = False
-    """Whether it would lose a part, and can only stay or go."""
-
-    @property
-    def place(self) -> str:
-        """Its address, with what it is where that says more."""
-        where = self.name if self.path else f"at {self.name}"
-        if self.part is not None:
-            return f"the {self.part.kind} {where}"
-        return f"the object {where}" if isinstance(self.node, Opaque) else self.name
-
-    def note(self, key: Any, value: Any, chosen: bool) -> None:
-        """Take down that an entry is chosen, or is not."""
-        if key not in self.chosen:
-            self.chosen[key] = chosen
-            count = sum(1 for _ in find_tensors(value))
-            self.kept += count if chosen else 0
-            self.lost += 0 if chosen else count
-
-    def settle(self) -> None:
-        """Decide what becomes of it, when all inside have."""
-        for one in self.inside:
-            self.kept += 0 if one.gone else one.kept
-            self.lost += one.kept + one.lost if one.gone else one.lost
-        leaving = {key for key, chosen in self.chosen.items() if not chosen}
-        leaving.update(one.path[-1] for one in self.inside if one.gone)
-        keys = self._keys()
-        touched = leaving | {one.path[-1] for one in self.inside if one.lost}
-        if self.part is not None and self.part.kind == "optimizer":
-            self.gone = self.lost > 0
-        elif (leaving if isinstance(self.node, (list, tuple)) else touched) <= keys:
-            self.dropped = frozenset(leaving)
-            self.gone = bool(leaving) and len(leaving) == len(keys)
-        else:
-            self.gone, self.torn = not self.kept, self.kept > 0
-
-    def _keys(self) -> set[Any]:
-        """The keys of the entries that can go one by one."""
-        if isinstance(self.node, dict):
-            return set(self.node)
-        if isinstance(self.node, Opaque) and not is_module(self.node):
-            entries = [value for kind, value in self.node.steps if kind == "set"]
-            return {key for items in entries for key, _ in items}
-        return set()
-
-
-def pruned(
-    root: Any, choose: Callable[[Path], bool], *, where: Path = (), file: str = ""
-) -> Pruned:
-    """The tree with the tensors that `choose` is true of, by their path, and what is no tensor.
-
-    What is the model's own in a state dict (`statedict.wrapped_names`) is asked for as well, an
-    `_extra_state` as one. `_metadata` loses the modules that lost all their names. `where` is the
-    path of the root in the `file`: paths begin with it.
-
-    Raises:
-        UsageError: a list or an object would lose some of its tensors; or one dict that the file
-            has under two names would become two.
+    The entries of a state dict that belong to the model (`statedict.wrapped_names`) are asked for
+    too, an `_extra_state` as one entry.
     """
-    visits = _visits(root, choose, where)
-    if not visits:
-        lost = isinstance(root, TensorRef) and not choose(where)
-        return Pruned(None if lost else root)
-    for visit in reversed(visits):
-        visit.settle()
-    staying = [visit for visit in visits[:1] if not visit.gone]
-    for visit in staying:
-        staying.extend(one for one in visit.inside if not one.gone)
-    if not staying:
-        return Pruned(None, tuple(_told(visits, set(staying))))
-    dropped = _dropped(staying, file or None)
-    if not any(dropped.values()):
-        return Pruned(root)
-    return Pruned(
-        _without(root, dropped), tuple(_told(visits, set(staying))), tuple(_stale(staying))
-    )
 
+    def __init__(self, root: Any, choose: Callable[[Path], bool], where: Path) -> None:
+        self._root = root
+        self._where = where
+        self._parts = {id(one.holder): one for one in sections(root) if one.kind != "values"}
+        self._held: dict[Path, Any] = {}
+        self._inside: dict[Path, list[Path]] = {}
+        self._gone: set[Path] = set()
+        self._tensors: dict[Path, int] = {}
+        self._find(choose)
+        self._kept = {path for path in self._tensors if path not in self._gone}
+        self._reduced: set[Path] = set()
+        self._torn: set[Path] = set()
+        for path in reversed(self._held):
+            self._decide(path)
 
-def _visits(root: Any, choose: Callable[[Path], bool], where: Path) -> list[_Visit]:
-    """Every container on each of its paths, before what is in it, with the choices made."""
-    parts = {id(part.holder): part for part in sections(root) if part.kind != "values"}
-    found: list[_Visit] = []
-    open_visits: list[_Visit] = []
+    def _find(self, choose: Callable[[Path], bool]) -> None:
+        own: dict[Path, frozenset[Any]] = {}
 
-    def around(path: Path) -> _Visit | None:
-        while open_visits and open_visits[-1].path != path[:-1]:
-            open_visits.pop()
-        return open_visits[-1] if path and open_visits else None
+        def note(path: Path, node: Any) -> None:
+            if path not in self._tensors:
+                self._tensors[path] = sum(1 for _ in find_tensors(node))
+                self._inside.setdefault(path[:-1], []).append(path)
+                if not choose(self._where + path):
+                    self._gone.add(path)
 
-    def enter(path: Path, node: Any) -> bool:
-        outer = around(path)
-        if outer is not None and path[-1] in outer.own:
-            outer.note(path[-1], node, choose(where + path))
-            return False
-        part = parts.get(id(node))
-        named = part is not None and part.kind == "state_dict"
-        own = frozenset(wrapped_names(part.node)) if part is not None and named else frozenset()
-        visit = _Visit(path, printable(name_of(where + path)) or "the root", node, part, own)
-        found.append(visit)
-        open_visits.append(visit)
-        if outer is not None:
-            outer.inside.append(visit)
-        return True
+        def enter(path: Path, node: Any) -> bool:
+            if path and path[-1] in own[path[:-1]]:
+                note(path, node)
+                return False
+            part = self._parts.get(id(node))
+            names = wrapped_names(part.node) if part and part.kind == "state_dict" else ()
+            own[path] = frozenset(names)
+            self._held[path] = node
+            if path:
+                self._inside.setdefault(path[:-1], []).append(path)
+            return True
 
-    for path, leaf in walk(root, enter=enter):
-        outer = around(path)
-        if outer is not None and (isinstance(leaf, TensorRef) or path[-1] in outer.own):
-            outer.note(path[-1], leaf, choose(where + path))
-    return found
+        for path, leaf in walk(self._root, enter=enter):
+            if isinstance(leaf, TensorRef) or (path and path[-1] in own[path[:-1]]):
+                note(path, leaf)
 
+    def _decide(self, path: Path) -> None:
+        """Decide whether a container goes, after the containers in it."""
+        node, part = self._held[path], self._parts.get(id(self._held[path]))
+        inside = self._inside.get(path, [])
+        leaving = [one for one in inside if one in self._gone]
+        reduced = bool(leaving) or any(one in self._reduced for one in inside)
+        kept = any(one in self._kept for one in inside if one not in self._gone)
+        self._tensors[path] = sum(self._tensors[one] for one in inside)
+        self._reduced.update({path} if reduced else ())
+        self._kept.update({path} if kept else ())
+        if reduced and part is not None and part.kind == "optimizer":
+            self._gone.add(path)
+        elif isinstance(node, dict):
+            self._gone.update({path} if leaving and len(leaving) == len(node) else ())
+        elif leaving or (reduced and isinstance(node, Opaque)):
+            (self._torn if kept else self._gone).add(path)
 
-def _dropped(staying: list[_Visit], file: str | None) -> dict[int, frozenset[Any]]:
-    """The keys that each dict or object loses, by its identity."""
-    dropped: dict[int, _Visit] = {}
-    for visit in staying:
-        if visit.torn:
-            raise _torn(visit, file)
-        before = dropped.setdefault(id(visit.node), visit)
-        if before.dropped != visit.dropped:
-            raise UsageError(
-                f"{before.name} and {visit.name} are one in this file, and would not be the same",
-                file=file,
-                hint="choose the same names of both, or one of them by --key",
-            )
-    return {key: visit.dropped for key, visit in dropped.items()}
+    def result(self, file: str | None) -> tuple[Any, list[Change]]:
+        """Return the tree without these entries (None if nothing is left), and the changes.
 
+        Raises:
+            UsageError: a list or an object would lose some of its tensors; or a dict that the file
+                has under two names would become two dicts.
+        """
+        staying: list[Path] = []
+        told: list[tuple[str, int]] = []
+        dropped: dict[int, tuple[Path, frozenset[Any]]] = {}
+        outside: set[Path] = set()
+        for path, node in self._held.items():
+            if path in self._gone or path[:-1] in outside:
+                if not path or path[:-1] not in outside:
+                    told.append(self._told(path))
+                outside.add(path)
+                continue
+            if path in self._torn:
+                raise self._refusal(path, file)
+            staying.append(path)
+            leaving = [one for one in self._inside.get(path, []) if one in self._gone]
+            names = [str(one[-1]) for one in leaving if one not in self._held]
+            if names:
+                text = f"{counted(len(names), 'name')} of {self._name(path)}: {listed(names)}"
+                told.append((text, len(names)))
+            keys = frozenset(one[-1] for one in leaving)
+            before, others = dropped.setdefault(id(node), (path, keys))
+            if others != keys:
+                raise UsageError(
+                    f"{self._name(before)} and {self._name(path)} are one in this file, and would "
+                    "not be the same",
+                    file=file,
+                    hint="choose the same names of both, or one of them by --key",
+                )
+        if () in self._gone:
+            return None, list(_left_out_of(told))
+        if not self._gone:
+            return self._root, []
 
-def _torn(visit: _Visit, file: str | None) -> UsageError:
-    if isinstance(visit.node, (list, tuple)):
+        def thinned(node: dict[Any, Any]) -> dict[Any, Any]:
+            keys = dropped.get(id(node), ((), ()))[1]
+            return _thinned(node, keys) if keys else node
+
+        root = rebuild(self._root, mapping=thinned)
+        return root, [*_left_out_of(told), *self._stale(staying)]
+
+    def _name(self, path: Path) -> str:
+        return printable(name_of(self._where + path)) or "the root"
+
+    def _place(self, path: Path) -> str:
+        """Return the address of a container, with its kind if it is a section or an object."""
+        node, part = self._held[path], self._parts.get(id(self._held[path]))
+        where = self._name(path) if path else f"at {self._name(path)}"
+        if part is not None:
+            return f"the {part.kind} {where}"
+        return f"the object {where}" if isinstance(node, Opaque) else self._name(path)
+
+    def _told(self, path: Path) -> tuple[str, int]:
+        count = self._tensors[path]
+        partly = ", as not all of it is chosen" if path in self._kept else ""
+        return f"{self._place(path)} ({counted(count, 'tensor')}){partly}", count
+
+    def _refusal(self, path: Path, file: str | None) -> UsageError:
+        node, name = self._held[path], self._name(path)
+        hint = "choose all of its tensors or none"
+        if not isinstance(node, Opaque):
+            what = "a list: without some of its entries the rest would be renumbered"
+            return UsageError(f"{name} is {what}", file=file, hint=f"{hint}, or one entry by --key")
         return UsageError(
-            f"{visit.name} is a list: without some of its entries the rest would be renumbered",
+            f"{name} is an object of class {printable(node.class_name)}, which cannot do without "
+            "some of its tensors",
             file=file,
-            hint="choose all of its tensors or none, or one entry by --key",
+            hint="--model-only makes a plain state dict of it" if is_module(node) else hint,
         )
-    whole = "--model-only makes a plain state dict of it" if is_module(visit.node) else ""
-    return UsageError(
-        f"{visit.name} is an object of class {printable(visit.node.class_name)}, which cannot do "
-        "without some of its tensors",
-        file=file,
-        hint=whole or "choose all of its tensors or none",
-    )
+
+    def _stale(self, staying: list[Path]) -> Iterator[Change]:
+        """Warn of optimizers that stay with a state although weights of a model go."""
+        parts = {path: self._parts.get(id(self._held[path])) for path in staying}
+        kinds = {part.kind for path, part in parts.items() if part and path in self._reduced}
+        for path, part in parts.items() if not kinds.isdisjoint(MODEL_KINDS) else ():
+            if part is not None and part.kind == "optimizer" and part.node["state"]:
+                text = f"{self._place(path)} still has the state of parameters that are left out"
+                yield Change("warning", text)
 
 
-def _without(root: Any, dropped: dict[int, frozenset[Any]]) -> Any:
-    def leaf(node: Any) -> Any:
-        keys = dropped.get(id(node))
-        if not keys or not isinstance(node, Opaque):
-            return node
-        steps = [
-            (kind, [item for item in value if item[0] not in keys] if kind == "set" else value)
-            for kind, value in node.steps
-        ]
-        return replace(node, steps=steps)
-
-    def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
-        keys = dropped.get(id(node))
-        return _thinned(node, keys) if keys else node
-
-    return rebuild(root, leaf, mapping)
-
-
-def _thinned(node: dict[Any, Any], dropped: frozenset[Any]) -> dict[Any, Any]:
+def _thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
     made = remade(node, ((key, value) for key, value in node.items() if key not in dropped))
     if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
         names = wrapped_names(node)
@@ -243,48 +199,13 @@ def _thinned(node: dict[Any, Any], dropped: frozenset[Any]) -> dict[Any, Any]:
     return made
 
 
-def _stale(staying: list[_Visit]) -> Iterator[str]:
-    kinds = {visit.part.kind for visit in staying if visit.part is not None and visit.lost}
-    if not kinds.isdisjoint(MODEL_KINDS):
-        for visit in staying:
-            part = visit.part
-            if part is not None and part.kind == "optimizer" and part.node["state"]:
-                yield visit.place
-
-
-def _told(visits: list[_Visit], staying: set[_Visit]) -> Iterator[Change]:
-    """What went: the outermost of what is gone, and the entries of what stays."""
-    above: set[_Visit] = set(visits[:1])
-    above.update(one for visit in staying for one in visit.inside)
-    told: list[tuple[str, int]] = []
-    for visit in visits:
-        if visit in staying:
-            names = [str(key) for key, chosen in visit.chosen.items() if not chosen]
-            if names:
-                text = f"{counted(len(names), 'name')} of {visit.name}: {listed(names)}"
-                told.append((text, len(names)))
-        elif visit in above:
-            told.append((_parts_below(visit), visit.kept + visit.lost))
+def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:
     for text, count in told[:_MOST_TOLD]:
         yield Change("left-out", text, count)
     if len(told) > _MOST_TOLD:
         count = sum(count for _, count in told[_MOST_TOLD:])
         places = counted(len(told) - _MOST_TOLD, "more place")
         yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
-
-
-def _parts_below(visit: _Visit) -> str:
-    inner: list[str] = []
-    todo = list(visit.inside)
-    while todo:
-        one = todo.pop(0)
-        if one.part is not None:
-            inner.append(one.place)
-        else:
-            todo.extend(one.inside)
-    count = counted(visit.kept + visit.lost, "tensor")
-    text = f"{visit.place} ({count}{': ' + listed(inner) if inner else ''})"
-    return f"{text}, as not all of it is chosen" if visit.kept else text
 
 
 _PROGRAMS = ("torchscript", "pt2")
@@ -564,21 +485,17 @@ class _Globs:
 
 def _chosen(checkpoint: Checkpoint, part: Checkpoint, where: Path, globs: _Globs) -> Checkpoint:
     """The part without the tensors that the globs leave out."""
-    rest = pruned(part.root, globs.choose, where=where, file=checkpoint.path)
+    root, changes = _Pruning(part.root, globs.choose, where).result(checkpoint.path or None)
     warnings = list(globs.check(checkpoint.path))
-    if rest.root is None or not any(part.with_root(rest.root).tensors()):
+    if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
             "no tensor would be left",
             file=checkpoint.path or None,
-            hint=_nothing_left(rest.left_out),
+            hint=_nothing_left(changes),
         )
-    warnings.extend(
-        Change("warning", f"{optimizer} still has the state of parameters that are left out")
-        for optimizer in rest.stale
-    )
-    if rest.root is part.root and not warnings:
+    if root is part.root and not warnings:
         return part
-    return part.with_root(rest.root, *rest.left_out, *warnings)
+    return part.with_root(root, *changes, *warnings)
 
 
 def _nothing_left(left_out: Iterable[Change]) -> str:
