@@ -20,7 +20,7 @@ from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Probe
 from ckptool.formats.opening import open_checkpoint
 from ckptool.formats.placements import parts_of
-from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, listed, printable
 
@@ -203,10 +203,7 @@ def _whole(
 
 def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
     def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
-        new = type(node)((key, whole.get(id(value), value)) for key, value in node.items())
-        if isinstance(new, OrderedMap) and isinstance(node, OrderedMap):
-            new.attributes = node.attributes
-        return new
+        return remade(node, ((key, whole.get(id(value), value)) for key, value in node.items()))
 
     made = rebuild(root, mapping=mapping)
     for path, leaf in walk(made):
