@@ -313,26 +313,20 @@ def module_rest(module: Opaque) -> ModuleRest:
     so is nothing of what is empty. Numbers, text, types and functions of torch, and lists of such,
     are how a class was set up; so is what a class of torch keeps under names with an underscore.
     """
-    state = set(map(_bytes_of, find_tensors(dict(module_state(module) or {}))))
+    tensors_of_state = find_tensors(dict(module_state(module) or {}))
+    state = {tensor.place or id(tensor) for tensor in tensors_of_state}
     lost, settings = [], dict[str, None]()
     for path, one in held_apart(module).items():
         lost.append(only_its_class(path, one))
     for prefix, part in modules_below(module, DEFAULT_LIMITS):
         for name, value in _beside(part):
             tensors = list(find_tensors(value))
-            is_in_state = state.issuperset(map(_bytes_of, tensors))
+            is_in_state = state.issuperset(one.place or id(one) for one in tensors)
             if is_in_state and _is_setting(part, name, value):
                 settings.update({} if tensors else {printable(str(name)): None})
             else:
                 lost.append(f"{printable(f'{prefix}{name}')} ({_described_value(value)})")
     return ModuleRest(tuple(lost), tuple(settings))
-
-
-def _bytes_of(tensor: TensorRef) -> Any:
-    """What two names of the same elements have in common."""
-    if tensor.storage is None:
-        return tensor
-    return tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.stride
 
 
 def _beside(module: Opaque) -> Iterator[tuple[Any, Any]]:
