@@ -194,6 +194,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False
     if path and isinstance(path[-1], TensorRef):
         return False  # what a pickled optimizer keeps of a parameter
+    if any(name.startswith("param_groups.") for name in mapping):
+        return False  # an optimizer's state, flattened: get_optimizer_state_dict of torch 2.5
     entries = list(mapping.values())
     if any(name.endswith(_EXTRA_STATE) for name in mapping):
         entries = [value for name, value in mapping.items() if not is_extra_state(name)]

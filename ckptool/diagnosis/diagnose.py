@@ -111,7 +111,7 @@ def doctor(
             reference = stack.enter_context(open_checkpoint(like, limits=limits))
             reference_model(reference)
         try:
-            checkpoint = stack.enter_context(open_checkpoint(file, limits=limits))
+            checkpoint = stack.enter_context(open_checkpoint(file, limits=limits)).settled()
         except CheckpointError as error:
             if not is_finding(error, file):
                 raise

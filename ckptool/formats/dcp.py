@@ -85,6 +85,15 @@ class Index(NamedTuple):
             yield from ((name, chunk.item) for chunk in tensor.chunks)
         yield from self.values.items()
 
+    def check(self, limits: Limits) -> Iterator[tuple[str, Item, CheckpointError]]:
+        """Yield each chunk that is not there as the index says, with the error."""
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                try:
+                    _elements(name, tensor.dtype, chunk, limits)
+                except CheckpointError as error:
+                    yield name, chunk.item, error
+
 
 class Dcp:
     """The format `dcp`."""
@@ -228,13 +237,12 @@ def _read(source: FileSource, limits: Limits) -> Index:
                 raise CorruptFile(f"{printable(name)!r} is in no file")
         planned = found.get("planner_data")
         paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(
-            f"the index breaks a rule of DCP ({error!r})", file=source.path
-        ) from error
     except CheckpointError as error:
         error.file = error.file or source.path
         raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        text = f"the index breaks a rule of DCP: {type(error).__name__}, {error}"
+        raise CorruptFile(text, file=source.path) from error
     return Index(tensors, values, tuple(described), paths, (source,))
 
 
@@ -343,17 +351,18 @@ def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> tuple[Byt
 
 
 def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
-    """Return the elements of a tensor in row-major order, as they are stored.
+    """Return the elements of a tensor in row-major order.
 
     Raises:
-        UnsupportedFormat: they are stored in another form; `place` of `file` is named.
+        UnsupportedFormat: it has no plain elements; `place` of `file` is named.
     """
     if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
         raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
     if tensor.is_verbatim:
         return tensor.data
     if tensor.flags or tensor.storage.byteorder == "big":
-        raise UnsupportedFormat(f"{place} is stored in another form", file=file)
+        raw = tensor.read()  # lazily conjugated, say: all of it is held in memory
+        return ByteRange(MemorySource(raw, file), 0, len(raw))
     return gathered(
         tensor.storage.data,
         itemsize=tensor.itemsize,
@@ -438,6 +447,8 @@ def _place(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, most: int) ->
         else:
             known = node.get(key)
         if following is None:
+            if known is not None:
+                raise CorruptFile(f"the index has two things at {printable(repr(path))}")
             node[key] = leaf
         elif known is None:
             node[key] = [] if type(following) is int else {}

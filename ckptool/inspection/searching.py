@@ -99,7 +99,7 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
     """Return what tells the files of a folder that is one checkpoint; None of any other folder."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognise(probe):
-            return re.compile(r".+\.distcp").fullmatch
+            return re.compile(r".+\.(distcp|metadata)").fullmatch
         if FSDP_RANKS.recognise(probe):
             return set_of
     return None

@@ -185,6 +185,7 @@ def load_into(
                     wanted=target.slots,
                     map_location=map_location if on_meta or assign else "cpu",
                     mmap=on_meta or not by_name,
+                    with_values=optimizer is not None,
                 )
             )
             plan = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))

@@ -188,12 +188,13 @@ def stated(
     wanted: Slots | None = None,
     map_location: MapLocation = "cpu",
     mmap: bool = False,
+    with_values: bool = False,
 ) -> Iterator[State]:
     """Open the one state dict in `source`, or the one under `key`.
 
     Where there are several and no key, the error proposes first the one that fits `wanted` best.
     `map_location` and `mmap` concern files; tensors in memory stay where they are. A file needs no
-    torch until its elements are made.
+    torch until its elements are made. `with_values` reads values that lie in files of their own.
 
     Raises:
         TorchMissing: it is no file, and torch is not installed.
@@ -203,6 +204,8 @@ def stated(
     """
     if isinstance(source, (str, os.PathLike, Checkpoint)):
         with opened(source) as checkpoint:
+            if with_values:
+                checkpoint = checkpoint.settled()
             section = _chosen(checkpoint, key, wanted)
             if section.unread:
                 warn(f"{checkpoint.path}: the state dict is read without {listed(section.unread)}")

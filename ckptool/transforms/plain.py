@@ -401,6 +401,7 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
             Or tensors have no values (`hollow`).
     """
+    checkpoint = checkpoint.settled()
     refuse_hollow(checkpoint)
     plainer = _Plainer(checkpoint, _plain_forms(checkpoint, partly=drop))
     result = plainer.applied()

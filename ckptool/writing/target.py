@@ -186,6 +186,11 @@ def check_target(
             file=path,
             hint="choose another name; verbs that take --in-place change the file itself",
         )
+    folder = os.path.realpath(checkpoint.path)
+    if os.path.isdir(folder) and os.path.realpath(path).startswith(folder + os.sep):
+        raise TargetExists(
+            "lies in the folder that is the source", file=path, hint="choose another folder"
+        )
 
 
 def check_still_there(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> None:

@@ -44,7 +44,7 @@ FIXTURES = ROOT / "fixtures"
 EDITED = "edited in place"
 FORMATS = ("torch-zip", "torch-legacy", EDITED)
 SAVED = "ckptool.save"
-PYTHONS = {"1.6.0": "3.8", "1.13.1": "3.9"}
+PYTHONS = {"1.6.0": "3.8", "1.13.1": "3.9", "2.14.1": "3.11"}
 FIRST = {
     "lazy conjugation": (2, 0),
     "bytes in the other order": (2, 1),

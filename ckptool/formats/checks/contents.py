@@ -299,16 +299,23 @@ def dcp_findings(probe: Probe) -> Findings:
     What the index gets wrong is told by opening the folder.
     """
     try:
-        items = list(probe.ask(index_of).items())
+        index = probe.ask(index_of)
     except CheckpointError:
         return Findings()
-    problems, checksums, count = [], [], 0
+    items, checksums, count = list(index.items()), list[Checksum](), 0
+    wrong = index.check(probe.limits)
+    problems = [
+        Problem("corrupt", f"{os.path.basename(item.path)}: {name}", error.message, error.hint)
+        for name, item, error in wrong
+    ]
+    told = {problem.place for problem in problems}
     for name, item in items:
         place = f"{os.path.basename(item.path)}: {name}"
         try:
             records = archive_of(item, probe.limits).records
         except CheckpointError as error:
-            problems.append(Problem("corrupt", place, error.message, error.hint))
+            if place not in told:
+                problems.append(Problem("corrupt", place, error.message, error.hint))
             continue
         count += len(records)
         checksums += [
