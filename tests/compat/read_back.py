@@ -31,7 +31,7 @@ def row(tensor, path):
     plain = tensor.layout == torch.strided and not tensor.is_quantized
     plain = plain and tensor.device.type != "meta"
     dtype = str(tensor.dtype).replace("torch.", "")
-    shape, device = list(tensor.shape), str(tensor.device)
+    shape, device = [size if type(size) is int else None for size in tensor.shape], str(tensor.device)
     return [path, dtype, shape, device, sha256(tensor) if plain else None]
 
 
