@@ -350,9 +350,6 @@ def _home(code: Any) -> str | None:
 def on_meta(make: Callable[[], Any]) -> Any:
     """Return what `make` builds on the meta device; None where that fails, for any reason.
 
-    None, too, for a model whose tensors share memory in part: whether what they are given agrees
-    shows only where they have elements.
-
     Raises:
         TorchMissing: torch is not installed.
     """
@@ -367,8 +364,4 @@ def on_meta(make: Callable[[], Any]) -> Any:
         raise
     except BaseException:  # whatever the caller's code raises, it is its own
         return None
-    if isinstance(made, torch.nn.Module):
-        places = {*map(memory_of, chain(made.parameters(), made.buffers()))} - {None}
-        if len({place.storage for place in places if place is not None}) < len(places):
-            return None
     return made

@@ -15,6 +15,9 @@ import warnings
 import numpy
 import torch
 
+WHOLE = {"weights_only": False} if hasattr(torch.serialization, "add_safe_globals") else {}
+"""What has a torch that is careful by default read objects too: these files are our own."""
+
 
 def sha256(tensor):
     """Hash of the elements in row-major order, as they lie on this machine."""
@@ -31,7 +34,10 @@ def row(tensor, path):
     plain = tensor.layout == torch.strided and not tensor.is_quantized
     plain = plain and tensor.device.type != "meta"
     dtype = str(tensor.dtype).replace("torch.", "")
-    shape, device = [size if type(size) is int else None for size in tensor.shape], str(tensor.device)
+    shape, device = (
+        [size if type(size) is int else None for size in tensor.shape],
+        str(tensor.device),
+    )
     return [path, dtype, shape, device, sha256(tensor) if plain else None]
 
 
@@ -74,7 +80,7 @@ def read(path, names):
     # Where a load fails, torch keeps the sparse tensors that it meant to check for the next one.
     getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
     try:
-        return {"tensors": list(rows(torch.load(path), [], frozenset()))}
+        return {"tensors": list(rows(torch.load(path, **WHOLE), [], frozenset()))}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

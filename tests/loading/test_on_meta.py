@@ -6,13 +6,6 @@ from torch import nn
 from ckptool.loading.target import on_meta
 
 
-class Overlapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("whole", torch.arange(6.0))
-        self.register_buffer("part", self.whole[:2])
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -26,11 +19,6 @@ def test_nothing_is_allocated():
 
 def test_what_wants_numbers_is_not_built():
     assert on_meta(lambda: nn.Linear(torch.ones(1).int().item(), 1)) is None
-
-
-def test_tensors_that_see_each_others_memory_are_looked_at_where_they_lie():
-    assert on_meta(Overlapping) is None
-    assert on_meta(lambda: nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(3))) is not None
 
 
 def test_a_state_dict_is_as_it_is_made():
