@@ -29,6 +29,7 @@ from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import FolderFile, zip_archive
 from ckptool.formats.base import Archive, Probe
+from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
@@ -401,7 +402,15 @@ def archive_of(item: Item, limits: Limits) -> Archive:
             hint=_HINT,
         )
     data = ByteRange(FolderFile(item.path, size), item.offset, item.length)
-    return zip_archive(_unpacked(data, item.packed, limits) if item.packed else data, limits)
+    if item.packed:
+        data = _unpacked(data, item.packed, limits)
+    if data.read(0, min(data.length, 4)) != ZIP_MAGIC:
+        raise UnsupportedFormat(
+            "holds an item that torch.save did not write",
+            file=item.path,
+            hint="load it with torch.distributed.checkpoint, or take another copy of it",
+        )
+    return zip_archive(data, limits)
 
 
 def _unpacked(data: ByteRange, packed: tuple[str, ...], limits: Limits) -> ByteRange:

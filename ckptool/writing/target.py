@@ -46,6 +46,8 @@ def default_target(
             hint="-o model.safetensors writes one file, "
             "-o FOLDER/model.safetensors.index.json shards",
         )
+    if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
+        source = os.path.abspath(source)  # the name of the folder that we are in
     stem, suffix = _split(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
         stem, suffix = stem + suffix, ".pth"

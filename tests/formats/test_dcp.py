@@ -28,6 +28,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import open_checkpoint
+from ckptool.writing.target import default_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -284,6 +285,12 @@ def test_a_flattened_optimizer_is_no_model(tmp_path):
     dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
     with pytest.raises(NotFound, match="no state dict of a model"):
         ckptool.load_state_dict(tmp_path / "run")
+
+
+def test_a_folder_that_we_are_in_has_its_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with ckptool.open(".") as checkpoint:
+        assert default_target(checkpoint.path, "cpu") == f"{folder}.cpu.pth"
 
 
 def test_a_part_of_the_source_is_no_target(folder):
