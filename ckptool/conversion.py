@@ -11,7 +11,7 @@ from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, opened
-from ckptool.hollow import hollow, refuse_hollow
+from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.writing import FLAT, Receipt, in_folder, save, target_format
 
@@ -130,9 +130,9 @@ class Conversion:
         other formats all there is, with the names that it has.
         """
         selected = self._selected(checkpoint, target)
-        found = hollow(selected) if self.model_only or self.like is not None else None
-        if found is not None and (self.like is None or found.kind != "lazy"):  # which is missing
-            refuse_hollow(selected)
+        if self.model_only or self.like is not None:
+            # A lazy parameter is missing in the model of `like`, which may be allowed.
+            refuse_hollow(selected, but="" if self.like is None else "lazy")
         return self._placed(self._retyped(self._renamed(selected, target)))
 
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:

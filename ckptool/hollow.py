@@ -66,14 +66,14 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     return None
 
 
-def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None) -> None:
-    """Refuse to make weights of tensors without values.
+def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None, *, but: str = "") -> None:
+    """Refuse to make weights of tensors without values, unless they are of the kind `but`.
 
     Raises:
         NotRepresentable: saying which.
     """
     found = hollow(checkpoint, section)
-    if found is not None:
+    if found is not None and found.kind != but:
         raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
 
 

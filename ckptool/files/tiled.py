@@ -46,10 +46,14 @@ class _Late:
             text = f"has {data.length:,} bytes where {self._size:,} belong"
             raise CorruptFile(text, file=self._name)
         data.read_into(buffer, offset)
-        if stated is None or offset not in (0, self._read):
+        if offset not in (0, self._read):
+            return
+        self._read = offset + len(buffer)
+        if self._read == self._size:
+            self._found = None  # it may hold all of the bytes, inflated
+        if stated is None:
             return
         self._crc = crc32(buffer, self._crc if offset else 0)
-        self._read = offset + len(buffer)
         if self._read == self._size and self._crc != stated:
             raise CorruptFile(
                 f"a chunk is damaged: its bytes have CRC-32 {self._crc:08x}, and the file says "

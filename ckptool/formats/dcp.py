@@ -86,14 +86,21 @@ class Index(NamedTuple):
             yield from ((name, chunk.item) for chunk in tensor.chunks)
         yield from self.values.items()
 
-    def check(self, limits: Limits) -> Iterator[tuple[str, Item, CheckpointError]]:
-        """Yield each chunk that is not there as the index says, with the error."""
+    def opened(self, limits: Limits) -> Iterator[tuple[str, Item, Archive | CheckpointError]]:
+        """Yield the records of every item; the error, if it is not there as the index says."""
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 try:
-                    _elements(name, tensor.dtype, chunk, limits)
+                    archive = archive_of(chunk.item, limits)
+                    _elements(name, tensor.dtype, chunk, limits, archive)
+                    yield name, chunk.item, archive
                 except CheckpointError as error:
                     yield name, chunk.item, error
+        for name, item in self.values.items():
+            try:
+                yield name, item, archive_of(item, limits)
+            except CheckpointError as error:
+                yield name, item, error
 
 
 class Dcp:
@@ -333,9 +340,11 @@ def _value(name: str, item: Item, limits: Limits) -> Opaque:
     return Opaque(_BYTES, plain=place, find=cache(partial(_content, name, item, limits)))
 
 
-def _elements(name: str, dtype: str, chunk: _Chunk, limits: Limits) -> tuple[ByteRange, int | None]:
+def _elements(
+    name: str, dtype: str, chunk: _Chunk, limits: Limits, archive: Archive | None = None
+) -> tuple[ByteRange, int | None]:
     """Return the elements of a chunk, in row-major order, and their CRC-32 if it is known."""
-    found = _content(name, chunk.item, limits)
+    found = _content(name, chunk.item, limits, archive)
     place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
     if not isinstance(found, TensorRef):
         raise CorruptFile(f"{place} is no tensor", file=chunk.item.path, hint=_HINT)
@@ -373,10 +382,10 @@ def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
     )
 
 
-def _content(name: str, item: Item, limits: Limits) -> Any:
-    """Return what torch.save wrote into an item."""
+def _content(name: str, item: Item, limits: Limits, archive: Archive | None = None) -> Any:
+    """Return what torch.save wrote into an item, whose records may be known already."""
     try:
-        return read_contents(archive_of(item, limits), limits).unpickled.root
+        return read_contents(archive or archive_of(item, limits), limits).unpickled.root
     except CheckpointError as error:
         error.message = f"{printable(name)!r}: {error.message}"
         error.file = error.file or item.path

@@ -80,7 +80,7 @@ def test_a_number_and_no_elements():
     assert tiled("e", (0, 3), 2, []).read() == b""
 
 
-def test_a_late_range_is_found_once_when_it_is_read():
+def test_a_late_range_is_found_when_it_is_read_and_held_until_its_end():
     calls = []
 
     def find():
@@ -89,8 +89,11 @@ def test_a_late_range_is_found_once_when_it_is_read():
 
     data = late("f", 4, find)
     assert calls == []
-    assert (data.read(1, 2), data.read()) == (b"bc", b"abcd")
+    assert (data.read(1, 2), data.read(0, 3)) == (b"bc", b"abc")
     assert calls == [1]
+    assert data.read(3, 1) == b"d"  # all has been read: what was found is not held any longer
+    assert data.read(0, 1) == b"a"
+    assert calls == [1, 1]
 
 
 def test_a_late_range_of_another_length_is_damaged():

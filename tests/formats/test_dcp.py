@@ -216,6 +216,18 @@ def test_an_interrupted_save_is_called_so(folder):
         ckptool.open(folder)
 
 
+def test_compressed_items_are_held_against_their_checksums(fixtures, tmp_path):
+    folder = Path(shutil.copytree(fixtures / "dcp" / "zstd-2.13.0", tmp_path / "zstd"))
+    verdict = ckptool.verify(folder)
+    assert verdict.ok
+    assert verdict.summed == verdict.records > 100
+    shard = folder / "__0_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[40] ^= 1
+    shard.write_bytes(raw)
+    assert not ckptool.verify(folder).ok
+
+
 def test_without_zstandard_the_extra_is_named(fixtures, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UnsupportedFormat, match="zstandard is not installed") as caught:

@@ -10,10 +10,11 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
+from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
 from ckptool.formats.checks.zip_headers import header_problems
-from ckptool.formats.dcp import archive_of, index_of
+from ckptool.formats.dcp import Item, archive_of, index_of
 from ckptool.formats.legacy_stream import (
     MAGIC,
     MAGIC_BYTES,
@@ -302,28 +303,28 @@ def dcp_findings(probe: Probe) -> Findings:
         index = probe.ask(index_of)
     except CheckpointError:
         return Findings()
-    items, checksums, count = list(index.items()), list[Checksum](), 0
-    wrong = index.check(probe.limits)
-    problems = [
-        Problem("corrupt", f"{os.path.basename(item.path)}: {name}", error.message, error.hint)
-        for name, item, error in wrong
-    ]
-    told = {problem.place for problem in problems}
-    for name, item in items:
+    problems, checksums, count = [], list[Checksum](), 0
+    for name, item, found in index.opened(probe.limits):
         place = f"{os.path.basename(item.path)}: {name}"
-        try:
-            records = archive_of(item, probe.limits).records
-        except CheckpointError as error:
-            if place not in told:
-                problems.append(Problem("corrupt", place, error.message, error.hint))
+        if isinstance(found, CheckpointError):
+            problems.append(Problem("corrupt", place, found.message, found.hint))
             continue
-        count += len(records)
-        checksums += [
-            Checksum(f"{place}: {one.name}", one.data, one.crc32)
-            for one in records.values()
-            if one.crc32 is not None
-        ]
+        count += len(found.records)
+        for one in found.records.values():
+            if one.crc32 is not None:
+                data = _inflated_again(item, one, probe.limits) if item.packed else one.data
+                checksums.append(Checksum(f"{place}: {one.name}", data, one.crc32))
     return Findings(tuple(problems), (), tuple(checksums), count)
+
+
+def _inflated_again(item: Item, record: Record, limits: Limits) -> ByteRange:
+    """Return a record of a compressed item, which is inflated when it is read, and not kept."""
+
+    def find() -> tuple[ByteRange, int | None]:
+        return archive_of(item, limits).records[name].data, None
+
+    name = record.name
+    return late(item.path, record.data.length, find)
 
 
 def _checksum(archive: Archive, record: Record) -> Checksum:
