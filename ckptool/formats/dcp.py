@@ -44,6 +44,8 @@ _RANKS = re.compile(r"__(\d+)\.metadata")
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
 _LIGHTNING = "meta.pt"
 _ZSTD = "stream.zstd/1"
+_AROUND = 64 << 10
+"""Bytes that torch.save writes around the elements of one tensor, at most."""
 _HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
 
 
@@ -55,6 +57,8 @@ class Item(NamedTuple):
     length: int
     packed: tuple[str, ...] = ()
     """How it was compressed: `stream.zstd/1`."""
+    elements: int = 0
+    """Bytes of the elements in it, by the index: zeros are packed into next to nothing."""
 
 
 class _Chunk(NamedTuple):
@@ -301,7 +305,15 @@ def _described(
         raise CorruptFile(f"{printable(name)!r} has a size or place that is no number")
     if any(len(one) != len(shape) for one in sizes_of):
         raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
-    return _Tensor(dtype.name, shape, tuple(chunks))
+    itemsize = BY_NAME[dtype.name].itemsize
+    return _Tensor(
+        dtype.name,
+        shape,
+        tuple(
+            one._replace(item=one.item._replace(elements=prod(one.sizes) * itemsize))
+            for one in chunks
+        ),
+    )
 
 
 def _size(files: set[str]) -> int:
@@ -412,7 +424,7 @@ def archive_of(item: Item, limits: Limits) -> Archive:
         )
     data = ByteRange(FolderFile(item.path, size), item.offset, item.length)
     if item.packed:
-        data = _unpacked(data, item.packed, limits)
+        data = _unpacked(data, item, limits)
     if data.read(0, min(data.length, 4)) != ZIP_MAGIC:
         raise UnsupportedFormat(
             "holds an item that torch.save did not write",
@@ -422,12 +434,12 @@ def archive_of(item: Item, limits: Limits) -> Archive:
     return zip_archive(data, limits)
 
 
-def _unpacked(data: ByteRange, packed: tuple[str, ...], limits: Limits) -> ByteRange:
+def _unpacked(data: ByteRange, item: Item, limits: Limits) -> ByteRange:
     """Return what a compressed item inflates to, in memory."""
     file = data.source.name
-    if packed != (_ZSTD,):
+    if item.packed != (_ZSTD,):
         raise UnsupportedFormat(
-            f"is compressed ({listed(packed)}), which is not read here",
+            f"is compressed ({listed(item.packed)}), which is not read here",
             file=file,
             hint="load it with torch.distributed.checkpoint and save it without an extension",
         )
@@ -439,7 +451,8 @@ def _unpacked(data: ByteRange, packed: tuple[str, ...], limits: Limits) -> ByteR
             file=file,
             hint="pip install 'ckptool[zstd]'",
         ) from error
-    most = data.length * limits.max_inflation
+    stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
+    most = max(data.length * limits.max_inflation, stated)
     try:
         with zstandard.ZstdDecompressor().stream_reader(data.read()) as stream:
             raw = stream.read(most + 1)

@@ -22,6 +22,7 @@ import ckptool
 from ckptool.errors import (
     CorruptFile,
     FileMissing,
+    LimitExceeded,
     NotFound,
     TargetExists,
     UnreadableFile,
@@ -226,6 +227,20 @@ def test_compressed_items_are_held_against_their_checksums(fixtures, tmp_path):
     raw[40] ^= 1
     shard.write_bytes(raw)
     assert not ckptool.verify(folder).ok
+
+
+def test_zeros_that_are_packed_into_nothing_are_read_and_a_bomb_is_not(tmp_path):
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    def saved(name, **state):
+        writer = dcp.FileSystemWriter(tmp_path / name, _extensions=[ZStandard()])
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        return tmp_path / name
+
+    zeros = torch.zeros(2048, 2048)
+    assert torch.equal(ckptool.load(saved("zeros", w=zeros))["w"], zeros)
+    with pytest.raises(LimitExceeded, match="times as many"):
+        ckptool.load(saved("value", text="a" * (16 << 20)))
 
 
 def test_without_zstandard_the_extra_is_named(fixtures, monkeypatch):
