@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import MatchError, NameCollision, NotRepresentable
-from ckptool.loading.plan import Plan, planned, target_like
+from ckptool.loading.plan import Plan, planned
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
@@ -63,10 +63,10 @@ def fitted(
     return plan.applied(checkpoint)
 
 
-def compared(checkpoint: Checkpoint, part: Section, reference: Checkpoint) -> MatchReport:
-    """Match one state dict with that of a reference file, by names, shapes and types alone."""
+def compared(checkpoint: Checkpoint, part: Section, like: Target) -> MatchReport:
+    """Match one state dict with a model, by names, shapes and types alone."""
     with closing(State(checkpoint, part)) as state:
-        return planned(state, target_like(reference), by_type=True).report
+        return planned(state, like, by_type=True).report
 
 
 @dataclass(frozen=True, eq=False)

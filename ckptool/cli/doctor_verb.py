@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import Progress, print_document, print_lines, settle, stdout_look
+from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
 from ckptool.diagnosis import doctor
 
@@ -15,6 +16,7 @@ __all__ = ["command"]
     "doctor",
     "ckptool doctor model.pth",
     "ckptool doctor model.pth --like reference.pth",
+    "ckptool doctor model.pth --like mypackage.models:build",
     "ckptool doctor model.pth --quick --devices cpu,cuda:0",
     finding="something fails or misleads",
 )
@@ -23,7 +25,7 @@ __all__ = ["command"]
     "--like",
     metavar="REFERENCE",
     type=PATH,
-    help="A checkpoint of the architecture that it is to load into.",
+    help="A checkpoint of the model that it is to load into, or MODULE:FACTORY (ckptool match).",
 )
 @click.option(
     "--key", metavar="NAME", help="The state dict that is meant, where there are several."
@@ -52,10 +54,19 @@ def command(
     Every reason why torch.load(FILE) and load_state_dict fail or mislead, and the command that
     mends it. The command makes a new file; FILE itself is never changed. Notes (what works, and is
     worth knowing) do not count for the exit code. The system says which GPUs there are: torch is
-    not imported.
+    not imported, except for MODULE:FACTORY.
     """
+    reference = None if like is None else referred(like)
     with Progress(quiet=quiet) as progress:
-        found = doctor(file, like=like, key=key, quick=quick, devices=devices, progress=progress)
+        found = doctor(
+            file,
+            like=reference,
+            named=like or "",
+            key=key,
+            quick=quick,
+            devices=devices,
+            progress=progress,
+        )
     settle(0 if found.ok else 1)
     if as_json:
         print_document(found.to_dict())

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.conversion import Like
 from ckptool.errors import NameCollision
+from ckptool.loading.target import Target
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.names import families, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
@@ -21,6 +23,7 @@ __all__ = [
     "Found",
     "Options",
     "Patient",
+    "Reference",
     "Severity",
     "below",
     "metadata_of",
@@ -99,6 +102,18 @@ class Found:
     choices: tuple[Choice, ...] = field(default=())
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Reference:
+    """The model that a file is to load into."""
+
+    like: Like
+    """An open checkpoint, a model or a state dict."""
+    word: str
+    """Its name in a command."""
+    target: Target
+    """What it wants."""
+
+
 @dataclass(frozen=True, eq=False)
 class Patient:
     """A checkpoint, with what the user said of it."""
@@ -108,8 +123,8 @@ class Patient:
     """The state dict that is meant, where there are several."""
     devices: tuple[str, ...] = ("cpu",)
     """Device tags for which this machine has a device."""
-    reference: Checkpoint | None = None
-    """A checkpoint of the architecture that it is to load into."""
+    reference: Reference | None = None
+    """The model that it is to load into."""
 
     @cached_property
     def blocked(self) -> tuple[str, ...]:

@@ -8,16 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.diagnosis.complaint import Complaint, Found, Patient
+from ckptool.checkpoint import Checkpoint
+from ckptool.conversion import Like
+from ckptool.diagnosis.complaint import Complaint, Found, Patient, Reference
 from ckptool.diagnosis.contents import damage, memory, placement
 from ckptool.diagnosis.files import is_finding, layout, unopened
 from ckptool.diagnosis.machine import devices_here, parsed_devices
 from ckptool.diagnosis.models import level, naming, objects, versions
 from ckptool.diagnosis.plan import Plan, Planner
-from ckptool.diagnosis.training import fit, reference_model, training
-from ckptool.errors import CheckpointError
+from ckptool.diagnosis.training import fit, training
+from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError
 from ckptool.formats import open_checkpoint
+from ckptool.formats.identify import as_argument
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.loading.plan import target_like
+from ckptool.loading.target import Target
 
 __all__ = ["Diagnosis", "doctor"]
 
@@ -75,7 +80,8 @@ class Diagnosis:
 def doctor(
     path: str | os.PathLike[str],
     *,
-    like: str | os.PathLike[str] | None = None,
+    like: Like | None = None,
+    named: str = "MODULE:FACTORY",
     key: str | None = None,
     quick: bool = False,
     devices: str | Iterable[object] | None = None,
@@ -84,11 +90,13 @@ def doctor(
 ) -> Diagnosis:
     """Find every reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    The diagnosis has the commands that help. Torch is not imported, and no code of the file runs.
+    The diagnosis has the commands that help. Torch is not imported (except for a `like` that is no
+    file), and no code of the file runs.
 
     Args:
         path: The file or folder. A file that does not open as a checkpoint has a diagnosis too.
-        like: A checkpoint of the architecture that the file is to load into.
+        like: The model that the file is to load into, or a checkpoint of its architecture.
+        named: How a command names a `like` that is no file: `net:Net`, code that builds it.
         key: The address of the state dict, if the file has several.
         quick: Read the header only: check neither checksums nor NaN.
         devices: The devices of the machine (`"cuda:0,cuda:1"`, or a list of words or of
@@ -108,8 +116,10 @@ def doctor(
     with ExitStack() as stack:
         reference = None
         if like is not None:
-            reference = stack.enter_context(open_checkpoint(like, limits=limits))
-            reference_model(reference)
+            if isinstance(like, (str, os.PathLike)):
+                named = as_argument(os.fsdecode(like))
+                like = stack.enter_context(open_checkpoint(like, limits=limits))
+            reference = Reference(like, named, _wanted(like))
         try:
             checkpoint = stack.enter_context(open_checkpoint(file, limits=limits)).settled()
         except CheckpointError as error:
@@ -121,6 +131,23 @@ def doctor(
         found = list(_checked(patient))  # before all of it is read: the key may name nothing
         harm = [] if quick else list(damage(patient, limits, progress))
         return _assembled(patient, [*harm, *found])
+
+
+def _wanted(like: Like) -> Target:
+    """Return what the reference wants, which must have one state dict alone.
+
+    Raises:
+        UsageError: it has none, or several.
+    """
+    try:
+        return target_like(like)
+    except (NotFound, AmbiguousName) as error:
+        path = like.path if isinstance(like, Checkpoint) else ""
+        raise UsageError(
+            f"the reference is to hold one state dict: {error.message}",
+            file=path or None,
+            hint=f"ckptool extract {path} --key NAME -o reference.pth",
+        ) from error
 
 
 def _checked(patient: Patient) -> Iterator[Found]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion
-from ckptool.diagnosis.complaint import Choice, Found, Options, Patient
+from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Reference
 from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import writer
 from ckptool.formats.identify import as_argument, unused
@@ -120,7 +120,11 @@ class Planner:
             CheckpointError: it cannot be done, or written, or would lose weights with objects.
         """
         source, format = self._patient.checkpoint, self._format(options)
-        arguments = {name: value for name, value in options.items() if name != "format"}
+        arguments: dict[str, Any] = {
+            name: value.like if isinstance(value, Reference) else value
+            for name, value in options.items()
+            if name != "format"
+        }
         state = Conversion(**arguments).applied(source, format)
         refuse_hollow(state)
         refuse_empty(state, writer(format).plan(state))
@@ -164,8 +168,8 @@ def _words(options: Options) -> Iterator[str]:
             yield option
             if name.startswith(("allow_missing", "allow_unexpected")):
                 continue
-        elif isinstance(value, Checkpoint):
-            yield from (option, as_argument(value.path))
+        elif isinstance(value, Reference):
+            yield from (option, value.word)
         else:
             for one in value if isinstance(value, tuple) else (value,):
                 yield from (option, str(one))

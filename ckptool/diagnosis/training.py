@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.conversion_like import compared
 from ckptool.diagnosis.complaint import (
     Choice,
@@ -25,16 +24,16 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.diagnosis.models import INTEGERS, is_adapter, is_floating
-from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.inspection.usage import distinct
+from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
 from ckptool.model import Shape
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
-from ckptool.statedict import Section, model_state_dict
+from ckptool.statedict import Section
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["fit", "reference_model", "training"]
+__all__ = ["fit", "training"]
 
 _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
@@ -56,22 +55,6 @@ _OTHER_SIZE = (
 )
 
 
-def reference_model(reference: Checkpoint) -> Section:
-    """Return the state dict of the reference, which must have one alone.
-
-    Raises:
-        UsageError: it has none, or several.
-    """
-    try:
-        return model_state_dict(reference)
-    except (NotFound, AmbiguousName) as error:
-        raise UsageError(
-            f"the reference is to hold one state dict: {error.message}",
-            file=reference.path or None,
-            hint=f"ckptool extract {reference.path} --key NAME -o reference.pth",
-        ) from error
-
-
 def fit(patient: Patient) -> Iterator[Found]:
     """Yield what the reference's architecture does not take of the state dict, or lacks.
 
@@ -79,7 +62,8 @@ def fit(patient: Patient) -> Iterator[Found]:
     """
     if patient.reference is None or patient.model is None:
         return
-    report = compared(patient.checkpoint, patient.model, patient.reference)
+    target = patient.reference.target
+    report = compared(patient.checkpoint, patient.model, target)
     like: dict[str, Any] = {"like": patient.reference}
     missing, unexpected = report.missing_keys, report.unexpected_keys
     alone = not (missing or report.mismatched or any(map(is_adapter, unexpected)))
@@ -87,7 +71,7 @@ def fit(patient: Patient) -> Iterator[Found]:
         like["allow_unexpected"] = True
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
-    remedy = _difference(patient.model, patient.reference, report)
+    remedy = _difference(patient.model, target, report)
     yield from _renamed(report, like)
     if missing:
         total = report.names
@@ -122,7 +106,7 @@ def fit(patient: Patient) -> Iterator[Found]:
     yield from _types(report.cast)
 
 
-def _difference(model: Section, reference: Checkpoint, report: MatchReport) -> str:
+def _difference(model: Section, target: Target, report: MatchReport) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
     missing, unexpected = report.missing_keys, report.unexpected_keys
     if any(map(is_adapter, unexpected)):
@@ -131,9 +115,9 @@ def _difference(model: Section, reference: Checkpoint, report: MatchReport) -> s
         return f"in the model that saved it, call {form}, and save it again"
     if form := _reparametrised(missing):
         return f"the file has plain weights: in the new model, call {form}, then load"
-    wanted = reference_model(reference)
-    ours = {name: tensors_of(model)[name].shape for name in unexpected if name in tensors_of(model)}
-    theirs = {n: tensors_of(wanted)[n].shape for n in missing if n in tensors_of(wanted)}
+    held = tensors_of(model)
+    ours = {name: held[name].shape for name in unexpected if name in held}
+    theirs = {name: shape for name in missing if (shape := target.slots[name].shape) is not None}
     for whole, parts, text in (
         (
             theirs,
@@ -153,7 +137,7 @@ def _difference(model: Section, reference: Checkpoint, report: MatchReport) -> s
     if not missing:
         return ""
     kept = listed(names_of(missing, most=2))
-    return f"load with strict=False: {kept} of the model {_keep(missing)} the values that it has"
+    return f"load with strict=False: the model keeps its own {kept}"
 
 
 def _reparametrised(names: Collection[str]) -> str:
@@ -222,10 +206,6 @@ def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
     yield Found(complaint, fix)
 
 
-def _keep(names: Collection[str]) -> str:
-    return "keeps" if len(names) == 1 else "keep"
-
-
 def _shapes(report: MatchReport) -> Iterator[Found]:
     wrong = report.mismatched
     if not wrong:
@@ -243,8 +223,8 @@ def _shapes(report: MatchReport) -> Iterator[Found]:
         f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
         f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
         remedy=("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
-        + "delete them from the state dict and load with strict=False: "
-        f"{listed(names_of(names, most=2))} of the model {_keep(names)} the values that it has",
+        + "delete them from the state dict and load with strict=False: the model keeps its own "
+        + listed(names_of(names, most=2)),
     )
     yield Found(complaint)
 

@@ -408,6 +408,21 @@ def test_a_reference_tells_what_does_not_fit(ckptool, tmp_path, monkeypatch):
     assert (found.missing_keys, found.unexpected_keys) == (["head.weight", "head.bias"], [])
 
 
+def test_code_that_builds_the_model_is_a_reference(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(lambda: {"state_dict": wrapped("module")(), "epoch": 3})(tmp_path)
+    word = f"{Net.__module__}:Net"
+    document = examined(ckptool, "model.pth", "--like", word)
+    assert kinds(document)[:2] == ["level", "wrappers"]
+    assert shlex.split(document["all_at_once"])[-2:] == ["--like", word]
+    run(ckptool, document["commands"])
+    Net().load_state_dict(torch.load(document["target"]), strict=True)
+    assert examined(ckptool, document["target"], "--like", word)["ok"]
+    done = ckptool("doctor", "model.pth", "--like", f"{Net.__module__}:healthy_")
+    assert (done.code, done.out) == (2, "")
+    assert "has no attribute 'healthy_'" in done.err
+
+
 def test_devices_of_another_machine_can_be_given(ckptool, tmp_path):
     path = retagged(saved(healthy), "cuda:1")(tmp_path)
     assert kinds(examined(ckptool, path, "--devices", "cuda:0,cuda:1")) == ["one-gpu"]

@@ -143,6 +143,26 @@ def test_types_that_lose_something_mislead_and_others_are_a_note(diagnosed):
     assert net.features[1].num_batches_tracked == 2
 
 
+def test_a_model_in_memory_is_a_reference(tmp_path):
+    torch.save(healthy(), tmp_path / "model.pth")
+    for classes, expected in ((4, []), (7, ["size-mismatch"])):
+        with torch.device("meta"):
+            net = Net(classes)
+        assert fails(doctor(tmp_path / "model.pth", like=net, quick=True)) == expected
+    wrapped = torch.nn.ModuleDict({"net": Net()})
+    (command,) = doctor(tmp_path / "model.pth", like=wrapped, quick=True).commands
+    assert command.endswith("--like MODULE:FACTORY")
+    parts = {
+        "q.weight": torch.ones(4, 4),
+        "k.weight": torch.ones(4, 4),
+        "v.weight": torch.ones(4, 4),
+    }
+    torch.save(parts, tmp_path / "model.pth")
+    whole = torch.nn.ModuleDict({"qkv": torch.nn.Linear(4, 12, bias=False)})
+    found = doctor(tmp_path / "model.pth", like=whole, quick=True)
+    assert "qkv.weight = torch.cat([q.weight, k.weight, v.weight])" in found.complaints[0].remedy
+
+
 @pytest.mark.parametrize("like", [{"a": 1}, {"model": healthy(), "ema": healthy()}])
 def test_a_reference_has_one_state_dict(diagnosed, like):
     with pytest.raises(UsageError, match="the reference is to hold one state dict"):
