@@ -65,7 +65,7 @@ class Streamed:
 
 
 class Output(Protocol):
-    """Where a `WritePlan` writes."""
+    """Where the `write` of a planned file puts its bytes."""
 
     def tell(self) -> int:
         """Bytes written so far."""

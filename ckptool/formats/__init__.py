@@ -1,6 +1,6 @@
 """Formats: which there are, and how a file of one of them is opened."""
 
-from ckptool.formats.base import EditableFormat, EditPlan, Format, Probe, WritableFormat, WritePlan
+from ckptool.formats.base import EditableFormat, Format, NewFile, Plan, Probe, WritableFormat
 from ckptool.formats.opening import Source, open_checkpoint, opened, read_probe
 from ckptool.formats.registry import (
     REGISTRY,
@@ -16,14 +16,14 @@ __all__ = [
     "REGISTRY",
     "SHARD_FORMATS",
     "WRITABLE",
-    "EditPlan",
     "EditableFormat",
     "Entry",
     "Format",
+    "NewFile",
+    "Plan",
     "Probe",
     "Source",
     "WritableFormat",
-    "WritePlan",
     "candidates",
     "editor",
     "open_checkpoint",

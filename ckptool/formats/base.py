@@ -22,15 +22,15 @@ __all__ = [
     "OPAQUE_CONSTANTS",
     "Archive",
     "Checksum",
-    "EditPlan",
     "EditableFormat",
     "Findings",
     "Format",
+    "NewFile",
+    "Plan",
     "Probe",
     "Problem",
     "Record",
     "WritableFormat",
-    "WritePlan",
 ]
 
 _Answer = TypeVar("_Answer")
@@ -161,29 +161,52 @@ class Probe:
         self._closing.close()
 
 
-class WritePlan(NamedTuple):
-    """A file that is not written yet: its exact size, what it leaves out, and how to write it."""
+class NewFile(NamedTuple):
+    """A file that is not written yet."""
 
-    format: str
     size: int
     write: Callable[[Output], None]
+    """Writes exactly `size` bytes."""
+    holds: Checkpoint | None = None
+    """The checkpoint to compare it with when it is read back; None for an index."""
+    path: str = ""
+    """Its place in a set of files; empty for a single file, whose place the user names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A write that has not begun: new files, or a patch of the source file, or nothing to do."""
+
+    format: str
+    files: tuple[NewFile, ...] = ()
+    """In the order in which they are written. The last one names the others: it makes the set."""
+    patch: Patch | None = None
+    kept: int = 0
+    """Bytes of the source, where it is patched or stays as it is."""
+    tensors: int = 0
+    """Names of tensors, tied ones each."""
     left_out: tuple[str, ...] = ()
-    """What the format cannot hold and this file will not have, a sentence each."""
+    """What the source has and the result has not, a phrase each."""
     notes: tuple[str, ...] = ()
-    tensors: int = 0
+    """Other sentences that the user should read."""
     blockers: tuple[str, ...] = ()
-    """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
+    """Classes that keep `torch.load(weights_only=True)` from taking it."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of the result, of all files together."""
+        end = self.patch.offset + len(self.patch.data) if self.patch else 0
+        return max(self.kept, end) + sum(file.size for file in self.files)
 
-class EditPlan(NamedTuple):
-    """A change of the source file itself, in which the tensors stay where they are."""
+    @property
+    def written(self) -> int:
+        """Bytes that will go to the disk."""
+        return len(self.patch.data) if self.patch else sum(file.size for file in self.files)
 
-    patch: Patch
-    size: int
-    """Bytes of the file afterwards."""
-    notes: tuple[str, ...] = ()
-    tensors: int = 0
-    blockers: tuple[str, ...] = ()
+    @property
+    def index(self) -> str:
+        """The path of the file that names the others; empty where one file is all."""
+        return self.files[-1].path if self.files else ""
 
 
 class Format(Protocol):
@@ -209,7 +232,7 @@ class Format(Protocol):
 class WritableFormat(Format, Protocol):
     """A format that can be written too."""
 
-    def plan(self, checkpoint: Checkpoint) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> Plan:
         """What writing `checkpoint` would give; nothing is written yet.
 
         Raises:
@@ -222,7 +245,7 @@ class WritableFormat(Format, Protocol):
 class EditableFormat(WritableFormat, Protocol):
     """A format whose files can be changed where they lie."""
 
-    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
         """What would make the file that `checkpoint` came from hold it; nothing is written yet.
 
         None where that takes a new file.

@@ -14,7 +14,7 @@ from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.source import neighbours
-from ckptool.formats.base import EditPlan, Probe, WritePlan
+from ckptool.formats.base import NewFile, Plan, Probe
 from ckptool.formats.safetensors_header import (
     FORMAT,
     LENGTH,
@@ -391,7 +391,7 @@ class Safetensors:
             sources=(source,),
         )
 
-    def plan(self, checkpoint: Checkpoint) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> Plan:
         """The file for a checkpoint whose root is one flat state dict.
 
         Raises:
@@ -413,16 +413,16 @@ class Safetensors:
                 else:
                     output.stream(piece.content())
 
-        return WritePlan(
-            "safetensors",
-            len(head) + sum(tensor.nbytes for tensor in written.values()),
-            write,
+        size = len(head) + sum(tensor.nbytes for tensor in written.values())
+        return Plan(
+            self.name,
+            (NewFile(size, write, checkpoint),),
             left_out=content.left_out,
             notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
             tensors=len(content.tensors),
         )
 
-    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
         """The header that makes the file hold `checkpoint`; None if that takes a new file.
 
         It does where the header becomes longer, or cannot say something that there is to say, and
@@ -448,9 +448,10 @@ class Safetensors:
         length = body.offset - LENGTH.size
         if len(text) > length:
             return None
-        return EditPlan(
-            Patch(0, LENGTH.pack(length) + text.ljust(length)),
-            source.size,
+        return Plan(
+            self.name,
+            patch=Patch(0, LENGTH.pack(length) + text.ljust(length)),
+            kept=source.size,
             notes=tuple(remarks(content.tensors, content.ties)),
             tensors=len(content.tensors),
         )

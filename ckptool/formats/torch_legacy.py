@@ -9,7 +9,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.strided import swapped
-from ckptool.formats.base import Probe, WritePlan
+from ckptool.formats.base import NewFile, Plan, Probe
 from ckptool.formats.legacy_stream import (
     COUNT,
     MAGIC,
@@ -113,7 +113,7 @@ class TorchLegacy:
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
-    def plan(self, checkpoint: Checkpoint) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> Plan:
         """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
 
         Raises:
@@ -140,10 +140,10 @@ class TorchLegacy:
             for payload in payloads:
                 payload.write(output)
 
-        return WritePlan(
-            "torch-legacy",
-            len(head) + sum(payload.size for payload in payloads),
-            write,
+        size = len(head) + sum(payload.size for payload in payloads)
+        return Plan(
+            self.name,
+            (NewFile(size, write, checkpoint),),
             tensors=sum(1 for _ in checkpoint.tensors()),
             blockers=encoded.blockers,
         )

@@ -24,7 +24,7 @@ from ckptool.formats.archive import (
     read_text,
     record_of,
 )
-from ckptool.formats.base import Archive, EditPlan, Probe, Record, WritePlan
+from ckptool.formats.base import Archive, NewFile, Plan, Probe, Record
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.formats.zip_writer import NewRecord, Place, end_records, literal, plan_zip
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -242,7 +242,7 @@ class TorchZip:
             sources=archive.sources,
         )
 
-    def plan(self, checkpoint: Checkpoint) -> WritePlan:
+    def plan(self, checkpoint: Checkpoint) -> Plan:
         """Torch's layout but for `.data/serialization_id`, a hash for its own logging.
 
         Raises:
@@ -261,15 +261,14 @@ class TorchZip:
             records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
         records.append(literal("version", b"3\n"))
         new = plan_zip("archive", records, ALIGNMENT)
-        return WritePlan(
-            "torch-zip",
-            new.size,
-            new.write,
+        return Plan(
+            self.name,
+            (NewFile(new.size, new.write, checkpoint),),
             tensors=sum(1 for _ in checkpoint.tensors()),
             blockers=encoded.blockers,
         )
 
-    def plan_edit(self, checkpoint: Checkpoint) -> EditPlan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
         """Return what to append to the file for it to hold `checkpoint`; None: it cannot be done.
 
         It can where the file is a plain zip that torch takes, and every storage is a record of it,
@@ -293,9 +292,10 @@ class TorchZip:
             return None
         dropped = {_STALE, *(() if directory.torch_computes(used) else COMPUTING)}
         patch = Patch(directory.data.length, directory.edited(encoded.data, dropped))
-        return EditPlan(
-            patch,
-            patch.offset + len(patch.data),
+        return Plan(
+            self.name,
+            patch=patch,
+            kept=patch.offset,
             tensors=sum(1 for _ in checkpoint.tensors()),
             blockers=encoded.blockers,
         )

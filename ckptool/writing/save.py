@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,17 +26,17 @@ from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
-from ckptool.formats.base import EditableFormat, EditPlan, WritePlan
+from ckptool.formats.base import EditableFormat, NewFile, Plan
 from ckptool.hollow import hollow, refuse_hollow
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
-from ckptool.writing.sharding import ShardPlan, parse_size, plan_shards
+from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
 
-__all__ = ["LEFT_OUT", "Job", "Plan", "Receipt", "refuse_empty", "save"]
+__all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,158 +153,70 @@ class Job:
             raise
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What will be on the disk, known before anything is written, and what carries it out."""
+def _carry_out(plan: Plan, job: Job) -> None:
+    """Execute `plan`, whole or not at all; errors as `save`."""
+    if plan.files:
+        _write_files(plan, job)
+        return
 
-    carry_out: Callable[[Job], None]
-    """Write it, whole or not at all; errors as `save`."""
-    format: str
-    size: int
-    """Bytes of the file afterwards, of all files together."""
-    written: int
-    """Bytes that will go to the disk."""
-    tensors: int
-    """Names of tensors."""
-    left_out: tuple[str, ...] = ()
-    """What the source has and the result has not, a phrase each."""
-    notes: tuple[str, ...] = ()
-    """Other sentences that the user should read."""
-    blockers: tuple[str, ...] = ()
-    """Classes that keep `torch.load(weights_only=True)` from taking it."""
-    files: tuple[tuple[str, int], ...] = ()
-    """Every file with its bytes, where there are several."""
+    def check() -> None:
+        if job.verify:
+            verify(job.checkpoint, job.path, {}, job.progress)
 
-
-def _new_file(plan: WritePlan, left_behind: tuple[str, ...]) -> Plan:
-    """Plan one file, written beside the target and renamed."""
-
-    def carry_out(job: Job) -> None:
-        def check() -> None:
-            check_sources()
-            if job.verify:
-                verify(job.checkpoint, output.name, output.streamed, job.progress)
-            job.check_sources()
-
-        with (
-            _copying(job, plan.format) as (check_sources, mode),
-            atomic_output(
-                job.path,
-                plan.size,
-                overwrite=job.overwrite or job.in_place,
-                mode=mode,
-                check=check,
-                progress=job.progress,
-            ) as output,
-        ):
-            plan.write(output)
-
-    return Plan(
-        carry_out,
-        plan.format,
-        plan.size,
-        plan.size,
-        plan.tensors,
-        (*left_behind, *plan.left_out),
-        plan.notes,
-        plan.blockers,
-    )
-
-
-def _new_set(
-    plan: ShardPlan, index: str, left_behind: tuple[str, ...], superseded: tuple[str, ...]
-) -> Plan:
-    """Plan shards and their `index`, which appear together; `superseded` shards stay beside it."""
-    files = (*((shard.path, shard.plan.size) for shard in plan.shards), (index, len(plan.index)))
-
-    def carry_out(job: Job) -> None:
-        written: list[FileOutput] = []
-
-        def check() -> None:
-            check_sources()
-            if job.verify:
-                for shard, output in zip(plan.shards, written, strict=True):
-                    verify(shard.checkpoint, output.name, output.streamed, job.progress)
-            job.check_sources()
-
-        with (
-            _copying(job, plan.format) as (check_sources, mode),
-            atomic_set(
-                index,
-                dict(files),
-                overwrite=job.overwrite or job.in_place,
-                mode=mode,
-                check=check,
-                progress=job.progress,
-            ) as new,
-        ):
-            for shard in plan.shards:
-                with new.file(shard.path) as output:
-                    shard.plan.write(output)
-                written.append(output)
-            with new.file(index) as output:
-                output.write(plan.index)
-
-    stays = f"shards that the new index does not name stay: {listed(superseded)}"
-    return Plan(
-        carry_out,
-        plan.format,
-        plan.size,
-        plan.size,
-        plan.tensors,
-        (*left_behind, *plan.left_out),
-        (*plan.notes, *((stays,) if superseded else ())),
-        plan.blockers,
-        files,
-    )
-
-
-def _edited(plan: EditPlan, format: str, left_out: tuple[str, ...]) -> Plan:
-    """Plan the source itself, changed where it lies: the tensors' bytes are not touched."""
-
-    def carry_out(job: Job) -> None:
-        def check() -> None:
-            if job.verify:
-                verify(job.checkpoint, job.path, {}, job.progress)
-
-        header = job.checkpoint.with_root(None)
-        with job.reading(), source_check(header, format) as check_header:
-            check_header()
-        apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
-
-    written = len(plan.patch.data)
-    return Plan(
-        carry_out, format, plan.size, written, plan.tensors, left_out, plan.notes, plan.blockers
-    )
-
-
-def _untouched(checkpoint: Checkpoint) -> Plan:
-    """Plan the source itself, which holds already what it is to hold."""
-
-    def carry_out(job: Job) -> None:
+    if plan.patch is None:  # the source holds already what it is to hold
         with job.reading():
-            if job.verify:
-                verify(job.checkpoint, job.path, {}, job.progress)
+            check()
         job.check_sources()
+        return
+    header = job.checkpoint.with_root(None)
+    with job.reading(), source_check(header, plan.format) as check_header:
+        check_header()
+    apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
 
-    tensors = sum(1 for _ in checkpoint.tensors())
-    size, refused = checkpoint.details.size, blockers(checkpoint.root)
-    return Plan(carry_out, checkpoint.format, size, 0, tensors, blockers=refused)
 
-
-@contextmanager
-def _copying(job: Job, format: str) -> Iterator[tuple[Callable[[], None], int | None]]:
-    """Read the sources from front to back for new files.
-
-    Yields:
-        What waits for the checksums of the sources, and the permission bits for the new files.
-    """
-    sources = job.checkpoint.sources
+def _write_files(plan: Plan, job: Job) -> None:
+    """Write new files beside their targets, reading the sources from front to back; rename them."""
+    sources, outputs = job.checkpoint.sources, list[FileOutput]()
     for source in sources:
         announce_read(source.fileno())
     mode = stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777 if sources else None
-    with job.reading(), source_check(job.checkpoint, format) as check_sources:
-        yield check_sources, mode
+
+    def check() -> None:
+        check_sources()
+        if job.verify:
+            for file, output in zip(plan.files, outputs, strict=True):
+                if file.holds is not None:
+                    verify(file.holds, output.name, output.streamed, job.progress)
+        job.check_sources()
+
+    with (
+        job.reading(),
+        source_check(job.checkpoint, plan.format) as check_sources,
+        _new_files(plan, job, mode, check) as new,
+    ):
+        for file in plan.files:
+            with new(file) as output:
+                file.write(output)
+            outputs.append(output)
+
+
+@contextmanager
+def _new_files(
+    plan: Plan, job: Job, mode: int | None, check: Callable[[], None]
+) -> Iterator[Callable[[NewFile], AbstractContextManager[FileOutput]]]:
+    """What gives each file its output; `check` is called when all are on the disk."""
+    overwrite = job.overwrite or job.in_place
+    if plan.index:
+        sizes = {file.path: file.size for file in plan.files}
+        with atomic_set(
+            plan.index, sizes, overwrite=overwrite, mode=mode, check=check, progress=job.progress
+        ) as files:
+            yield lambda file: files.file(file.path)
+    else:
+        with atomic_output(
+            job.path, plan.size, overwrite=overwrite, mode=mode, check=check, progress=job.progress
+        ) as output:
+            yield lambda _: nullcontext(output)
 
 
 LEFT_OUT = "left-out"
@@ -383,7 +295,7 @@ def save(
         progress,
     )
     if not dry_run:
-        plan.carry_out(job)
+        _carry_out(plan, job)
     return _receipt(plan, job, dry_run=dry_run)
 
 
@@ -400,10 +312,11 @@ def _planned(
     plan = None if anew else _in_place(checkpoint, path, format)
     if plan is not None:
         return plan
-    left_behind = tuple(_left_behind(checkpoint, format))
     if format in SHARD_FORMATS:
-        return _sharded(checkpoint, path, format, max_shard_size, left_behind, indexed=indexed)
-    return _new_file(writer(format).plan(checkpoint), left_behind)
+        plan = _sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
+    else:
+        plan = writer(format).plan(checkpoint)
+    return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
@@ -412,14 +325,15 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     A file with several names gets a new one: the journal of an edit lies beside one name only.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
-        return _untouched(checkpoint)
+        tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
+        return Plan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
     known = writer(format) if format == checkpoint.format and format in WRITABLE else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
         return None
     plan = known.plan_edit(checkpoint)
-    return None if plan is None else _edited(plan, format, tuple(_not_carried(checkpoint)))
+    return plan and replace(plan, left_out=tuple(_not_carried(checkpoint)))
 
 
 def _sharded(
@@ -427,7 +341,6 @@ def _sharded(
     path: str | os.PathLike[str],
     format: str,
     max_shard_size: int | str | None,
-    left_behind: tuple[str, ...],
     *,
     indexed: bool,
 ) -> Plan:
@@ -445,25 +358,26 @@ def _sharded(
         indexed=indexed,
         same_files=same_files,
     )
-    if plan.index_path is None:
-        return _new_file(plan.shards[0].plan, left_behind)
-    new = {os.path.basename(shard.path) for shard in plan.shards}
+    if not plan.index:
+        return plan
+    new = {os.path.basename(file.path) for file in plan.files}
     from ckptool.formats.sharded import shards_named_by  # most writes have no index
 
-    gone = tuple(name for name in shards_named_by(plan.index_path) if name not in new)
-    return _new_set(plan, plan.index_path, left_behind, gone)
+    gone = [name for name in shards_named_by(plan.index) if name not in new]
+    stays = f"shards that the new index does not name stay: {listed(gone)}"
+    return replace(plan, notes=(*plan.notes, stays)) if gone else plan
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
     """Refuse a set of which a file is in the way; those of the source itself are not in place."""
-    for file, _ in plan.files:
-        check_target(checkpoint, file, overwrite=overwrite, in_place=in_place)
+    for file in plan.files if plan.index else ():
+        check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
 
 
 def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
     reports = () if dry_run else job.checkpoint.reports
     return Receipt(
-        path=plan.files[-1][0] if plan.files else job.path,
+        path=plan.index or job.path,
         format=plan.format,
         size=plan.size,
         tensors=plan.tensors,
@@ -474,7 +388,7 @@ def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
         blockers=plan.blockers,
         dry_run=dry_run,
         written=plan.written,
-        files=plan.files,
+        files=tuple((file.path, file.size) for file in plan.files if plan.index),
         verified=job.verify and not dry_run,
         outcomes=tuple(change for report in reports for change in report()),
     )
@@ -500,7 +414,7 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def refuse_empty(checkpoint: Checkpoint, plan: Plan | WritePlan) -> None:
+def refuse_empty(checkpoint: Checkpoint, plan: Plan) -> None:
     """Refuse a result without what was asked for: its numbers, or anything at all.
 
     Raises:

@@ -19,12 +19,12 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import SHARD_FORMATS, writer
-from ckptool.formats.base import WritePlan
+from ckptool.formats.base import NewFile, Plan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.tree import everything
 
-__all__ = ["DEFAULT_SIZE", "Shard", "ShardPlan", "parse_size", "plan_shards"]
+__all__ = ["DEFAULT_SIZE", "parse_size", "plan_shards"]
 
 DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
@@ -35,40 +35,6 @@ _SIZE = re.compile(
     r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
 )
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One of the files, not written yet: where, what, and the part of the checkpoint it holds."""
-
-    path: str
-    plan: WritePlan
-    checkpoint: Checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """Files that are not written yet: shards and an index, or the one file that all fits in."""
-
-    format: str
-    index_path: str | None
-    """None where there is one file and no index."""
-    index: bytes
-    shards: tuple[Shard, ...]
-    """In the order of the state dict."""
-    total_size: int
-    """Bytes of the tensors, as the index states it."""
-    tensors: int
-    left_out: tuple[str, ...] = ()
-    """What the source has and no shard will have, a phrase each."""
-    notes: tuple[str, ...] = ()
-    blockers: tuple[str, ...] = ()
-    """Classes in a shard that keep `torch.load(weights_only=True)` from taking it."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files together."""
-        return len(self.index) + sum(shard.plan.size for shard in self.shards)
 
 
 def parse_size(text: str) -> int:
@@ -97,7 +63,7 @@ def plan_shards(
     max_shard_size: int | None = None,
     indexed: bool = False,
     same_files: bool = False,
-) -> ShardPlan:
+) -> Plan:
     """The files for a checkpoint whose root is one flat state dict.
 
     The tensors go to the shards in their order; a shard ends where the next tensor would make it
@@ -128,7 +94,7 @@ def plan_shards(
         return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _filled(parts.groups, limit) or [[]]
     if not (indexed or names.indexed) and len(runs) == 1:
-        return _one_file(checkpoint, names.path, parts, SHARD_FORMATS[format])
+        return writer(SHARD_FORMATS[format]).plan(checkpoint)
     files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
     return _plan_files(checkpoint, format, names.index, parts, files)
 
@@ -139,24 +105,20 @@ def _plan_files(
     index: str,
     parts: _Parts,
     files: Mapping[str, Sequence[str]],
-) -> ShardPlan:
-    """The plan of `files`, each with the names that it is to hold."""
-    plan = writer(SHARD_FORMATS[format]).plan
-    shards = tuple(
-        Shard(file, plan(part), part)
-        for file, part in zip(files, _shards(checkpoint, files.values()), strict=True)
-    )
-    places = {name: file for file, run in files.items() for name in run}
-    return ShardPlan(
+) -> Plan:
+    """The plan of `files`, each with the names that it is to hold, and of their `index`."""
+    planned = writer(SHARD_FORMATS[format]).plan
+    plans = [planned(part) for part in _shards(checkpoint, files.values())]
+    shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
+    places = {name: os.path.basename(file) for file, run in files.items() for name in run}
+    text = _index(parts, {name: places[name] for name in parts.held})
+    return Plan(
         format,
-        index,
-        _index(parts, {name: os.path.basename(places[name]) for name in parts.held}),
-        shards,
-        parts.total_size,
-        sum(shard.plan.tensors for shard in shards),
-        parts.left_out,
-        parts.notes,
-        tuple(dict.fromkeys(name for shard in shards for name in shard.plan.blockers)),
+        (*shards, NewFile(len(text), lambda output: output.write(text), path=index)),
+        tensors=sum(plan.tensors for plan in plans),
+        left_out=parts.left_out,
+        notes=parts.notes,
+        blockers=tuple(dict.fromkeys(name for plan in plans for name in plan.blockers)),
     )
 
 
@@ -174,21 +136,6 @@ def _by_file(
         )
         files[next((home for home in homes if home in files), paths[0])].extend(names)
     return {file: names for file, names in files.items() if names}
-
-
-def _one_file(checkpoint: Checkpoint, path: str, parts: _Parts, format: str) -> ShardPlan:
-    plan = writer(format).plan(checkpoint)
-    return ShardPlan(
-        format,
-        None,
-        b"",
-        (Shard(path, plan, checkpoint),),
-        parts.total_size,
-        plan.tensors,
-        plan.left_out,
-        plan.notes,
-        plan.blockers,
-    )
 
 
 class _Names:

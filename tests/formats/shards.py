@@ -20,14 +20,11 @@ def write_set(folder, shards, *, index="model.safetensors.index.json", **changes
     return folder / index
 
 
-def write_plan(plan):
-    """Put the files of a plan on the disk, one by one."""
-    for shard in plan.shards:
-        with atomic_output(shard.path, shard.plan.size, overwrite=True) as output:
-            shard.plan.write(output)
-    if plan.index_path is not None:
-        with open(plan.index_path, "wb") as file:
-            file.write(plan.index)
+def write_plan(plan, path=None):
+    """Put the files of a plan on the disk, one by one; `path` is that of a single one."""
+    for file in plan.files:
+        with atomic_output(file.path or path, file.size, overwrite=True) as output:
+            file.write(output)
 
 
 def loaded(index):

@@ -450,7 +450,7 @@ def test_neighbours_are_one_copy(tmp_path):
     with open_checkpoint(tmp_path / "in.safetensors") as checkpoint:
         recorder = Recorder()
         plan = SAFETENSORS.plan(checkpoint)
-        plan.write(recorder)
+        plan.files[0].write(recorder)
     assert [call for call in recorder.calls if call[0] == "copy"] == [("copy", 160)]
     assert sum(size for _, size in recorder.calls) == plan.size
 

@@ -418,7 +418,7 @@ class Written:
 def rewritten(checkpoint):
     plan = TORCH_LEGACY.plan(checkpoint)
     output = Written()
-    plan.write(output)
+    plan.files[0].write(output)
     assert len(output.data) == plan.size
     assert plan.format == "torch-legacy"
     return bytes(output.data)

@@ -435,7 +435,7 @@ def test_the_records_are_those_of_torch_in_its_order(source, target):
 def test_bytes_with_a_known_crc_are_copied_unseen(source):
     with read(TORCH_ZIP, source) as checkpoint:
         sink = Sink()
-        TORCH_ZIP.plan(checkpoint).write(sink)
+        TORCH_ZIP.plan(checkpoint).files[0].write(sink)
     assert sink.copied == 7 * 5 * 4 + 48 + 6 + 1 + 4000
 
 

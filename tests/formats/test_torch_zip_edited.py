@@ -210,7 +210,7 @@ def sparse_file(path, sizes):
         over = Storage("", data, size)
         tree[f"module.{size}"] = TensorRef("uint8", (size,), (1,), 0, over, "cpu")
     with open(path, "wb") as file:
-        TORCH_ZIP.plan(checkpoint_of(tree)).write(Holes(file))
+        TORCH_ZIP.plan(checkpoint_of(tree)).files[0].write(Holes(file))
     for number, (at, size) in enumerate(zip(real_offsets(path).values(), sizes, strict=True)):
         for offset in {at, at + size - 1} if size else ():
             apply(path, Patch(offset, bytes([number])))

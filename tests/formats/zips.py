@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from ckptool.files import ByteRange, MemorySource
+from ckptool.formats import Plan
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import Probe
 from ckptool.limits import DEFAULT_LIMITS
@@ -155,9 +156,9 @@ class Sink:
 
 
 def written(plan):
-    """The bytes that a plan writes, which are as many as it said."""
+    """The bytes that the plan of one file writes, or of a zip; they are as many as it said."""
     sink = Sink()
-    plan.write(sink)
+    (plan.files[0] if isinstance(plan, Plan) else plan).write(sink)
     assert len(sink.data) == plan.size
     return bytes(sink.data)
 

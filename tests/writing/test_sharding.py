@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.formats import open_checkpoint
+from ckptool.formats import NewFile, Plan, open_checkpoint
 from ckptool.inspection import list_tensors
 from ckptool.model import OrderedMap, Storage, TensorRef
 from ckptool.writing import target_format
 from ckptool.writing.sharding import DEFAULT_SIZE, parse_size, plan_shards
 from tests.conftest import FIXTURES
 from tests.formats.shards import loaded, write_plan
+from tests.formats.zips import Sink
 
 FORMATS = ("safetensors-sharded", "torch-sharded")
 INDEX = {
@@ -46,10 +47,26 @@ def plan(checkpoint, size=None, path=None, format="safetensors-sharded"):
     return plan_shards(checkpoint, path or INDEX[format], format=format, max_shard_size=size)
 
 
+def shards(found):
+    return [file for file in found.files if file.holds is not None]
+
+
+def index_of(found):
+    """The index that a plan writes."""
+    sink = Sink()
+    found.files[-1].write(sink)
+    assert len(sink.data) == found.files[-1].size
+    return json.loads(sink.data)
+
+
+def total_size(found):
+    return index_of(found)["metadata"]["total_size"]
+
+
 def parts(found):
     """The names in each shard."""
-    weight_map = json.loads(found.index)["weight_map"]
-    files = [shard.path for shard in found.shards]
+    weight_map = index_of(found)["weight_map"]
+    files = [shard.path for shard in shards(found)]
     return [[name for name, file in weight_map.items() if file == part] for part in files]
 
 
@@ -83,7 +100,7 @@ def sized(**sizes):
 def test_a_shard_ends_where_the_next_tensor_would_exceed_it(opened, format, sizes, limit, expected):
     found = plan(opened(sized(**sizes)), limit, format=format)
     assert parts(found) == expected
-    assert found.total_size == sum(sizes.values())
+    assert total_size(found) == sum(sizes.values())
     assert found.tensors == len(sizes)
 
 
@@ -92,10 +109,10 @@ def test_tied_tensors_go_to_the_place_of_the_first(opened, format):
     tensors = sized(a=6, b=6, c=6)
     tensors["again"] = tensors["a"]
     found = plan(opened(tensors), 12, format=format)
-    assert found.total_size == 18
+    assert total_size(found) == 18
     expected = [["a", "b"], ["c"]] if format == FORMATS[0] else [["a", "b", "again"], ["c"]]
     assert parts(found) == expected
-    held = [list(shard.checkpoint.root) for shard in found.shards]
+    held = [list(shard.holds.root) for shard in shards(found)]
     assert held == [["a", "b", "again"], ["c"]]
 
 
@@ -109,12 +126,12 @@ def test_views_that_share_bytes_go_together_where_they_go_on_sharing(opened, for
         "y": whole[7:],
     }
     found = plan(opened(tensors), 36, format=format)
-    assert [list(shard.checkpoint.root) for shard in found.shards] == {
+    assert [list(shard.holds.root) for shard in shards(found)] == {
         FORMATS[0]: [["whole"], ["x"], ["turned", "y"]],
         FORMATS[1]: [["whole", "turned", "y"], ["x"]],
     }[format]
     # Safetensors holds each view with bytes of its own, a zip the one storage.
-    assert found.total_size == {FORMATS[0]: 100, FORMATS[1]: 64}[format]
+    assert total_size(found) == {FORMATS[0]: 100, FORMATS[1]: 64}[format]
 
 
 def test_views_of_one_flat_buffer_are_apart_where_each_gets_its_own_bytes(opened):
@@ -171,27 +188,29 @@ def test_a_storage_counts_with_all_that_the_file_will_hold_of_it(opened):
 )
 def test_the_files_are_called_as_hugging_face_calls_them(opened, path, format, index, first):
     found = plan(opened(sized(a=6, b=6)), 10, path, FORMATS[format])
-    assert found.index_path == index
+    assert found.index == index
     folder = "d/" if path.startswith("d/") else ""
-    assert found.shards[0].path == folder + first
-    assert found.shards[1].path == folder + first.replace("00001", "00002", 1)
-    assert next(iter(json.loads(found.index)["weight_map"].values())) == first
+    assert shards(found)[0].path == folder + first
+    assert shards(found)[1].path == folder + first.replace("00001", "00002", 1)
+    assert next(iter(index_of(found)["weight_map"].values())) == first
 
 
 def test_the_index_is_written_as_hugging_face_writes_it(opened):
     found = plan(opened(sized(b=6, a=6)), 10)
-    assert found.index.decode() == (
+    sink = Sink()
+    found.files[-1].write(sink)
+    assert sink.data.decode() == (
         '{\n  "metadata": {\n    "total_size": 12\n  },\n  "weight_map": {\n'
         '    "b": "model-00001-of-00002.safetensors",\n'
         '    "a": "model-00002-of-00002.safetensors"\n  }\n}\n'
     )
-    assert found.size == len(found.index) + sum(shard.plan.size for shard in found.shards)
+    assert found.size == len(sink.data) + sum(shard.size for shard in shards(found))
 
 
 def test_ties_that_safetensors_cannot_hold_are_in_the_index_as_the_hub_has_them(opened):
     tensors = sized(a=6, b=6)
     found = plan(opened({"first": tensors["b"], **tensors}), 6)
-    metadata = json.loads(found.index)["metadata"]
+    metadata = index_of(found)["metadata"]
     assert metadata.pop("total_size") == 12
     assert metadata == {"b": "first", "ckptool.tied": '{"b":2}'}
     assert any("tied tensors are written once" in note for note in found.notes)
@@ -201,9 +220,9 @@ def test_a_tied_name_that_means_the_size_does_not_hide_it(opened, tmp_path):
     tensors = sized(a=6, b=6)
     source = opened({**tensors, "total_size": tensors["a"]})
     found = plan(source, 6, tmp_path / INDEX[FORMATS[0]])
-    assert json.loads(found.index)["metadata"]["total_size"] == 12
+    assert index_of(found)["metadata"]["total_size"] == 12
     write_plan(found)
-    with open_checkpoint(found.index_path) as again:
+    with open_checkpoint(found.index) as again:
         assert again.root["total_size"] is again.root["a"]
 
 
@@ -213,10 +232,9 @@ def test_what_fits_in_one_file_is_one_file_without_an_index(opened, tmp_path, fo
     name = "model.safetensors" if format == FORMATS[0] else "model.pth"
     source = opened({**sized(a=6, b=6), "epoch": 3})
     found = plan(source, limit, tmp_path / name, format)
-    assert (found.index_path, found.index) == (None, b"")
-    assert [shard.path for shard in found.shards] == [str(tmp_path / name)]
-    assert found.size == found.shards[0].plan.size
-    write_plan(found)
+    assert (found.index, len(found.files)) == ("", 1)
+    assert found.size == found.files[0].size
+    write_plan(found, tmp_path / name)
     with open_checkpoint(tmp_path / name) as again:
         assert (
             again.format == found.format == format.replace("-sharded", "-zip" * ("torch" in format))
@@ -227,8 +245,8 @@ def test_what_fits_in_one_file_is_one_file_without_an_index(opened, tmp_path, fo
 @both_formats
 def test_an_index_that_was_named_is_written_for_one_shard_too(opened, tmp_path, format):
     found = plan(opened(sized(a=6)), None, tmp_path / INDEX[format], format)
-    assert len(found.shards) == 1
-    assert re.search(r"-00001-of-00001\.\w+$", found.shards[0].path)
+    assert len(shards(found)) == 1
+    assert re.search(r"-00001-of-00001\.\w+$", shards(found)[0].path)
     write_plan(found)
     assert loaded(tmp_path / INDEX[format]).keys() == {"a"}
 
@@ -406,12 +424,12 @@ def test_read_back_it_is_what_it_was(tmp_path_factory, format, state_dict, limit
             assert again.details.notes == again.details.left_behind == ()
             assert found.size == again.details.size
             alike(source, again, exactly=format == FORMATS[1])
-        names = [set(shard.checkpoint.root) for shard in found.shards]
+        names = [set(shard.holds.root) for shard in shards(found)]
         order = {name: number for number, name in enumerate(state_dict)}
         starts = [min(map(order.get, part)) for part in names]
         assert starts == sorted(starts)
-        for shard in found.shards:
-            refs = shard.checkpoint.root.values()
+        for shard in shards(found):
+            refs = shard.holds.root.values()
             stored = sum({id(ref.storage): ref.storage.nbytes for ref in refs}.values())
             groups = {id(ref.storage) for ref in refs if ref.nbytes}
             assert stored <= limit or len(groups) == 1
@@ -472,9 +490,9 @@ def test_metadata_is_whole_in_the_first_shard_and_that_of_its_modules_in_the_oth
     ).state_dict()
     found = plan(opened(state_dict), 16, tmp_path / INDEX[FORMATS[1]], FORMATS[1])
     write_plan(found)
-    shards = [torch.load(shard.path, weights_only=True) for shard in found.shards]
-    assert shards[0]._metadata == state_dict._metadata
-    for shard in shards[1:]:
+    first, *rest = (torch.load(shard.path, weights_only=True) for shard in shards(found))
+    assert first._metadata == state_dict._metadata
+    for shard in rest:
         modules = {name.rpartition(".")[0] for name in shard}
         assert modules | {""} <= set(shard._metadata) < set(state_dict._metadata)
 
@@ -485,8 +503,8 @@ def test_a_model_loads_shard_by_shard(opened, tmp_path):
     net[1].num_batches_tracked += 7
     found = plan(opened(net.state_dict()), 20, tmp_path / INDEX[FORMATS[1]], FORMATS[1])
     write_plan(found)
-    assert len(found.shards) > 2
-    for shard in found.shards:
+    assert len(shards(found)) > 2
+    for shard in shards(found):
         other.load_state_dict(torch.load(shard.path, weights_only=True), strict=False)
     into = other.state_dict()
     assert all(into[name].equal(tensor) for name, tensor in net.state_dict().items())
@@ -504,13 +522,10 @@ def test_time_grows_with_the_tensors_alone(monkeypatch):
     class Writer:
         def plan(self, checkpoint):
             planned.append(list(checkpoint.root))
-            return FakePlan()
-
-    class FakePlan:
-        size, tensors, blockers = 0, 0, ()
+            return Plan("torch-zip", (NewFile(0, print, checkpoint),))
 
     monkeypatch.setattr("ckptool.writing.sharding.writer", lambda name: Writer())
     found = plan(Checkpoint(root, "memory", ""), 1600, format="torch-sharded")
     assert [len(names) for names in planned] == [200] * 100
     assert [name for names in planned for name in names] == list(root)
-    assert len(json.loads(found.index)["weight_map"]) == 20_000
+    assert len(index_of(found)["weight_map"]) == 20_000

@@ -34,7 +34,7 @@ def written(checkpoint, format, path):
     plan = writer(format).plan(checkpoint)
     with open(path, "wb", buffering=0) as file:
         output = FileOutput(file.fileno(), plan.size)
-        plan.write(output)
+        plan.files[0].write(output)
         output.finish()
     return output.streamed
 
