@@ -25,6 +25,7 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.atomic import atomic_output
+from ckptool.files.folders import remove_folder, settle_folders
 from ckptool.files.journal import occupied
 from ckptool.files.system import worded
 from ckptool.loading.ranks import Ranks, default_group
@@ -178,7 +179,7 @@ def one_run_in(folder: str) -> Iterator[None]:
             "is a file, and a run wants a folder", file=folder, hint="--out names a folder"
         )
     with occupied(folder):
-        sharded.settle(folder)
+        settle_folders(folder, _NAME, sharded.VALUES)
         yield
 
 
@@ -247,7 +248,7 @@ def remove_checkpoint(path: str) -> None:
     """Remove a file, or the folder that it is; nothing where there is none."""
     with worded(path), suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
-            sharded.remove(path)
+            remove_folder(path)
         else:
             os.unlink(path)
 

@@ -13,8 +13,6 @@ its part of what is spread, and the whole of what is not.
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
@@ -29,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, MatchError, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.system import check_space, sync_folder, worded
+from ckptool.files.folders import atomic_folder
+from ckptool.files.system import worded
 from ckptool.loading.ranks import Ranks, is_spread
 from ckptool.matching import Allowance
 from ckptool.symbolic import unpickle
@@ -41,7 +40,6 @@ __all__ = ["VALUES", "damage", "is_sharded", "load_model", "load_optimizer", "lo
 
 VALUES = "run.pth"
 """What is written last: a folder without it is none."""
-_HIDDEN = re.compile(r"\.(last|best|step-\d{8,})\.(new|old|gone)")
 
 
 def _dcp() -> Any:
@@ -54,82 +52,6 @@ def is_sharded(path: Any) -> bool:
     if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
         return False
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
-
-
-def begin(path: str, size: int) -> None:
-    """Make the folder, hidden, that is to be `path`, and to hold `size` bytes.
-
-    Raises:
-        NoSpace: the disk cannot.
-        WriteError: the system does not let us.
-    """
-    with worded(path):
-        _settle(path)
-        check_space(os.path.dirname(path) or ".", size)
-        os.makedirs(hidden(path, "new"))
-
-
-def give_up(path: str) -> None:
-    """Remove what `begin` has made; what cannot be removed is by `settle`."""
-    shutil.rmtree(hidden(path, "new"), ignore_errors=True)
-
-
-def take_place(path: str) -> None:
-    """Give the hidden folder, which is whole, the name `path`.
-
-    Where one is replaced, a kill between two renames leaves both hidden; `settle` finishes.
-
-    Raises:
-        WriteError: the system does not let us.
-    """
-    old = hidden(path, "old")
-    with worded(path):
-        if os.path.isdir(path):
-            os.rename(path, old)
-        os.rename(hidden(path, "new"), path)
-        sync_folder(os.path.dirname(path) or ".")
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def remove(path: str) -> None:
-    """Remove a folder: it has no name of a checkpoint's any more before anything of it goes.
-
-    Raises:
-        OSError: the system does not let us.
-    """
-    gone = hidden(path, "gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(path, gone)
-    shutil.rmtree(gone)
-
-
-def settle(folder: str) -> None:
-    """Finish what a kill has interrupted while checkpoints in `folder` were written.
-
-    Raises:
-        WriteError: the system does not let us.
-    """
-    with worded(folder):
-        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
-            found = _HIDDEN.fullmatch(entry)
-            if found is not None:
-                _settle(os.path.join(folder, found[1]))
-
-
-def _settle(path: str) -> None:
-    """Where the old one was out of the way and the new one not in its place: put that there."""
-    new, old = hidden(path, "new"), hidden(path, "old")
-    if os.path.isdir(old) and not os.path.exists(path):
-        os.rename(new if os.path.exists(os.path.join(new, VALUES)) else old, path)
-        sync_folder(os.path.dirname(path) or ".")
-    for one in (new, old, hidden(path, "gone")):
-        shutil.rmtree(one, ignore_errors=True)
-
-
-def hidden(path: str, word: str) -> str:
-    """Where a folder is before it has its name (`new`), once it is replaced (`old`) or `gone`."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{word}")
 
 
 _GROUPS = "param_groups"
@@ -183,17 +105,10 @@ def write(
         {**group, "params": [names[one] for one in group["params"]]}
         for group in optimizer.param_groups
     ]
-    new = hidden(path, "new")
-    ranks.first(lambda: begin(path, _size(state)))
-    try:
+    with atomic_folder(path, _size(state), last=VALUES, first=ranks.first, own=ranks.own) as new:
         with ranks.reached(), worded(path):
             _write_parts(state if ranks.own == 0 else _parts_in(state), new)
         ckptool.save(os.path.join(new, VALUES), **rest)
-    except CheckpointError:
-        if ranks.own == 0:  # all of them have ended to write
-            give_up(path)
-        raise
-    ranks.first(lambda: take_place(path))
 
 
 def _size(state: Mapping[str, Any]) -> int:
