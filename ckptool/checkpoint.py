@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from ckptool.transforms.name_rules import Rule
     from ckptool.writing import Receipt
 
-__all__ = ["TORCH_REFUSES", "Change", "Checkpoint", "Details", "Report"]
+__all__ = ["MEMORY", "TORCH_REFUSES", "Change", "Checkpoint", "Details", "Report"]
 
+MEMORY = "memory"
+"""What stands for the format of a tree of live objects."""
 TORCH_REFUSES = "torch refuses this file because"
 """How a note of a reader begins that says why `torch.load` does not open what ckptool does."""
 
@@ -110,6 +112,11 @@ class Checkpoint:
     """Called when it has been written: what only the computation tells."""
     original: Any = None
     """The tree as it was read."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is a tree of live objects that was read from no file."""
+        return self.format == MEMORY
 
     def __enter__(self) -> Checkpoint:
         """Return the checkpoint itself."""

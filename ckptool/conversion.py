@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, format_of, opened
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
-from ckptool.writing import FLAT, Receipt, in_folder, save, target_format
+from ckptool.writing import Receipt, in_folder, save, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class Conversion:
 
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         asked, before = self.model_only or self.key is not None, checkpoint
-        if asked or target in FLAT:
+        if asked or format_of(target).flat:
             alone = transforms.single_state_dict(checkpoint, self.key, values=not self.model_only)
             checkpoint = _wanted(checkpoint, alone) if asked else alone
         if self.include or self.exclude:
@@ -145,12 +145,12 @@ class Conversion:
                 checkpoint, include=self.include, exclude=self.exclude, trim=False
             )
             checkpoint = _wanted(checkpoint, part)
-        if target.startswith(SAFETENSORS):  # which writes tensors, and no storages
+        if format_of(target).tensors_only:  # which writes tensors, and no storages
             return checkpoint
         return transforms.without_unseen(before, checkpoint)
 
     def _renamed(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
-        bare = self.like is None and self.wrappers is None and target.startswith(SAFETENSORS)
+        bare = self.like is None and self.wrappers is None and format_of(target).tensors_only
         if self.wrappers == "strip" or bare:
             checkpoint = transforms.strip_module(checkpoint)
         if self.rename:

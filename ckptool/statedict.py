@@ -291,7 +291,7 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
         NotFound: there is none; the message lists what there is.
     """
     if key is None:
-        where = "the dict" if checkpoint.format == "memory" else "the file"
+        where = "the dict" if checkpoint.in_memory else "the file"
         found = _models(checkpoint.root)
         if not found and _is_tensors_alone(checkpoint.root):
             return Section((), "state_dict", checkpoint.root, checkpoint.root)

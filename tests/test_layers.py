@@ -221,3 +221,23 @@ def test_circles_are_seen():
         frozenset("bc"),
         frozenset("d"),
     }
+
+
+def compared(node):
+    """The operands of a comparison, or the object and arguments of `startswith` and `endswith`."""
+    if isinstance(node, ast.Compare):
+        yield from (node.left, *node.comparators)
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if is_method and node.func.attr in ("startswith", "endswith"):
+        yield from (node.func.value, *node.args)
+
+
+@pytest.mark.parametrize("file", files_of("formats"))
+def test_a_format_is_asked_what_it_is_and_not_known_by_its_name(file):
+    for node in ast.walk(trees()[file]):
+        operands = list(compared(node))
+        of_format = any(isinstance(one, ast.Attribute) and one.attr == "format" for one in operands)
+        texts = [one.value for one in operands if isinstance(one, ast.Constant)]
+        assert not (of_format and any(isinstance(text, str) for text in texts)), (
+            f"{file}:{node.lineno} compares the name of a format: give formats an attribute"
+        )

@@ -9,7 +9,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.options import Target
 from ckptool.errors import TargetExists, UsageError
-from ckptool.formats import SHARD_FORMATS, open_checkpoint
+from ckptool.formats import open_checkpoint, shard_of
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
 from ckptool.writing.target import default_target
@@ -39,7 +39,7 @@ def write_changed(
     chosen = _chosen(target)
     progress = Progress(quiet=target.quiet, phases=("writing", "reading back"))
     with open_checkpoint(source) as checkpoint, progress:
-        sharded = checkpoint.format in SHARD_FORMATS
+        sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
             for file in checkpoint.sources:
                 _refuse_link(file.path, force=target.force)

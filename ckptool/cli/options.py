@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptool.errors import UsageError
-from ckptool.formats import SHARD_FORMATS, WRITABLE
+from ckptool.formats import WRITABLE
 
 __all__ = [
     "PATH",
@@ -184,7 +184,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--dry-run", is_flag=True, help="Print what would be written, write nothing."),
     click.option(
         "--format",
-        type=click.Choice((*WRITABLE, *SHARD_FORMATS)),
+        type=click.Choice(WRITABLE),
         help="Format of the target, whatever its name ends in.",
     ),
     click.option(

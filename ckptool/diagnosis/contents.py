@@ -15,6 +15,7 @@ from ckptool.diagnosis.complaint import (
     quoted_names,
     tensors_of,
 )
+from ckptool.formats import format_of
 from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import restored_devices
@@ -158,7 +159,7 @@ def _places(problems: Sequence[Problem]) -> tuple[str, ...]:
 
 def memory(patient: Patient) -> Iterator[Found]:
     """Yield what takes more bytes than it should, or shares them."""
-    if patient.checkpoint.format.startswith("safetensors"):
+    if format_of(patient.checkpoint.format).tensors_only:
         yield from _aliases(patient)
         return
     yield from _bloat(patient)
@@ -252,7 +253,7 @@ def placement(patient: Patient) -> Iterator[Found]:
 
     The texts are those of torch/serialization.py (`_deserialize`, `validate_cuda_device`).
     """
-    if patient.checkpoint.format.startswith("safetensors"):
+    if format_of(patient.checkpoint.format).tensors_only:
         return
     tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in _ANYWHERE]
     missing = [tag for tag in tags if _device_of(tag) not in patient.devices]

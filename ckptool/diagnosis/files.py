@@ -17,12 +17,15 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
+from ckptool.formats import format_of
+from ckptool.formats.base import A_FOLDER
 from ckptool.inspection.obstacles import (
     dangerous,
     layout_blockers,
     misnamed,
     missing_weights,
     outdated_names,
+    unnamed,
 )
 from ckptool.model import ByteString
 from ckptool.tree import name_of, walk
@@ -37,56 +40,6 @@ _COMMAND = re.compile(
 _HEADER = "safetensors says: Error while deserializing header: "
 _CENTRAL = "PytorchStreamReader failed reading zip archive: failed finding central directory"
 _NO_DATA = "PytorchStreamReader failed locating file data.pkl: file not found"
-_A_FOLDER = "torch.load says: [Errno 21] Is a directory"
-_FORMATS: dict[str, tuple[str, str, str]] = {
-    "torch-tar": (
-        "tar",
-        "it is a tar as torch 0.1 wrote them",
-        "torch.load says: Cannot use ``weights_only=True`` with files saved in the legacy .tar "
-        "format",
-    ),
-    "pickle": (
-        "bare-pickle",
-        "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
-        "torch.load says: Weights only load failed",
-    ),
-    "torchscript": (
-        "torchscript",
-        "it is a TorchScript archive: a program with its weights",
-        "torch.load says: Cannot use ``weights_only=True`` with TorchScript archives passed to "
-        "``torch.load``; torch.jit.load gives a module, not a state dict",
-    ),
-    "pt2": (
-        "exported-program",
-        "it is an exported program (torch.export), with its weights",
-        f"torch.load says: {_NO_DATA}; torch.export.load gives a program, not a state dict",
-    ),
-    "dcp": (
-        "distributed",
-        "it is a folder of torch.distributed.checkpoint, written by several processes",
-        _A_FOLDER,
-    ),
-    "fsdp-ranks": (
-        "distributed",
-        "it is a folder of FSDP's rank files: each has a part of every tensor",
-        _A_FOLDER,
-    ),
-    "npz": (
-        "numpy",
-        "it is an archive of numpy's (numpy.savez), not a file of torch.save",
-        "torch.load refuses archives that it did not write; numpy.load opens this one",
-    ),
-    **dict.fromkeys(
-        ("safetensors-sharded", "torch-sharded"),
-        (
-            "shards",
-            "it is an index of shards: the tensors are in several files",
-            "torch.load opens one file at a time, and of the index torch.load says: Weights only "
-            "load failed. ... Unsupported operand 123",
-        ),
-    ),
-}
-"""Kind, what and why, by format."""
 
 
 def layout(patient: Patient) -> Iterator[Found]:
@@ -95,12 +48,12 @@ def layout(patient: Patient) -> Iterator[Found]:
     yield from _part(patient)
     yield from _misnamed(patient)
     checkpoint = patient.checkpoint
-    known = _FORMATS.get(checkpoint.format)
-    if known is not None:
-        yield _rewritten(known[0], "fails", known[1], known[2])
+    known = format_of(checkpoint.format)
+    if known.refusal is not None:
+        yield _rewritten(known.refusal.kind, "fails", known.refusal.what, known.refusal.says)
     elif os.path.isdir(checkpoint.path):
         what = "it is a folder: a checkpoint that was unzipped"
-        yield _rewritten("folder", "fails", what, _A_FOLDER)
+        yield _rewritten("folder", "fails", what, A_FOLDER)
     yield from _refused(patient)
     yield from _compressed(patient)
     if checkpoint.details.byteorder == "big":
@@ -111,7 +64,7 @@ def layout(patient: Patient) -> Iterator[Found]:
             "torch before 2.1, and programs that read the records by themselves, take them as they "
             "lie: wrong values without an error",
         )
-    if checkpoint.format == "torch-legacy":
+    if known.legacy:
         yield _rewritten(
             "legacy",
             "note",
@@ -162,7 +115,7 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
     checkpoint = patient.checkpoint
     what = misnamed(checkpoint)
     if what is None:
-        if checkpoint.format == "safetensors" and "format" not in checkpoint.details.header:
+        if unnamed(checkpoint):
             why = (
                 "safetensors loads it; transformers says: The safetensors archive passed at ... "
                 "does not contain the valid metadata, and mlx asks for it too"
@@ -171,7 +124,7 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
                 "format-unnamed", "note", "its header does not say format: pt", (), why
             )
             yield Found(complaint, {})
-    elif checkpoint.format == "safetensors":
+    elif format_of(checkpoint.format).tensors_only:
         why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
         yield Found(Complaint("misnamed", "fails", what, (), why), {"format": "torch-zip"})
     else:
@@ -218,7 +171,7 @@ def _compressed(patient: Patient) -> Iterator[Found]:
         for path, tensor in patient.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names and patient.checkpoint.format != "npz":
+    if names and format_of(patient.checkpoint.format).refusal is None:
         yield _rewritten(
             "compressed",
             "misleads",
@@ -295,7 +248,7 @@ def _kind(error: CheckpointError) -> str:
 def _says(error: CheckpointError, path: str) -> str:
     """What the library says that would be asked to load the file."""
     if os.path.isdir(path):
-        return _A_FOLDER
+        return A_FOLDER
     if isinstance(error, FileMissing):
         return "what is in the missing file stays as the model was initialised, or loading fails"
     head = _head(path)

@@ -20,6 +20,7 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.errors import NameCollision
+from ckptool.formats import format_of
 from ckptool.inspection.obstacles import calls, missing_weights
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
@@ -474,7 +475,7 @@ def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
     if uncounted:
         names = [below(path, "running_mean") for path in uncounted]
         yield _lost("misleads", names, f"{why}: the model silently keeps the counter that it has")
-    elif paths and patient.checkpoint.format.startswith("torch-"):
+    elif paths and format_of(patient.checkpoint.format).by_torch:
         names = [below(path, "running_mean") for path in paths]
         yield _lost("note", names, f"{why}, which here changes nothing")
 

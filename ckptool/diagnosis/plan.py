@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion
 from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Reference
 from ckptool.errors import CheckpointError, NotRepresentable
-from ckptool.formats import writer
+from ckptool.formats import format_of, writer
 from ckptool.formats.identify import as_argument, unused
 from ckptool.hollow import refuse_hollow
 from ckptool.statedict import MODEL_KINDS, sections
@@ -137,7 +137,7 @@ class Planner:
         if "format" in options:
             return str(options["format"])
         checkpoint = self._patient.checkpoint
-        flat = checkpoint.format.startswith("safetensors")
+        flat = format_of(checkpoint.format).tensors_only
         return "safetensors" if flat else "torch-zip"
 
     def _target(self, word: str, format: str, instead: str) -> str:

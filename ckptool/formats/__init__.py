@@ -4,17 +4,18 @@ from ckptool.formats.base import EditableFormat, Format, NewFile, Plan, Probe, W
 from ckptool.formats.opening import Source, open_checkpoint, opened, read_probe
 from ckptool.formats.registry import (
     REGISTRY,
-    SHARD_FORMATS,
+    TORCH_ENDINGS,
     WRITABLE,
     Entry,
     candidates,
-    editor,
+    format_of,
+    shard_of,
     writer,
 )
 
 __all__ = [
     "REGISTRY",
-    "SHARD_FORMATS",
+    "TORCH_ENDINGS",
     "WRITABLE",
     "EditableFormat",
     "Entry",
@@ -25,9 +26,10 @@ __all__ = [
     "Source",
     "WritableFormat",
     "candidates",
-    "editor",
+    "format_of",
     "open_checkpoint",
     "opened",
     "read_probe",
+    "shard_of",
     "writer",
 ]

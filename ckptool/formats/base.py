@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.opening import open_source
 from ckptool.limits import Limits
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptool.files.editing import Patch
 
 __all__ = [
+    "A_FOLDER",
     "OPAQUE_CONSTANTS",
     "Archive",
     "Checksum",
@@ -30,11 +31,13 @@ __all__ = [
     "Probe",
     "Problem",
     "Record",
+    "Refusal",
     "WritableFormat",
 ]
 
 _Answer = TypeVar("_Answer")
 
+A_FOLDER = "torch.load says: [Errno 21] Is a directory"
 OPAQUE_CONSTANTS = "used by its code, and not stored in the file (mkldnn constants)"
 """What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 
@@ -209,14 +212,51 @@ class Plan:
         return self.files[-1].path if self.files else ""
 
 
-class Format(Protocol):
-    """One way of laying a checkpoint out in a file or folder."""
+class Refusal(NamedTuple):
+    """Why `torch.load`, called as it is by default, does not take the files of a format."""
 
-    name: str
+    kind: str
+    """Doctor's word for it."""
+    what: str
+    """What the file is, beginning with "it is"."""
+    says: str
+    """What torch says, and what opens the file instead."""
+    short: str
+    """What it is and what opens it, in one clause."""
+
+
+class Format:
+    """One way of laying a checkpoint out in a file or folder, and all that is known about it.
+
+    The base itself stands for a tree in memory, which lies in no file.
+    """
+
+    name: str = MEMORY
+    flat = False
+    """Whether the root is one flat state dict."""
+    tensors_only = False
+    """Whether it has tensors and texts alone: no objects, storages, ties or wrappers."""
+    by_torch = False
+    """Whether `torch.save` writes it."""
+    legacy = False
+    """Whether the storages are in the pickle stream, as torch before 1.6 wrote them."""
+    inline = False
+    """Whether the numbers lie in the pickle itself."""
+    is_program = False
+    """Whether it is a program with its weights, whose tensors are those of a module."""
+    hands_on_crc = False
+    """Whether the file states a CRC-32 of each storage, so that one which is known travels on."""
+    header_key = ""
+    """The text that other libraries look for in its header."""
+    remark = ""
+    """What there is to know about a file in whose way nothing is."""
+    shard_ending = ""
+    """The ending of its shards, where the user gives none; empty if it has no shards."""
+    refusal: Refusal | None = None
 
     def recognise(self, probe: Probe) -> bool:
         """Whether the content is of this format; looks at as little as will tell."""
-        ...
+        return False
 
     def read(self, probe: Probe) -> Checkpoint:
         """The checkpoint, over the header alone.
@@ -225,11 +265,10 @@ class Format(Protocol):
             CorruptFile: it breaks a rule of the format.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class WritableFormat(Format, Protocol):
+class WritableFormat(Format):
     """A format that can be written too."""
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
@@ -238,11 +277,10 @@ class WritableFormat(Format, Protocol):
         Raises:
             NotRepresentable: the format cannot hold a tensor that must be carried.
         """
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class EditableFormat(WritableFormat, Protocol):
+class EditableFormat(WritableFormat):
     """A format whose files can be changed where they lie."""
 
     def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
@@ -253,4 +291,4 @@ class EditableFormat(WritableFormat, Protocol):
         Raises:
             NotRepresentable: the format cannot hold a tensor that must be carried.
         """
-        ...
+        raise NotImplementedError

@@ -28,7 +28,7 @@ from ckptool.files import ByteRange, FileSource, MemorySource
 from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import FolderFile, zip_archive
-from ckptool.formats.base import Archive, Probe
+from ckptool.formats.base import A_FOLDER, Archive, Format, Probe, Refusal
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import Limits
@@ -107,10 +107,16 @@ class Index(NamedTuple):
                 yield name, item, error
 
 
-class Dcp:
+class Dcp(Format):
     """The format `dcp`."""
 
     name = "dcp"
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of torch.distributed.checkpoint, written by several processes",
+        A_FOLDER,
+        "it is a folder of torch.distributed.checkpoint, which dcp.load opens",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a folder with an index of DCP, that index, or one of its shards."""

@@ -16,6 +16,7 @@ from ckptool.formats.base import Probe
 from ckptool.words import counted, few, quoted
 
 __all__ = [
+    "ENDINGS",
     "FOLDER_KINDS",
     "JOBLIB_HINT",
     "MAGICS",
@@ -185,6 +186,18 @@ MAGICS: tuple[Magic, ...] = (
         is_pattern=True,
     ),
 )
+ENDINGS = {
+    ".gguf": "GGUF",
+    ".h5": "HDF5",
+    ".hdf5": "HDF5",
+    ".keras": "Keras",
+    ".msgpack": "Flax",
+    ".npy": "NumPy",
+    ".onnx": "ONNX",
+    ".pb": "TensorFlow",
+    ".tflite": "TensorFlow Lite",
+}
+"""What a name that ends so promises; no format that is read has these."""
 _CUT = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x89HDF\r\n\x1a\n", b"GGUF")
 """Beginnings of files, for those that end within them."""
 

@@ -12,7 +12,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import InflatedSource
 from ckptool.formats.archive import ARRAY, open_archive
-from ckptool.formats.base import Archive, Probe, Record
+from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
@@ -110,10 +110,16 @@ def _corrupt(record: Record, fact: str) -> CorruptFile:
 _CODE = re.compile(r"([<>|=]?)([A-Za-z]\d*)")
 
 
-class NumpyArchive:
+class NumpyArchive(Format):
     """The format `npz`: read only."""
 
     name = "npz"
+    refusal = Refusal(
+        "numpy",
+        "it is an archive of numpy's (numpy.savez), not a file of torch.save",
+        "torch.load refuses archives that it did not write; numpy.load opens this one",
+        "it is an archive of numpy's, which numpy.load opens",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a zip in which every record is called after an array."""

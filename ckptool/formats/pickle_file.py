@@ -11,7 +11,7 @@ import re
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange, FileSource
-from ckptool.formats.base import Probe
+from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.model import Opaque, find_tensors
@@ -27,10 +27,17 @@ _LOOKED_AT = 1 << 20
 """Bytes at the beginning of a pickle in which joblib's class is looked for."""
 
 
-class PickleFile:
+class PickleFile(Format):
     """The format `pickle`: read only."""
 
     name = "pickle"
+    inline = True
+    refusal = Refusal(
+        "bare-pickle",
+        "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
+        "torch.load says: Weights only load failed",
+        "it is a bare pickle, which torch.load does not open",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""

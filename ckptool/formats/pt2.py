@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import open_archive, read_json, read_text, zip_archive
-from ckptool.formats.base import Archive, Probe, Record
+from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
 from ckptool.formats.torch_zip import read_contents
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
@@ -46,10 +46,18 @@ _VERSION = re.compile(rb'"torch_version": ?"([0-9A-Za-z.+-]{1,40})"')
 _TAIL = 4096
 
 
-class PT2Archive:
+class PT2Archive(Format):
     """The format `pt2`."""
 
     name = "pt2"
+    is_program = True
+    refusal = Refusal(
+        "exported-program",
+        "it is an exported program (torch.export), with its weights",
+        "torch.load says: PytorchStreamReader failed locating file data.pkl: file not found; "
+        "torch.export.load gives a program, not a state dict",
+        "it is a torch.export archive, which needs torch.export.load",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether `archive_format` says pt2, or a serialised program lies beside its state."""

@@ -17,7 +17,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Probe
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.opening import open_checkpoint
 from ckptool.formats.placements import parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
@@ -44,10 +44,16 @@ _HINT = "the files are of different saves, or damaged: copy all rank files of on
 _FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
 
 
-class FsdpRanks:
+class FsdpRanks(Format):
     """The format `fsdp-ranks`."""
 
     name = "fsdp-ranks"
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of FSDP's rank files: each has a part of every tensor",
+        A_FOLDER,
+        "it is a folder of rank files, each of which torch.load opens by itself",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a folder with rank files of a model."""

@@ -7,13 +7,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptool.errors import UsageError
-from ckptool.formats.base import EditableFormat, Format, Probe, WritableFormat
+from ckptool.formats.base import Format, Probe, WritableFormat
 
-__all__ = ["REGISTRY", "SHARD_FORMATS", "WRITABLE", "Entry", "candidates", "editor", "writer"]
+__all__ = [
+    "REGISTRY",
+    "TORCH_ENDINGS",
+    "WRITABLE",
+    "Entry",
+    "candidates",
+    "format_of",
+    "shard_of",
+    "writer",
+]
 
 
 class Entry(NamedTuple):
-    """A format that is imported when a file may be of it, so that the others cost nothing."""
+    """A format that is imported when a file may be of it, so that the others cost nothing.
+
+    It has what must be known before that; everything else is said by the format itself.
+    """
 
     name: str
     module: str
@@ -24,6 +36,10 @@ class Entry(NamedTuple):
     indexed: bool = False
     """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
     writable: bool = False
+    shard: str = ""
+    """The format of each of its files, if it is several."""
+    endings: tuple[str, ...] = ()
+    """Of names; the first is that of a new file."""
 
     def load(self) -> Format:
         """The format itself: the object that bears its name in capitals."""
@@ -32,26 +48,38 @@ class Entry(NamedTuple):
         return found
 
 
+TORCH_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
+
 REGISTRY = (
     Entry("dcp", "dcp", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
-    Entry("torch-zip", "torch_zip", zipped=True, writable=True),
-    Entry("torchscript", "torchscript", zipped=True),
-    Entry("pt2", "pt2", zipped=True),
-    Entry("npz", "npz", zipped=True),
-    Entry("safetensors", "safetensors", writable=True),
-    Entry("torch-legacy", "torch_legacy", writable=True),
+    Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
+    Entry("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
+    Entry("pt2", "pt2", zipped=True, endings=(".pt2",)),
+    Entry("npz", "npz", zipped=True, endings=(".npz",)),
+    Entry("safetensors", "safetensors", writable=True, endings=(".safetensors",)),
+    Entry("torch-legacy", "torch_legacy", writable=True, endings=TORCH_ENDINGS),
     Entry("torch-tar", "torch_tar"),
-    Entry("pickle", "pickle_file"),
-    Entry("safetensors-sharded", "sharded", indexed=True),
-    Entry("torch-sharded", "sharded", indexed=True),
+    Entry("pickle", "pickle_file", endings=(".pkl",)),
+    Entry("safetensors-sharded", "sharded", indexed=True, writable=True, shard="safetensors"),
+    Entry("torch-sharded", "sharded", indexed=True, writable=True, shard="torch-zip"),
 )
 ZIP_MAGIC = b"PK\x03\x04"
 JSON_SPACE = b" \t\r\n"
-SHARD_FORMATS = {"safetensors-sharded": "safetensors", "torch-sharded": "torch-zip"}
-"""What each of the shards is."""
-
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
+"""What `--format` takes."""
+
+_BY_NAME = {entry.name: entry for entry in REGISTRY}
+
+
+def format_of(name: str) -> Format:
+    """Return the format of that name, as `Checkpoint.format` has it."""
+    return _BY_NAME[name].load() if name in _BY_NAME else Format()
+
+
+def shard_of(name: str) -> str:
+    """Return the format of each shard of a format of shards; empty for a format of one file."""
+    return _BY_NAME[name].shard if name in _BY_NAME else ""
 
 
 def candidates(probe: Probe) -> Iterator[Format]:
@@ -68,22 +96,12 @@ def candidates(probe: Probe) -> Iterator[Format]:
 
 
 def writer(name: str) -> WritableFormat:
-    """The format of that name, if it can be written.
+    """The format of one file of that name, if it can be written.
 
     Raises:
         UsageError: there is none; the message lists those that there are.
     """
-    for entry in REGISTRY:
-        if entry.name == name and isinstance(known := entry.load(), WritableFormat):
-            return known
+    known = format_of(name)
+    if isinstance(known, WritableFormat):
+        return known
     raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(WRITABLE)}")
-
-
-def editor(name: str) -> EditableFormat | None:
-    """The format of that name, if its files can be changed where they lie.
-
-    Raises:
-        UsageError: no format of that name can be written.
-    """
-    known = writer(name)
-    return known if isinstance(known, EditableFormat) else None

@@ -14,7 +14,7 @@ from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.source import neighbours
-from ckptool.formats.base import NewFile, Plan, Probe
+from ckptool.formats.base import EditableFormat, NewFile, Plan, Probe
 from ckptool.formats.safetensors_header import (
     FORMAT,
     LENGTH,
@@ -351,10 +351,13 @@ _LIKELY_HEADER = 1 << 40
 """A header's length below it; eight letters of a text make a number far above."""
 
 
-class Safetensors:
+class Safetensors(EditableFormat):
     """A file of safetensors."""
 
     name = "safetensors"
+    flat = True
+    tensors_only = True
+    header_key = "format"
 
     def recognise(self, probe: Probe) -> bool:
         """A plausible length, then the beginning of a JSON object."""

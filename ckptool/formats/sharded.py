@@ -25,7 +25,7 @@ from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe
+from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.identify import Finding, shell
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
@@ -457,13 +457,25 @@ _SPARE = 64
 """Files that may be opened beside the shards."""
 
 
-class Sharded:
+class Sharded(Format):
     """The formats `safetensors-sharded` and `torch-sharded`: told apart by what the shards are."""
 
-    def __init__(self, name: str, members: tuple[str, ...]) -> None:
+    flat = True
+    refusal = Refusal(
+        "shards",
+        "it is an index of shards: the tensors are in several files",
+        "torch.load opens one file at a time, and of the index torch.load says: Weights only "
+        "load failed. ... Unsupported operand 123",
+        "it is in shards, each of which is loaded by itself",
+    )
+
+    def __init__(self, name: str, members: tuple[str, ...], shard_ending: str) -> None:
         """Stand for shards that are each of one of the formats `members`."""
         self.name = name
         self.members = members
+        self.shard_ending = shard_ending
+        self.by_torch = self.hands_on_crc = "torch-zip" in members
+        self.tensors_only = not self.by_torch
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is an index, or a folder with one, whose first shard is of these formats.
@@ -527,8 +539,8 @@ class Sharded:
             raise
 
 
-SAFETENSORS_SHARDED = Sharded("safetensors-sharded", ("safetensors",))
-TORCH_SHARDED = Sharded("torch-sharded", ("torch-zip", "torch-legacy"))
+SAFETENSORS_SHARDED = Sharded("safetensors-sharded", ("safetensors",), ".safetensors")
+TORCH_SHARDED = Sharded("torch-sharded", ("torch-zip", "torch-legacy"), ".bin")
 
 
 def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> UnsupportedFormat:

@@ -9,7 +9,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.strided import swapped
-from ckptool.formats.base import NewFile, Plan, Probe
+from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat
 from ckptool.formats.legacy_stream import (
     COUNT,
     MAGIC,
@@ -79,10 +79,12 @@ def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
     )
 
 
-class TorchLegacy:
+class TorchLegacy(WritableFormat):
     """The format `torch-legacy`: read in every pickle protocol, written in protocol 2."""
 
     name = "torch-legacy"
+    by_torch = True
+    legacy = True
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it begins with the pickled magic number."""

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, FileSource, Source
-from ckptool.formats.base import Probe
+from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.legacy_stream import COUNT, NestedStreams, SourceTexts, unpickle_record
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
@@ -140,10 +140,18 @@ def _text(raw: bytes) -> str:
 _MEMBERS = ("pickle", "tensors", "storages")
 
 
-class TorchTar:
+class TorchTar(Format):
     """The format `torch-tar`: read only; nothing has written it since 2017."""
 
     name = "torch-tar"
+    by_torch = True
+    refusal = Refusal(
+        "tar",
+        "it is a tar as torch 0.1 wrote them",
+        "torch.load says: Cannot use ``weights_only=True`` with files saved in the legacy .tar "
+        "format",
+        "the tar format of torch 0.1 is refused",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a tar with the members that torch's had."""

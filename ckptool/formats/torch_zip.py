@@ -24,7 +24,7 @@ from ckptool.formats.archive import (
     read_text,
     record_of,
 )
-from ckptool.formats.base import Archive, NewFile, Plan, Probe, Record
+from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.formats.zip_writer import NewRecord, Place, end_records, literal, plan_zip
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -212,10 +212,16 @@ def contents_of(probe: Probe) -> Contents:
     return read_contents(archive, probe.limits)
 
 
-class TorchZip:
+class TorchZip(EditableFormat):
     """The format `torch-zip`."""
 
     name = "torch-zip"
+    by_torch = True
+    hands_on_crc = True
+    remark = (
+        "torch.load is its loader; torch.jit.load says: PytorchStreamReader failed locating file "
+        "constants.pkl: file not found"
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""

@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.formats.archive import open_archive, read_json, read_text
-from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Probe
+from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
@@ -150,10 +150,18 @@ _KNOWN = frozenset(
 )
 
 
-class TorchScript:
+class TorchScript(Format):
     """The format `torchscript`."""
 
     name = "torchscript"
+    is_program = True
+    refusal = Refusal(
+        "torchscript",
+        "it is a TorchScript archive: a program with its weights",
+        "torch.load says: Cannot use ``weights_only=True`` with TorchScript archives passed to "
+        "``torch.load``; torch.jit.load gives a module, not a state dict",
+        "it is a TorchScript archive, which needs torch.jit.load",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
+from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.ranks import set_of
 from ckptool.hollow import PLACEHOLDERS, hollow
@@ -19,7 +20,6 @@ from ckptool.tree import everything
 from ckptool.words import printable
 
 __all__ = [
-    "REFUSED_FORMATS",
     "Part",
     "calls",
     "dangerous",
@@ -28,23 +28,11 @@ __all__ = [
     "missing_weights",
     "outdated_names",
     "restored_devices",
+    "unnamed",
 ]
 
-REFUSED_FORMATS = {
-    "torch-tar": "the tar format of torch 0.1 is refused",
-    "pickle": "it is a bare pickle, which torch.load does not open",
-    "torchscript": "it is a TorchScript archive, which needs torch.jit.load",
-    "pt2": "it is a torch.export archive, which needs torch.export.load",
-    "dcp": "it is a folder of torch.distributed.checkpoint, which dcp.load opens",
-    "fsdp-ranks": "it is a folder of rank files, each of which torch.load opens by itself",
-    "npz": "it is an archive of numpy's, which numpy.load opens",
-    "safetensors-sharded": "it is in shards, each of which is loaded by itself",
-    "torch-sharded": "it is in shards, each of which torch.load opens by itself",
-}
-"""Why not, by format, for `torch.load` as it is called by default."""
 _PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
 """How the names of the classes of packed weights begin in a TorchScript."""
-_TORCH_NAMES = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 _GATHER = "gather all parts where it was trained, and save the whole"
 _ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
 _OF_TOTAL = re.compile(
@@ -108,12 +96,19 @@ def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
 def misnamed(checkpoint: Checkpoint) -> str | None:
     """What a file is, where the ending of its name says otherwise; None where it agrees."""
     name = checkpoint.path.lower()
-    if checkpoint.format == "safetensors" and name.endswith(_TORCH_NAMES):
+    known = format_of(checkpoint.format)
+    if known.tensors_only and name.endswith(TORCH_ENDINGS):
         ending = os.path.splitext(name)[1]
         return f"it is a safetensors file, and its name ends in {ending} as torch's do"
-    if checkpoint.format.startswith("torch-") and name.endswith(".safetensors"):
+    if known.by_torch and name.endswith(".safetensors"):
         return "torch.save wrote it, and its name ends in .safetensors"
     return None
+
+
+def unnamed(checkpoint: Checkpoint) -> bool:
+    """Return whether the header lacks the text by which other libraries know the format."""
+    key = format_of(checkpoint.format).header_key
+    return bool(key) and key not in checkpoint.details.header
 
 
 def missing_weights(checkpoint: Checkpoint) -> Part | None:
@@ -132,7 +127,7 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
         text = "weights are missing: torch.jit.optimize_for_inference wrote none of what it packed"
         return Part(text, "save the model again before optimize_for_inference")
-    if checkpoint.format != "torchscript":
+    if not format_of(checkpoint.format).is_program:
         return None
     if any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):
         text = "its weights are packed for quantised layers: they make no plain state dict"
@@ -182,7 +177,7 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         remedy = f"its folder opens with the parts of all ranks joined: {printable(folder or '.')}"
         return Part("it holds the part that one rank has of each tensor", remedy)
     total = _OF_TOTAL.search(name)
-    if total and not checkpoint.format.endswith("-sharded"):
+    if total and not shard_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
             remedy = "open the index of the shards beside it, or gather all parts"
@@ -204,11 +199,12 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
     if os.path.isdir(checkpoint.path):
         yield "it is a folder, which torch.load does not open"
-    if checkpoint.format in REFUSED_FORMATS:
-        yield REFUSED_FORMATS[checkpoint.format]
-    if checkpoint.format == "safetensors" and (text := misnamed(checkpoint)):
+    known = format_of(checkpoint.format)
+    if known.refusal is not None:
+        yield known.refusal.short
+    if known.tensors_only and (text := misnamed(checkpoint)):
         yield text
-    if checkpoint.format == "torch-legacy":
+    if known.legacy:
         yield from _legacy_blockers(checkpoint)
     for note in checkpoint.details.notes:
         if note.startswith(TORCH_REFUSES):
@@ -223,7 +219,7 @@ def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[st
     Functions by which older torch made tensors are an example: a rewrite names today's. Empty where
     `objects` block a file of the tree (`symbolic.encoder.blockers`), which are reported instead.
     """
-    if objects or checkpoint.format in REFUSED_FORMATS:
+    if objects or format_of(checkpoint.format).refusal is not None:
         return ()
     return blocking(checkpoint.details.globals)
 

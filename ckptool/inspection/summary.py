@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, format_of, opened
 from ckptool.inspection.advice import (
     Needs,
     choice_notes,
@@ -23,6 +23,7 @@ from ckptool.inspection.obstacles import (
     missing_weights,
     outdated_names,
     restored_devices,
+    unnamed,
 )
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
@@ -166,7 +167,6 @@ def _summary(checkpoint: Checkpoint) -> Info:
     rewrite = bool(layout) or name is not None
     needs = _needs(checkpoint, sections, rewrite=rewrite, objects_in_the_way=bool(objects))
     stuck = bool(objects) and not (needs.model_only or needs.plain)
-    unnamed = checkpoint.format == "safetensors" and "format" not in details.header
     return Info(
         file=checkpoint.path,
         format=checkpoint.format,
@@ -182,13 +182,13 @@ def _summary(checkpoint: Checkpoint) -> Info:
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
         # A bare pickle has its payloads in itself: all that it holds is reached.
-        reachable_bytes=details.storage_bytes if checkpoint.format == "pickle" else reached,
+        reachable_bytes=details.storage_bytes if format_of(checkpoint.format).inline else reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=(
             *((f"{part.text}; {part.remedy}",) if part is not None else ()),
             *((name,) if name is not None and name not in layout else ()),
-            *(format_notes(checkpoint.path) if unnamed and name is None else ()),
+            *(format_notes(checkpoint.path) if name is None and unnamed(checkpoint) else ()),
             *details.notes,
             *details.left_behind,
             *details.unreferenced,

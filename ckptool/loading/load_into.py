@@ -294,7 +294,7 @@ class _Loading:
         """Return whether a tensor in memory lies in one of the model's own storages."""
         import torch
 
-        if self._state.tree.format != "memory" or not isinstance(source, torch.Tensor):
+        if not self._state.tree.in_memory or not isinstance(source, torch.Tensor):
             return False
         place = memory_of(source)
         return place is not None and place.storage in self._storages
@@ -441,7 +441,7 @@ class _Loading:
 
     def _own_memory(self, given: Mapping[str, Any]) -> None:
         """Copy tensors that a hook took as they are: they would stay mapped to the file."""
-        if not self._state.mmap or self._assigned or self._state.tree.format == "memory":
+        if not self._state.mmap or self._assigned or self._state.tree.in_memory:
             return
         import torch
 

@@ -448,7 +448,7 @@ class _Maker(NamedTuple):
     def _here(self, node: Any) -> Any:
         """Make a node; its tensors are not the caller's own, because steps change them."""
         made = self.state.made(node)
-        if self.saved.tree.format != "memory":
+        if not self.saved.tree.in_memory:
             return made
         tensors = (leaf for _, leaf in walk(made) if hasattr(leaf, "detach"))
         return copy.deepcopy(made, {id(one): one.detach().clone() for one in tensors})

@@ -265,7 +265,7 @@ def _unmade(state: State, own: str, *, is_extra: bool) -> str:
         return ""  # as most of many names
     if isinstance(node, Opaque) and getattr(node.func, "qualified", "") in _LAZY:
         return _NEVER_RAN
-    if state.tree.format == "memory" and _is_lazy(slot):
+    if state.tree.in_memory and _is_lazy(slot):
         return _NEVER_RAN
     what = inert(node) if is_extra else ""
     return f"holds {what}, which is not made from a file" if what else ""

@@ -22,6 +22,7 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.files.system import worded
+from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded
 from ckptool.model import OrderedMap
 from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
@@ -29,7 +30,7 @@ from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
 from ckptool.tensors.runtime import require_torch
 from ckptool.transforms.names import moved_metadata
-from ckptool.writing import FLAT, Receipt, target_format
+from ckptool.writing import Receipt, target_format
 from ckptool.writing import save as written
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _write(
 ) -> Receipt:
     checkpoint = frozen(tree, instead=instead, file=path)
     _mark(checkpoint, noted)
-    is_flat = target_format(checkpoint, path) in FLAT
+    is_flat = format_of(target_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint, opened
 from ckptool.loading.load import TreeMaker
@@ -225,7 +225,7 @@ def stated(
             f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
         )
     live = _Live()
-    tree = Checkpoint(live.mapping(source, OrderedMap()), "memory", "")
+    tree = Checkpoint(live.mapping(source, OrderedMap()), MEMORY, "")
     section = _chosen(tree, key, wanted)
     with closing(State(tree, section, live, map_location=map_location, mmap=mmap)) as state:
         yield state
@@ -239,7 +239,7 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
             error.advise(_best_first(error.remedy, tree, wanted))
         raise
     except NotFound:
-        if key is not None or not _is_one(tree.root, in_memory=tree.format == "memory"):
+        if key is not None or not _is_one(tree.root, in_memory=tree.in_memory):
             raise
         section = Section((), "state_dict", tree.root, tree.root)
     for name, value in section.node.items():

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptool.diagnosis import Complaint, Diagnosis
+from ckptool.formats import format_of
 from ckptool.render.terminal import Look
 from ckptool.render.text import runnable
 from ckptool.words import clean, counted, listed
@@ -25,10 +26,6 @@ _NOTHING = (
 )
 _OPENED = "torch.load opens it", "safetensors.torch.load_file opens it"
 """By whether it is a safetensors file, which torch.load opens only where torch is new."""
-_OTHER_LOADER = (
-    "torch.load is its loader; torch.jit.load says: PytorchStreamReader failed locating file "
-    "constants.pkl: file not found"
-)
 
 
 def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) -> Iterator[str]:
@@ -36,8 +33,8 @@ def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) 
     name = clean(diagnosis.file)
     if not diagnosis.complaints:
         yield f"{look.bold(name)}: nothing is in the way of {_NOTHING[_is_flat(diagnosis)]}"
-        if explain and diagnosis.format == "torch-zip":
-            yield from _fact("why", _OTHER_LOADER, look)
+        if explain and (remark := format_of(diagnosis.format or "").remark):
+            yield from _fact("why", remark, look)
         return
     worst = diagnosis.complaints[0]
     if worst.kind == "malicious":
@@ -59,7 +56,7 @@ def _summary(diagnosis: Diagnosis) -> str:
 
 
 def _is_flat(diagnosis: Diagnosis) -> bool:
-    return (diagnosis.format or "").startswith("safetensors")
+    return format_of(diagnosis.format or "").tensors_only
 
 
 def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:

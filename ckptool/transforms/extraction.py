@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.formats import format_of
 from ckptool.model import Opaque, OrderedMap, Path, Storage, TensorRef, find_tensors, remade
 from ckptool.modules import holds_tensors, is_module
 from ckptool.statedict import (
@@ -208,8 +209,6 @@ def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:
         yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
 
 
-_PROGRAMS = ("torchscript", "pt2")
-"""Formats whose tensors are those of a module, as a pickled module's are."""
 _VALUES = (bool, int, float, complex, str, type(None))
 
 
@@ -262,7 +261,7 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     what was saved as a state dict has what it was saved with. A DTensor of which the file has all
     is the plain tensor.
     """
-    of_module = chosen.kind == "module" or checkpoint.format in _PROGRAMS
+    of_module = chosen.kind == "module" or format_of(checkpoint.format).is_program
     root = OrderedMap(chosen.node)
     for name, value in chosen.node.items():
         if isinstance(value, TensorRef):

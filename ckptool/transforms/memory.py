@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.errors import DeviceError, warn
 from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
@@ -68,7 +68,7 @@ class _Live(LiveTree):
 
     def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
         """Return what stands for `mapping`; its root is an ordered dict whatever that is."""
-        return Checkpoint(self.mapping(mapping, OrderedMap()), "memory", "")
+        return Checkpoint(self.mapping(mapping, OrderedMap()), MEMORY, "")
 
     def other(self, node: Any) -> Any:
         """Return the node of a tensor or object; a dict of another class keeps its class."""

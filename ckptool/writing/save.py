@@ -25,7 +25,7 @@ from ckptool.files.editing import apply_patch
 from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
-from ckptool.formats import SHARD_FORMATS, WRITABLE, writer
+from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, NewFile, Plan
 from ckptool.hollow import hollow, refuse_hollow
 from ckptool.statedict import what_there_is
@@ -33,7 +33,7 @@ from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import listed
 from ckptool.writing.sharding import parse_size, plan_shards
-from ckptool.writing.target import FLAT, check_still_there, check_target, is_a_source, target_format
+from ckptool.writing.target import check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
 
 __all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
@@ -270,14 +270,14 @@ def save(
         check_still_there(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
-    if name in FLAT:
+    if format_of(name).flat:
         checkpoint = _only_state_dict(checkpoint)
         refuse_hollow(checkpoint)
     else:
         checkpoint = checkpoint.settled()
     anew = not own or rewrite or max_shard_size is not None
     plan = _planned(
-        checkpoint, path, name, max_shard_size, anew=anew, indexed=format in SHARD_FORMATS
+        checkpoint, path, name, max_shard_size, anew=anew, indexed=bool(format and shard_of(format))
     )
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
@@ -312,7 +312,7 @@ def _planned(
     plan = None if anew else _in_place(checkpoint, path, format)
     if plan is not None:
         return plan
-    if format in SHARD_FORMATS:
+    if shard_of(format):
         plan = _sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
     else:
         plan = writer(format).plan(checkpoint)
@@ -327,7 +327,7 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
         tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
         return Plan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
-    known = writer(format) if format == checkpoint.format and format in WRITABLE else None
+    known = format_of(format) if format == checkpoint.format else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
@@ -429,7 +429,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: Plan) -> None:
             "it out",
         )
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
-    if not plan.tensors and (empty or plan.format in FLAT) and checkpoint.format != "memory":
+    if not plan.tensors and (empty or format_of(plan.format).flat) and not checkpoint.in_memory:
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
         if not there:  # an empty file: its copy lacks nothing

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.formats import SHARD_FORMATS, writer
+from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import NewFile, Plan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
@@ -30,7 +30,6 @@ DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
 _INDEX = ".index.json"
 _ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
-_DEFAULT_ENDINGS = {"safetensors-sharded": ".safetensors", "torch-sharded": ".bin"}
 _SIZE = re.compile(
     r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
 )
@@ -88,13 +87,14 @@ def plan_shards(
     if limit < 1:
         raise UsageError(f"{limit} bytes are no size of a shard")
     names = _Names(os.fspath(path), format)
-    parts = (_safetensors_parts if format == "safetensors-sharded" else _torch_parts)(checkpoint)
+    of_tensors = format_of(format).tensors_only
+    parts = (_safetensors_parts if of_tensors else _torch_parts)(checkpoint)
     if same_files:
         placed = _by_file(checkpoint, parts.groups)
         return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _filled(parts.groups, limit) or [[]]
     if not (indexed or names.indexed) and len(runs) == 1:
-        return writer(SHARD_FORMATS[format]).plan(checkpoint)
+        return writer(shard_of(format)).plan(checkpoint)
     files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
     return _plan_files(checkpoint, format, names.index, parts, files)
 
@@ -107,7 +107,7 @@ def _plan_files(
     files: Mapping[str, Sequence[str]],
 ) -> Plan:
     """The plan of `files`, each with the names that it is to hold, and of their `index`."""
-    planned = writer(SHARD_FORMATS[format]).plan
+    planned = writer(shard_of(format)).plan
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
     places = {name: os.path.basename(file) for file, run in files.items() for name in run}
@@ -152,7 +152,7 @@ class _Names:
             stem, ending = (inner, before + ending) if before.lower() in _ENDINGS else (whole, "")
         elif ending.lower() not in _ENDINGS:
             stem, ending = whole, ""
-        self._stem, self._ending = stem, ending or _DEFAULT_ENDINGS[format]
+        self._stem, self._ending = stem, ending or format_of(format).shard_ending
 
     @property
     def index(self) -> str:

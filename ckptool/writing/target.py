@@ -10,10 +10,9 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import FileSource
 from ckptool.files.atomic import refuse_target
-from ckptool.formats import SHARD_FORMATS, WRITABLE
+from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
 
 __all__ = [
-    "FLAT",
     "check_still_there",
     "check_target",
     "default_target",
@@ -23,9 +22,6 @@ __all__ = [
 ]
 
 _INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
-_UNWRITABLE = (".pt2", ".ptl", ".pkl")
-"""Endings of formats that are read, and become torch files."""
-_SUFFIXES = {"safetensors": ".safetensors", "torch-zip": ".pth", "torch-legacy": ".pth"}
 
 
 def default_target(
@@ -39,7 +35,7 @@ def default_target(
     Raises:
         UsageError: the source is `sharded`, and the format is not chosen to be of one file.
     """
-    if sharded and (format is None or format in SHARD_FORMATS):
+    if sharded and (format is None or shard_of(format)):
         raise UsageError(
             "is a checkpoint in shards: -o must say where the result goes",
             file=source,
@@ -51,10 +47,10 @@ def default_target(
     stem, suffix = _split(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
         stem, suffix = stem + suffix, ".pth"
-    if suffix in _UNWRITABLE or sharded:
+    if sharded or not all(one.writable for one in REGISTRY if suffix in one.endings):
         suffix = ".pth"
-    if format and (suffix == ".safetensors") != (format == "safetensors"):
-        suffix = _SUFFIXES[format]
+    if format and format not in _written_as(suffix):
+        suffix = next(one.endings[0] for one in REGISTRY if one.name == format)
     return f"{stem}.{word}{suffix}"
 
 
@@ -69,26 +65,34 @@ def _split(path: str) -> tuple[str, str]:
     return stem, suffix
 
 
-FLAT = ("safetensors", *SHARD_FORMATS)
-"""The formats that hold one flat state dict."""
-
-_BY_ENDING = {".safetensors": "safetensors"}
-_OTHERS = {
-    ".gguf": "GGUF",
-    ".h5": "HDF5",
-    ".hdf5": "HDF5",
-    ".keras": "Keras",
-    ".msgpack": "Flax",
-    ".npy": "NumPy",
-    ".npz": "NumPy",
-    ".onnx": "ONNX",
-    ".pb": "TensorFlow",
-    ".pt2": "torch.export",
-    ".tflite": "TensorFlow Lite",
-}
-"""Endings that promise a format which is not written."""
 _INDEX = ".index.json"
 DEFAULT = "torch-zip"
+
+
+def _written_as(ending: str) -> list[str]:
+    """Return the formats whose files a name that ends so promises; an unknown one means torch's.
+
+    Raises:
+        UsageError: it is the ending of a format that is not written.
+    """
+    owners = [one for one in REGISTRY if ending in one.endings]
+    written = [one.name for one in owners or _of_torch() if one.writable]
+    if not owners:
+        from ckptool.formats.identify import ENDINGS  # the known endings need none of it
+
+        other = ENDINGS.get(ending)
+    else:
+        other = owners[0].name if not written else None
+    if other is not None:
+        raise UsageError(
+            f"{ending} is the ending of {other} files, which are not written",
+            hint="name a .pth or .safetensors file, or say with --format what is to be written",
+        )
+    return written
+
+
+def _of_torch() -> list[Entry]:
+    return [one for one in REGISTRY if ".pth" in one.endings]
 
 
 def in_folder(path: str | os.PathLike[str]) -> str:
@@ -122,43 +126,34 @@ def target_format(
     """
     name = os.fspath(path).lower()
     if name.endswith(_INDEX):
-        return _sharded(name.endswith(f".safetensors{_INDEX}"), format)
+        single = _written_as(os.path.splitext(name.removesuffix(_INDEX))[1])[0]
+        return _sharded(single, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
     single = _single(checkpoint, name, format)
-    return _sharded(single.startswith("safetensors"), format) if sharded else single
+    return _sharded(single, format) if sharded else single
 
 
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
     """The format of a target that is one file, or of shards where `format` says so."""
     if format is not None:
-        if format not in (*WRITABLE, *SHARD_FORMATS):
+        if format not in WRITABLE:
             raise UsageError(
-                f"{format!r} cannot be written; the format is one of "
-                f"{', '.join((*WRITABLE, *SHARD_FORMATS))}"
+                f"{format!r} cannot be written; the format is one of {', '.join(WRITABLE)}"
             )
         return format
-    ending = os.path.splitext(name)[1]
-    if ending in _BY_ENDING:
-        return _BY_ENDING[ending]
-    if ending in _OTHERS:
-        raise UsageError(
-            f"{ending} is the ending of {_OTHERS[ending]} files, which are not written",
-            hint="name a .pth or .safetensors file, or say with --format what is to be written",
-        )
-    kept = checkpoint.format in WRITABLE and checkpoint.format not in _BY_ENDING.values()
-    return checkpoint.format if kept else DEFAULT
+    written = _written_as(os.path.splitext(name)[1])
+    return checkpoint.format if checkpoint.format in written else written[0]
 
 
-def _sharded(of_safetensors: bool, format: str | None) -> str:
-    """The format of a target that is an index; `format` may name it, or what a shard is."""
-    if format is None:
-        return "safetensors-sharded" if of_safetensors else "torch-sharded"
-    for sharded, single in SHARD_FORMATS.items():
-        if format in (sharded, single):
-            return sharded
+def _sharded(single: str, format: str | None) -> str:
+    """Return the format of shards that are `single`, unless `format` names it or what they are."""
+    wanted = format or (single if format_of(single).tensors_only else DEFAULT)
+    shards = {one.shard: one.name for one in REGISTRY if one.shard}
+    if wanted in (*shards, *shards.values()):
+        return shards.get(wanted, wanted)
     raise UsageError(
-        f"shards are files of {' or '.join(SHARD_FORMATS.values())}, not of {format}",
+        f"shards are files of {' or '.join(shards)}, not of {wanted}",
         hint="leave --format out, or name one file to write",
     )
 

@@ -19,7 +19,7 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.computed import may_be_shared
 from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
-from ckptool.formats import open_checkpoint
+from ckptool.formats import format_of, open_checkpoint
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.tree import everything
@@ -91,7 +91,7 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
 
 def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """The records whose bytes go into a file of `format` without the CRC-32 that is stated."""
-    handed_on = format in ("torch-zip", "torch-sharded")
+    handed_on = format_of(format).hands_on_crc
     starts: dict[int, list[int]] = {}
     for node in everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
@@ -154,7 +154,7 @@ def verify(
     except CheckpointError as error:
         raise _wrong(f"it cannot be read back ({error.message})") from error
     with found:
-        flat = found.format == "safetensors"
+        flat = format_of(found.format).tensors_only
         runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
         _compare(runs, streamed, progress)
 
@@ -271,7 +271,7 @@ def _ends_match(run: _Run, sample: Callable[[int, int], bytes]) -> bool:
 
 def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
     """Every storage, of two trees that are pickled alike."""
-    legacy = found.format == "torch-legacy"
+    legacy = format_of(found.format).legacy
     want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
     if want.data != have.data or len(want.storages) != len(have.storages):
         raise _wrong("its names, values or objects are not what they should be")

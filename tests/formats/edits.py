@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptool.formats import editor, open_checkpoint
+from ckptool.formats import format_of, open_checkpoint
 from ckptool.model import OrderedMap
 from ckptool.transforms import add_module, remap, strip_module
 from ckptool.tree import rebuild
@@ -45,7 +45,7 @@ def apply(path, patch):
 def edit(path, change):
     """Edit a file in place; the plan, or None where the format has none."""
     with open_checkpoint(path) as checkpoint:
-        plan = editor(checkpoint.format).plan_edit(change(checkpoint))
+        plan = format_of(checkpoint.format).plan_edit(change(checkpoint))
     if plan is not None:
         apply(path, plan.patch)
         assert path.stat().st_size == plan.size

@@ -8,20 +8,37 @@ import sys
 import pytest
 
 import ckptool
-from ckptool.formats import REGISTRY, WRITABLE, WritableFormat, open_checkpoint, opening, writer
+from ckptool.formats import (
+    REGISTRY,
+    WRITABLE,
+    WritableFormat,
+    format_of,
+    open_checkpoint,
+    opening,
+    shard_of,
+    writer,
+)
 
 
 @pytest.mark.parametrize("entry", REGISTRY, ids=lambda entry: entry.name)
 def test_an_entry_names_its_format_and_whether_it_can_be_written(entry):
     known = entry.load()
     assert known.name == entry.name
-    assert isinstance(known, WritableFormat) is entry.writable
+    assert isinstance(known, WritableFormat) is (entry.writable and not entry.shard)
+    assert bool(known.shard_ending) is bool(entry.shard)
 
 
 def test_the_writable_ones_are_found_by_name():
-    assert [writer(name).name for name in WRITABLE] == list(WRITABLE)
+    single = [shard_of(name) or name for name in WRITABLE]
+    assert [writer(name).name for name in single] == single
     with pytest.raises(ckptool.UsageError, match="--format takes torch-zip, safetensors"):
         writer("pt2")
+
+
+def test_a_tree_in_memory_has_a_format_that_is_of_no_file():
+    assert format_of("memory").name == "memory"
+    assert not format_of("memory").by_torch
+    assert shard_of("memory") == ""
 
 
 def test_a_torch_zip_imports_no_other_format(fixtures):

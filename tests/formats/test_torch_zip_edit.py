@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ckptool.errors import NotRepresentable, UsageError
+from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource, MemorySource
-from ckptool.formats import editor, open_checkpoint
+from ckptool.formats import EditableFormat, format_of, open_checkpoint
 from ckptool.formats.archive import find_end, raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.zip_writer import literal, plan_zip
@@ -232,10 +232,8 @@ def test_an_unzipped_file_is_written_anew():
 
 
 def test_formats_that_can_be_edited():
-    assert editor("torch-zip") is TORCH_ZIP
-    assert editor("torch-legacy") is None
-    with pytest.raises(UsageError, match="'pt2' cannot be written"):
-        editor("pt2")
+    assert format_of("torch-zip") is TORCH_ZIP
+    assert not isinstance(format_of("torch-legacy"), EditableFormat)
 
 
 def test_what_cannot_be_pickled_is_an_error_as_in_a_new_file(file):
