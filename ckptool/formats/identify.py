@@ -601,6 +601,12 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
         "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
         "ckptool list {entry}",
     ),
+    NameKind(
+        (r"sharded",),
+        "a folder in which torch's Hugging Face writer has not put the parts together: the save "
+        "was interrupted, or failed",
+        "ckptool convert {entry} FOLDER/ does it",
+    ),
 )
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, UnreadableFile
+from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat
 from ckptool.files import FileSource
+from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tree import walk
 
-__all__ = ["Source", "open_checkpoint", "opened", "read_probe"]
+__all__ = ["Source", "open_checkpoint", "opened", "opened_together", "read_probe"]
 
 _ATTEMPTS = 3
 """How often a file is read that is changed meanwhile."""
+_SPARE = 64
+"""Files that may be opened beside those of one set."""
 
 Source = str | os.PathLike[str] | Checkpoint
 """A path, or a checkpoint that is open already."""
@@ -64,6 +67,29 @@ def opened(source: Source) -> Iterator[Checkpoint]:
         return
     with open_checkpoint(source) as checkpoint:
         yield checkpoint
+
+
+@contextmanager
+def opened_together(
+    paths: Sequence[str], limits: Limits, formats: Collection[str]
+) -> Iterator[list[Checkpoint]]:
+    """Open the files of one set; they stay open unless an error is raised.
+
+    Raises:
+        UnreadableFile: as `open_checkpoint`.
+        UnsupportedFormat: a file is of none of `formats`.
+    """
+    with ExitStack() as stack:
+        files: list[Checkpoint] = []
+        for path in paths:
+            files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
+            if files[-1].format not in formats or os.path.isdir(path):
+                what = f"is {files[-1].format}, where a file of {' or '.join(formats)} belongs"
+                raise UnsupportedFormat(what, file=path)
+            if len(files) == 1:
+                allow_open_files(files[0].sources[0].fileno() + len(paths) + _SPARE)
+        yield files
+        stack.pop_all()
 
 
 def read_probe(probe: Probe) -> Checkpoint | None:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
-from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import open_checkpoint
+from ckptool.formats.opening import opened_together
 from ckptool.formats.placements import parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
@@ -38,8 +36,6 @@ _OTHERS = re.compile(
 )
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _VALUES = (bool, int, float, complex, str, type(None))
-_SPARE = 64
-"""Files that may be opened beside the rank files."""
 _HINT = "the files are of different saves, or damaged: copy all rank files of one save"
 _FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
 
@@ -68,18 +64,9 @@ class FsdpRanks(Format):
             UnsupportedFormat: the files do not say which part of a tensor they hold.
             LimitExceeded: a file asks for more than `probe.limits`.
         """
-        paths = rank_files(probe)
-        with ExitStack() as opened:
-            ranks: list[Checkpoint] = []
-            for path in paths:
-                ranks.append(opened.enter_context(open_checkpoint(path, limits=probe.limits)))
-                if ranks[-1].format not in ("torch-zip", "torch-legacy") or os.path.isdir(path):
-                    what = f"is {ranks[-1].format}, and no file of torch.save's as rank files are"
-                    raise UnsupportedFormat(what, file=path)
-                if len(ranks) == 1:
-                    allow_open_files(ranks[0].sources[0].fileno() + len(paths) + _SPARE)
+        formats = ("torch-zip", "torch-legacy")
+        with opened_together(rank_files(probe), probe.limits, formats) as ranks:
             root = _joined(ranks, probe.path)
-            opened.pop_all()
         others = sorted(filter(_OTHERS.fullmatch, probe.entries))
         sources = tuple(source for one in ranks for source in one.sources)
         return Checkpoint(root, self.name, probe.path, _details(ranks, others), sources=sources)

@@ -52,6 +52,7 @@ TORCH_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 REGISTRY = (
     Entry("dcp", "dcp", folder=True),
+    Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
     Entry("torchscript", "torchscript", zipped=True, endings=(".ptl",)),

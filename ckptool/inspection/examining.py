@@ -23,6 +23,7 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
+from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.ranks import FSDP_RANKS, rank_files
 from ckptool.formats.sharded import open_index
@@ -86,8 +87,9 @@ def examine(
             if index is not None:
                 shards = {name: index.beside(name) for name in index.shards}
                 look.at_set(probe, index.path, shards, values=values, hashes=hashes)
-            elif FSDP_RANKS.recognise(probe):
-                shards = {os.path.basename(one): one for one in rank_files(probe)}
+            elif DCP_SAFETENSORS.recognise(probe) or FSDP_RANKS.recognise(probe):
+                find = part_files if DCP_SAFETENSORS.recognise(probe) else rank_files
+                shards = {os.path.basename(one): one for one in find(probe)}
                 look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
             else:
                 look.at_file(probe, values=values, hashes=hashes)

@@ -11,6 +11,7 @@ from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
+from ckptool.formats.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.ranks import set_of
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
@@ -173,7 +174,8 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         )
     if type(size) is int:
         return None
-    if set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors()):
+    parts = set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors())
+    if parts or SHARDING_INFO in checkpoint.details.header:
         remedy = f"its folder opens with the parts of all ranks joined: {printable(folder or '.')}"
         return Part("it holds the part that one rank has of each tensor", remedy)
     total = _OF_TOTAL.search(name)

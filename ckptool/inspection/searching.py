@@ -13,6 +13,7 @@ from ckptool.formats import candidates
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.dcp import DCP
+from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, is_part_file
 from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.ranks import FSDP_RANKS, set_of
 from ckptool.formats.sharded import shards_named_by
@@ -100,6 +101,8 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognise(probe):
             return re.compile(r".+\.(distcp|metadata)").fullmatch
+        if DCP_SAFETENSORS.recognise(probe):
+            return is_part_file
         if FSDP_RANKS.recognise(probe):
             return set_of
     return None

@@ -362,6 +362,7 @@ FOLDERS = {
     12: ["model-00001-of-00001.safetensors", "model.safetensors.index.json"],
     13: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
     14: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
+    15: ["sharded/"],
 }
 
 

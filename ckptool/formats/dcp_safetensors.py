@@ -1,0 +1,143 @@
+"""A folder of safetensors files into which torch.distributed.checkpoint (DCP) saved for the hub.
+
+There is no index: the header of each file says where its part of each tensor begins
+(`DCP_SHARDING_INFO`). Source: torch/distributed/checkpoint/hf_storage.py, torch 2.7 to 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing
+from ckptool.files.tiled import Tile, tiled
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.opening import opened_together
+from ckptool.formats.safetensors_header import parse_json
+from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.words import counted, printable
+
+__all__ = ["DCP_SAFETENSORS", "SHARDING_INFO", "is_part_file", "part_files"]
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+_NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
+_HINT = "the files are of different saves, or one is missing: copy all files of one save"
+_UNSEEN = "no file tells how many ranks saved it: that the last rank's are missing is not noticed"
+
+
+class DcpSafetensors(Format):
+    """The format `dcp-safetensors`."""
+
+    name = "dcp-safetensors"
+    flat = True
+    tensors_only = True
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)",
+        A_FOLDER,
+        "it is a folder of safetensors files, which dcp.load opens",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a folder with files that are called as DCP calls them."""
+        return any(map(is_part_file, probe.entries))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return one state dict of whole tensors, over the headers of the files.
+
+        Raises:
+            FileMissing: one of the files of each rank is missing of all ranks.
+            CorruptFile: parts overlap or do not cover a tensor, or a file does not say where its
+                parts begin.
+            UnsupportedFormat: one of the files is of another format.
+            LimitExceeded: a header asks for more than `probe.limits`.
+        """
+        with opened_together(part_files(probe), probe.limits, ("safetensors",)) as files:
+            parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
+            for one in files:
+                for name, part in _parts(one):
+                    parts.setdefault(name, []).append(part)
+            root = OrderedMap({name: _whole(name, found, files) for name, found in parts.items()})
+        return Checkpoint(
+            root,
+            self.name,
+            probe.path,
+            Details(
+                size=sum(one.details.size for one in files),
+                writer="torch.distributed.checkpoint",
+                storage_bytes=sum(one.details.storage_bytes for one in files),
+                notes=(f"{counted(len(files), 'file')} of parts, joined; {_UNSEEN}",),
+            ),
+            sources=tuple(source for one in files for source in one.sources),
+        )
+
+
+DCP_SAFETENSORS = DcpSafetensors()
+
+
+def is_part_file(path: str) -> bool:
+    """Whether DCP calls a file so that holds a rank's parts of tensors."""
+    return _NAMES.fullmatch(os.path.basename(path)) is not None
+
+
+def part_files(probe: Probe) -> tuple[str, ...]:
+    """Return the paths of the folder's files, in the order of the ranks.
+
+    Raises:
+        FileMissing: the names count further than the files go.
+    """
+    names = sorted(filter(is_part_file, probe.entries))
+    numbers = {found.groups() for name in names if (found := _NAMES.fullmatch(name))}
+    for total in {total for _, total in numbers}:
+        missing = set(range(1, int(total) + 1)) - {int(one) for one, _ in numbers}
+        if missing:
+            what = f"lacks the files shard-*-model-{min(missing):05d}-of-{total}.safetensors"
+            raise FileMissing(what, file=probe.path, hint=_HINT)
+    return tuple(os.path.join(probe.path, name) for name in names)
+
+
+def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
+    """Yield the part that a file has of each tensor."""
+    try:
+        places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
+        for name, tensor in file.root.items():
+            yield name, (Tile(_offsets(places, name, tensor), tensor.shape, tensor.data), tensor)
+    except CheckpointError as error:
+        error.file = error.file or file.path
+        raise
+
+
+def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
+    match places:
+        case dict() if isinstance(found := places.get(name), dict):
+            offsets = found.get("saved_offsets")
+        case _:
+            offsets = None
+    if not isinstance(offsets, list) or len(offsets) != len(tensor.shape):
+        what = f"the header does not say where its part of {printable(name)!r} begins"
+        raise CorruptFile(f"{what} ({SHARDING_INFO})", hint=_HINT)
+    if not all(type(at) is int and at >= 0 for at in offsets):
+        raise CorruptFile(f"{SHARDING_INFO} has {offsets} for {printable(name)!r}", hint=_HINT)
+    return tuple(offsets)
+
+
+def _whole(
+    name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
+) -> TensorRef:
+    (_, first), folder = parts[0], os.path.dirname(files[0].path)
+    try:
+        if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
+            raise CorruptFile("the files differ in its dtype or dimensions")
+        ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        itemsize = BY_NAME[first.dtype].itemsize
+        data = tiled(folder, shape, itemsize, [tile for tile, _ in parts])
+    except CorruptFile as error:
+        what = f"tensor {printable(name)!r}: {error.message}"
+        raise CorruptFile(what, file=folder, hint=_HINT) from error
+    storage = Storage(name, data, data.length)
+    return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, "cpu")
