@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""A file that appears whole or not at all; several of them, the last of which names the others."""
 
 from __future__ import annotations
 
@@ -7,16 +7,31 @@ import re
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import FileIO
 from typing import Protocol
 
-from ckptool.errors import FileBusy, TargetExists, WriteDenied, WriteError
-from ckptool.files.beside import beside
-from ckptool.files.journal import undisturbed
+from ckptool.errors import FileBusy, TargetExists, UsageError, WriteDenied, WriteError, warn
+from ckptool.files.beside import beside, journal_path
+from ckptool.files.journal import (
+    missing_folders,
+    read_journal,
+    remove,
+    remove_unfinished,
+    undisturbed,
+)
 from ckptool.files.recovery import settle
+from ckptool.files.renames import (
+    FINISHED,
+    PART,
+    Move,
+    finish_renames,
+    only_writer,
+    rename_all,
+    state_of,
+)
 from ckptool.files.source import BLOCK, ByteRange, FileSource
 from ckptool.files.system import (
     check_space,
@@ -40,11 +55,8 @@ __all__ = [
     "Progress",
     "Streamed",
     "atomic_output",
-    "folder_of",
-    "found_beside",
-    "private",
+    "atomic_set",
     "refuse_target",
-    "seal",
 ]
 
 Progress = Callable[[int, int], None]
@@ -204,7 +216,7 @@ class FileOutput:
             self._progress(self._flushed, self._size)
 
 
-def found_beside(target: str, ending: str) -> list[str]:
+def _found_beside(target: str, ending: str) -> list[str]:
     """The files beside `target` of the name that `beside` gives with an ending of this pattern."""
     folder, beginning = os.path.split(beside(target, ""))
     pattern = re.compile(re.escape(beginning) + ending)
@@ -215,18 +227,15 @@ def found_beside(target: str, ending: str) -> list[str]:
 
 
 @contextmanager
-def folder_of(target: str) -> Iterator[str]:
+def _folder_of(target: str) -> Iterator[str]:
     """The target's folder, made if need be; what was made goes again where the block fails."""
     folder = os.path.dirname(target)
-    missing = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
+    missing = missing_folders(folder)
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         for made in missing:
             sync_folder(os.path.dirname(made))
-        yield os.path.dirname(target)
+        yield folder
     except BaseException:
         with suppress(OSError):
             for made in missing:
@@ -234,12 +243,12 @@ def folder_of(target: str) -> Iterator[str]:
         raise
 
 
-def private(mode: int | None) -> Callable[[str, int], int]:
+def _private(mode: int | None) -> Callable[[str, int], int]:
     """An opener of a file for us alone while it is written, where its mode is set at the end."""
     return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
 
-def seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
+def _seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
     """Put a file on the disk, with owner, group and mode of the one that it will replace.
 
     `mode` is that of a file that replaces none (None: as it was made).
@@ -294,7 +303,7 @@ def atomic_output(
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
         settle(target)
-        with undisturbed(target), folder_of(target) as folder:
+        with undisturbed(target), _folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, size)
             with _temporary_file(target, mode if old is None else 0o600) as file:
@@ -302,7 +311,7 @@ def atomic_output(
                 reserve(file.fileno(), size)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
-                seal(file, output, old, mode)
+                _seal(file, output, old, mode)
                 close_to_rename(file)
                 refuse_target(path, overwrite=overwrite)
                 if check is not None:
@@ -335,7 +344,7 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
 
 def _remove_debris(target: str) -> None:
     """Remove the temporary files of killed runs that were to become `target`."""
-    for found in found_beside(target, _TEMPORARY):
+    for found in _found_beside(target, _TEMPORARY):
         remove_unlocked(found)
 
 
@@ -344,7 +353,7 @@ def _refuse_other_writers(target: str, own: str) -> None:
 
     Of two that begin at the same moment both may be refused, never none.
     """
-    for found in found_beside(target, _TEMPORARY):
+    for found in _found_beside(target, _TEMPORARY):
         if found != own and (holder := holder_of(found)) is not None:
             raise FileBusy(
                 f"is being written by {who(holder)}",
@@ -359,7 +368,7 @@ def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
     while True:
         temporary = beside(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
-            with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
+            with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
                 lock(file.fileno())
                 if not os.path.lexists(temporary):  # taken for debris before it was locked
                     continue
@@ -369,3 +378,171 @@ def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+_Outputs = Callable[[str | os.PathLike[str]], AbstractContextManager[FileOutput]]
+
+
+@contextmanager
+def atomic_set(
+    index: str | os.PathLike[str],
+    sizes: Mapping[str, int],
+    *,
+    overwrite: bool = False,
+    mode: int | None = None,
+    check: Callable[[], None] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[_Outputs]:
+    """Outputs for files that appear together when the block ends well; see `atomic_output`.
+
+    Each is written beside its target; when all are on the disk, they are renamed, the index last.
+    Whatever else happens leaves the old files, and nothing beside them; what a kill leaves, the
+    next run that writes the same index removes, or finishes (`files.renames`). Files of an older
+    set that are not among the new ones stay. The outputs are asked for one after the other, by the
+    path; a file is on the disk when the block of its output ends well.
+
+    Args:
+        index: The last of the files, for which the others are there.
+        sizes: The bytes of every file, in the order in which they are written.
+        overwrite: Replace files that are there.
+        mode: Permission bits of new files (None: what the umask leaves).
+        check: Called when all is on the disk, before the first rename; what it raises leaves the
+            old files.
+        progress: Told bytes done and bytes of all files.
+
+    Raises:
+        UsageError: the files are not in one folder, two are the same, or the index is not the last.
+        TargetExists: a file is there and not to be overwritten, or is a folder.
+        FileBusy: another process is writing this set; the message names that one.
+        NoSpace: the disk cannot hold all files.
+        WriteDenied: the system does not let us write there.
+        WriteError: another refusal of the system, more or fewer bytes than stated, or a file of
+            the set that was not written.
+        CorruptFile: an earlier write was cut short, and can be neither finished nor taken back.
+    """
+    path, target = os.fspath(index), os.path.realpath(index)
+    parts = _parts(target, sizes, mode)
+    if len(parts) == 1:
+        with atomic_output(
+            path, parts[0].size, overwrite=overwrite, mode=mode, check=check, progress=progress
+        ) as alone:
+            yield lambda _: nullcontext(alone)
+        return
+    with worded(path), _folder_of(target) as folder, only_writer(target, path) as is_locked:
+        journal = read_journal(target)
+        if journal is not None:
+            finish_renames(target, journal)
+            warn(f"{path}: {FINISHED}")
+        for part in parts:
+            part.old = refuse_target(part.path, overwrite=overwrite)
+            if part.target != target:
+                settle(part.target)
+        if is_locked:
+            remove_unfinished(target)
+            for found in _found_beside(target, PART):
+                remove(found)
+        check_space(folder, sum(part.size for part in parts))
+        with _cleared(target, parts):
+            for part in parts:
+                part.reserve()
+            yield _outputs(parts, progress)
+            for part in parts:
+                part.check_finished(overwrite=overwrite)
+            if check is not None:
+                check()
+            rename_all(target, [part.move() for part in parts])
+
+
+def _outputs(parts: Sequence[_Part], progress: Progress | None) -> _Outputs:
+    known, size, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
+
+    def report(now: int, _: int) -> None:
+        if progress is not None:
+            progress(done + now, size)
+
+    @contextmanager
+    def output_of(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        nonlocal done
+        part = known[os.fspath(path)]
+        with worded(part.path), part.output(report) as output:
+            yield output
+        done += part.size
+
+    return output_of
+
+
+@dataclass(slots=True)
+class _Part:
+    """One file of a set while it is written."""
+
+    path: str
+    """As the caller names it."""
+    target: str
+    temporary: str
+    size: int
+    mode: int | None
+    old: os.stat_result | None = None
+    """The file that it replaces."""
+    inode: int | None = None
+    """Of the finished file."""
+
+    def reserve(self) -> None:
+        """Make the file, with all the space that it will take."""
+        mode = self.mode if self.old is None else 0o600
+        with (
+            worded(self.path),
+            open(self.temporary, "xb", buffering=0, opener=_private(mode)) as file,
+        ):
+            reserve(file.fileno(), self.size)
+
+    @contextmanager
+    def output(self, progress: Progress) -> Iterator[FileOutput]:
+        """Write it, to the disk when the block ends well."""
+        with open(self.temporary, "r+b", buffering=0) as file:
+            output = FileOutput(file.fileno(), self.size, progress, self.temporary)
+            yield output
+            _seal(file, output, self.old, self.mode)
+            self.inode = os.fstat(file.fileno()).st_ino
+
+    def check_finished(self, *, overwrite: bool) -> None:
+        """Refuse a file that did not come, and a target that appeared meanwhile."""
+        if self.inode is None:
+            raise WriteError("was announced and not written", file=self.path)
+        self.old = refuse_target(self.path, overwrite=overwrite)
+
+    def move(self) -> Move:
+        """What is left to do for it."""
+        names = os.path.basename(self.temporary), os.path.basename(self.target)
+        return Move(*names, self.inode or 0, self.size, state_of(self.old))
+
+
+@contextmanager
+def _cleared(target: str, parts: Sequence[_Part]) -> Iterator[None]:
+    """Where the block fails, no temporary file stays, unless a journal still needs it."""
+    try:
+        yield
+    except BaseException:
+        if not os.path.lexists(journal_path(target)):
+            for part in parts:
+                remove(part.temporary)
+        raise
+
+
+def _parts(target: str, sizes: Mapping[str, int], mode: int | None) -> list[_Part]:
+    """The files, which lie in one folder, the index last."""
+    token, parts = secrets.token_hex(6), []
+    for number, (path, size) in enumerate(sizes.items(), 1):
+        temporary = beside(target, f".ckptool-{token}-{number:05}.part")
+        part = _Part(path, os.path.realpath(path), temporary, size, mode)
+        if os.path.dirname(part.target) != os.path.dirname(target):
+            raise UsageError(
+                f"must be in the folder of the index, {os.path.dirname(target)}",
+                file=path,
+                hint="a link among the files may be what leads elsewhere",
+            )
+        parts.append(part)
+    if len({part.target for part in parts}) != len(parts):
+        raise UsageError("two files of the set are the same", file=target)
+    if not parts or parts[-1].target != target:
+        raise UsageError("must be the last file of its set", file=target)
+    return parts

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +38,11 @@ __all__ = [
     "Journal",
     "exclusive",
     "leads_to",
+    "lock_file",
+    "missing_folders",
     "occupied",
     "read_journal",
+    "remove",
     "remove_journal",
     "remove_unfinished",
     "undisturbed",
@@ -248,24 +251,28 @@ def occupied(folder: str) -> Iterator[None]:
         FileBusy: another has it; the message names the process.
         WriteError: it cannot be made, or nothing can be written there.
     """
-    path = os.path.join(folder, _OCCUPIED)
-    made = _missing(folder)
-    try:
-        fd = _taken(path)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                os.unlink(path)  # while it is locked: whoever waits for it sees that it is gone
-            os.close(fd)
-    finally:
-        with suppress(OSError):  # something is in it
-            for one in made:
-                os.rmdir(one)
+    made = missing_folders(folder)
+    lock = lock_file(
+        os.path.join(folder, _OCCUPIED),
+        lambda pid: FileBusy(
+            f"{folder} is in use by {who(pid)}", hint="another folder, or wait until it has ended"
+        ),
+    )
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        with worded(folder):
+            stack.enter_context(lock)
+        yield
 
 
-def _missing(folder: str) -> list[str]:
-    """The folders that would have to be made for this one, the innermost first."""
+def _remove_empty(folders: list[str]) -> None:
+    with suppress(OSError):  # something is in it
+        for one in folders:
+            os.rmdir(one)
+
+
+def missing_folders(folder: str) -> list[str]:
+    """Return the folders that would have to be made for this one, the innermost first."""
     missing = []
     while folder and not os.path.lexists(folder):
         missing.append(folder)
@@ -273,24 +280,52 @@ def _missing(folder: str) -> list[str]:
     return missing
 
 
-def _taken(path: str) -> int:
-    """A file of no content that is ours, open and locked."""
-    folder = os.path.dirname(path)
+@contextmanager
+def lock_file(path: str, busy: Callable[[int | None], FileBusy]) -> Iterator[bool]:
+    """Make a file that is there to be locked, lock it, and remove it after the block.
+
+    Yields:
+        Whether the system, and the file system, has locks.
+
+    Raises:
+        FileBusy: another process has the lock; `busy` makes the error from its number.
+    """
     while True:
-        with worded(folder):
-            os.makedirs(folder, exist_ok=True)
-            with suppress(FileNotFoundError):  # the folder was removed by whoever had made it
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-                if try_lock(fd) is False:
-                    pid = lock_holder(fd)
-                    os.close(fd)
-                    raise FileBusy(
-                        f"{folder} is in use by {who(pid)}",
-                        hint="another folder, or wait until it has ended",
-                    )
-                if leads_to(path, fd):  # else it was removed before it was locked
-                    return fd
-                os.close(fd)
+        fd, taken, ours = _open_lock(path), None, False
+        try:
+            taken = try_lock(fd)
+            if taken is False:
+                raise busy(lock_holder(fd))
+            ours = leads_to(path, fd)  # else it was removed before it was locked
+            if ours:
+                yield bool(taken)
+                return
+        finally:
+            if ours and taken:  # while it is locked, so that it is nobody else's
+                remove(path)
+            os.close(fd)
+            if ours and not taken:  # Windows removes no open file
+                remove(path)
+
+
+def _open_lock(path: str) -> int:
+    flags = getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except FileNotFoundError:  # the folder was removed by whoever had made it
+            continue
+        except PermissionError:
+            if not os.path.lexists(path):
+                raise
+            return os.open(path, os.O_RDONLY | flags)  # another user's
+
+
+def remove(path: str) -> None:
+    """Remove a file, as far as the system lets us."""
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def leads_to(path: str | os.PathLike[str], fd: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ from ckptool.errors import CheckpointError, CorruptFile, FileBusy, WriteDenied
 from ckptool.files.beside import beside
 from ckptool.files.journal import (
     Journal,
-    leads_to,
+    lock_file,
     read_journal,
     remove_journal,
     undisturbed,
     write_journal,
 )
-from ckptool.files.system import allow_open_files, lock_holder, sync_folder, try_lock, who
+from ckptool.files.system import allow_open_files, sync_folder, who
 
 __all__ = [
     "FINISHED",
@@ -28,7 +28,6 @@ __all__ = [
     "Move",
     "finish_renames",
     "only_writer",
-    "remove",
     "rename_all",
     "settle_set",
     "state_of",
@@ -219,50 +218,16 @@ def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
         ) from error
 
 
-@contextmanager
-def only_writer(target: str, path: str) -> Iterator[bool]:
-    """A lock on the set: whether there is such a thing on this system.
+def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
+    """Hold a lock on the set; the block gets whether there is such a thing on this system.
 
     It is on a file of its own, since the index may not be there yet, and is another one afterwards.
     """
-    name = beside(target, _LOCK)
-    while True:
-        fd, taken, ours = _open_lock(name), None, False
-        try:
-            taken = try_lock(fd)
-            if taken is False:
-                raise _busy(lock_holder(fd), path)
-            ours = leads_to(name, fd)  # else it was removed before it was locked
-            if ours:
-                yield bool(taken)
-                return
-        finally:
-            if ours and taken:  # while it is locked, so that it is nobody else's
-                remove(name)
-            os.close(fd)
-            if ours and not taken:  # Windows removes no open file
-                remove(name)
-
-
-def _open_lock(name: str) -> int:
-    flags = getattr(os, "O_NOFOLLOW", 0)
-    try:
-        return os.open(name, os.O_RDWR | os.O_CREAT | flags, 0o666)
-    except PermissionError:
-        if not os.path.lexists(name):
-            raise
-        return os.open(name, os.O_RDONLY | flags)  # another user's
-
-
-def _busy(pid: int | None, path: str) -> FileBusy:
-    return FileBusy(
-        f"is being written, with its files, by {who(pid)}",
-        file=path,
-        hint="try again when it has finished",
+    return lock_file(
+        beside(target, _LOCK),
+        lambda pid: FileBusy(
+            f"is being written, with its files, by {who(pid)}",
+            file=path,
+            hint="try again when it has finished",
+        ),
     )
-
-
-def remove(path: str) -> None:
-    """Remove a file, as far as the system lets us."""
-    with suppress(OSError):
-        os.unlink(path)

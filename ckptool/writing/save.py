@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,13 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.files import FileSource
-from ckptool.files.atomic import FileOutput, Progress, atomic_output
+from ckptool.files.atomic import FileOutput, Progress, atomic_set
 from ckptool.files.computed import ComputedSource
 from ckptool.files.editing import apply_patch
-from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import format_of, shard_of, writer
-from ckptool.formats.base import EditableFormat, NewFile, Plan
+from ckptool.formats.base import EditableFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
@@ -192,31 +191,19 @@ def _write_files(plan: Plan, job: Job) -> None:
     with (
         job.reading(),
         source_check(job.checkpoint, plan.format) as check_sources,
-        _new_files(plan, job, mode, check) as new,
+        atomic_set(
+            plan.index or job.path,
+            {file.path or job.path: file.size for file in plan.files},
+            overwrite=job.overwrite or job.in_place,
+            mode=mode,
+            check=check,
+            progress=job.progress,
+        ) as output_of,
     ):
         for file in plan.files:
-            with new(file) as output:
+            with output_of(file.path or job.path) as output:
                 file.write(output)
             outputs.append(output)
-
-
-@contextmanager
-def _new_files(
-    plan: Plan, job: Job, mode: int | None, check: Callable[[], None]
-) -> Iterator[Callable[[NewFile], AbstractContextManager[FileOutput]]]:
-    """What gives each file its output; `check` is called when all are on the disk."""
-    overwrite = job.overwrite or job.in_place
-    if plan.index:
-        sizes = {file.path: file.size for file in plan.files}
-        with atomic_set(
-            plan.index, sizes, overwrite=overwrite, mode=mode, check=check, progress=job.progress
-        ) as files:
-            yield lambda file: files.file(file.path)
-    else:
-        with atomic_output(
-            job.path, plan.size, overwrite=overwrite, mode=mode, check=check, progress=job.progress
-        ) as output:
-            yield lambda _: nullcontext(output)
 
 
 LEFT_OUT = "left-out"

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from ckptool.files import renames
-from ckptool.files.file_set import atomic_set
+from ckptool.files.atomic import atomic_set
 from ckptool.files.journal import read_journal
 
 INDEX = "model.safetensors.index.json"
@@ -31,9 +31,9 @@ def lay(folder, contents):
 def write(folder, contents, sizes=None, **options):
     """Write a set into `folder`; the index is the last."""
     sizes = sizes or {os.path.join(folder, name): len(data) for name, data in contents.items()}
-    with atomic_set(list(sizes)[-1], sizes, **options) as files:
+    with atomic_set(list(sizes)[-1], sizes, **options) as output_of:
         for name, data in contents.items():
-            with files.file(os.path.join(folder, name)) as output:
+            with output_of(os.path.join(folder, name)) as output:
                 output.write(data)
 
 

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from ckptool.errors import NoSpace, TargetExists, UsageError, WriteDenied
-from ckptool.files.file_set import atomic_set
+from ckptool.files.atomic import atomic_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, needs_refusals, write
 
 
@@ -41,9 +41,9 @@ def test_what_is_being_written_can_be_read_by_the_check(tmp_path):
             with open(outputs[name].name, "rb") as file:
                 assert file.read() == data
 
-    with atomic_set(tmp_path / INDEX, sizes, check=check) as files:
+    with atomic_set(tmp_path / INDEX, sizes, check=check) as output_of:
         for name, data in NEW.items():
-            with files.file(tmp_path / name) as outputs[name]:
+            with output_of(tmp_path / name) as outputs[name]:
                 outputs[name].write(data)
     assert content(tmp_path) == NEW
 
@@ -106,9 +106,9 @@ def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
     sizes = {str(tmp_path / INDEX): 0}
     before = os.umask(0o077)
     try:
-        with atomic_set(tmp_path / INDEX, sizes, mode=0o644) as files:
+        with atomic_set(tmp_path / INDEX, sizes, mode=0o644) as output_of:
             check()
-            with files.file(tmp_path / INDEX):
+            with output_of(tmp_path / INDEX):
                 check()
     finally:
         os.umask(before)

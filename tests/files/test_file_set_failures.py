@@ -9,10 +9,10 @@ import textwrap
 import pytest
 
 from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
-from ckptool.files import opening, recovery, renames, system
+from ckptool.files import journal, opening, recovery, renames, system
+from ckptool.files.atomic import atomic_set
 from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.editing import Edit, Patch
-from ckptool.files.file_set import atomic_set
 from ckptool.files.journal import read_journal, write_journal
 from ckptool.files.renames import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, needs_posix, run_child, write
@@ -28,9 +28,9 @@ def test_an_error_leaves_the_old_set(old, error, at):
 
     def interrupted():
         sizes = {str(old / name): len(data) for name, data in NEW.items()}
-        with atomic_set(old / INDEX, sizes, overwrite=True, check=stop) as files:
+        with atomic_set(old / INDEX, sizes, overwrite=True, check=stop) as output_of:
             for name, data in NEW.items():
-                with files.file(old / name) as output:
+                with output_of(old / name) as output:
                     output.write(data)
                     if at == "inside":
                         stop()
@@ -242,7 +242,7 @@ def test_a_file_of_any_other_name_is_no_debris(old, name):
 @needs_posix
 def test_the_second_writer_is_refused(old):
     sizes = {str(old / name): len(data) for name, data in NEW.items()}
-    with atomic_set(old / INDEX, sizes, overwrite=True) as files:
+    with atomic_set(old / INDEX, sizes, overwrite=True) as output_of:
         with pytest.raises(
             FileBusy, match=f"(?m)by process {os.getpid()}, which is this one$"
         ) as caught:
@@ -251,7 +251,7 @@ def test_the_second_writer_is_refused(old):
         done = run_child("write(sys.argv[1], FEWER, overwrite=True)", old)
         assert f"FileBusy: {old / INDEX}: is being written" in done.stderr
         for name, data in NEW.items():
-            with files.file(old / name) as output:
+            with output_of(old / name) as output:
                 output.write(data)
     assert content(old) == OLD | NEW
 
@@ -307,7 +307,7 @@ def test_a_lock_that_is_removed_before_it_is_taken(old, monkeypatch, taken):
                 system.lock(others[0].fileno())
         return system.try_lock(fd)
 
-    monkeypatch.setattr(renames, "try_lock", try_lock)
+    monkeypatch.setattr(journal, "try_lock", try_lock)
     if taken:
         with pytest.raises(FileBusy):
             write(old, NEW, overwrite=True)
@@ -337,7 +337,7 @@ def test_a_reader_leaves_the_journal_that_is_being_written(old, monkeypatch):
 
 
 def test_a_system_without_locks_keeps_what_may_be_anothers(old, monkeypatch):
-    monkeypatch.setattr(renames, "try_lock", lambda _: None)
+    monkeypatch.setattr(journal, "try_lock", lambda _: None)
     debris = f".{INDEX}.ckptool-0123456789ab-00001.part"
     (old / debris).write_bytes(b"whose?")
     write(old, NEW, overwrite=True)
