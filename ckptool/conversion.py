@@ -13,7 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of, opened
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
-from ckptool.writing import Receipt, in_folder, save, target_format
+from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +230,7 @@ def convert(
     *,
     format: str | None = None,
     max_shard_size: int | str | None = None,
+    files_from: str | os.PathLike[str] | None = None,
     strict: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -269,6 +270,9 @@ def convert(
             the format, unless `format` is given.
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
+        files_from: A folder whose configuration, tokenizer and processor files are copied beside
+            the weights. None: those in `source`, if `target` is a folder and `source` one of many
+            processes.
         strict: Refuse to leave anything out.
         overwrite: Replace an existing target.
         dry_run: Plan only.
@@ -321,7 +325,7 @@ def convert(
         allow_overflow=allow_overflow, dequantize=dequantize, raw=raw,
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
-    target = in_folder(target)
+    to_folder, target = is_folder(target), in_folder(target)
     with opened(source) as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(
@@ -329,6 +333,8 @@ def convert(
             target,
             format=name,
             max_shard_size=max_shard_size,
+            files_from=files_from,
+            to_folder=to_folder,
             overwrite=overwrite,
             strict=strict,
             dry_run=dry_run,

@@ -26,6 +26,8 @@ def write_changed(
     strict: bool = False,
     rewrite: bool = False,
     max_shard_size: str | None = None,
+    files_from: str | None = None,
+    to_folder: bool = False,
 ) -> Receipt:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
@@ -56,6 +58,8 @@ def write_changed(
             rewrite=rewrite,
             strict=strict,
             max_shard_size=max_shard_size,
+            files_from=files_from,
+            to_folder=to_folder,
             dry_run=target.dry_run,
             verify=target.verify,
             progress=progress,

@@ -27,7 +27,7 @@ from ckptool.cli.options import (
 from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
 from ckptool.matching import Allowance
-from ckptool.writing import in_folder, target_format
+from ckptool.writing import in_folder, is_folder, target_format
 
 __all__ = ["command"]
 
@@ -100,6 +100,12 @@ __all__ = ["command"]
     metavar="SIZE",
     help="Split what is larger into files of SIZE (5GB) and an index.",
 )
+@click.option(
+    "--files-from",
+    metavar="DIR",
+    type=PATH,
+    help="Copy configuration, tokenizer and processor files of DIR beside the weights.",
+)
 @click.option("--strict", is_flag=True, help="Refuse to leave anything out.")
 @target_options(place=False)
 def command(
@@ -109,6 +115,7 @@ def command(
     visible_devices: str | None,
     keep: tuple[str, ...],
     max_shard_size: str | None,
+    files_from: str | None,
     strict: bool,
     like: str | None,
     allowance: Allowance,
@@ -119,9 +126,10 @@ def command(
 
     The ending of DESTINATION decides the format (.safetensors, .safetensors.index.json for
     shards), or --format; otherwise it is that of SOURCE. A folder gets model.safetensors, as
-    from_pretrained reads it. Safetensors holds one flat state dict:
-    what is left out is named. All of it is one pass over the file, in the order in which the
-    options stand here.
+    from_pretrained reads it, and the files that belong beside it: those of --files-from, or
+    config.json and the others in SOURCE, where it is a folder of many processes, or in its
+    huggingface/. Safetensors holds one flat state dict: what is left out is named. All of it is
+    one pass over the file, in the order in which the options stand here.
     """
     if (destination is None) == (target.output is None):
         raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
@@ -151,4 +159,6 @@ def command(
         word="converted",
         strict=strict,
         max_shard_size=max_shard_size,
+        files_from=files_from,
+        to_folder=is_folder(destination or target.output or ""),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ckptool.errors import (
     NotFound,
     NotRepresentable,
     TruncatedFile,
+    UsageError,
     warn,
 )
 from ckptool.files import FileSource
@@ -30,7 +32,7 @@ from ckptool.hollow import hollow, refuse_hollow
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
-from ckptool.words import listed
+from ckptool.words import counted, listed
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import check_still_there, check_target, is_a_source, target_format
 from ckptool.writing.verification import source_check, verify
@@ -222,6 +224,8 @@ def save(
     dry_run: bool = False,
     max_shard_size: int | str | None = None,
     verify: bool | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+    to_folder: bool = False,
     progress: Progress | None = None,
 ) -> Receipt:
     """Write `checkpoint` to `path`, whole or not at all.
@@ -240,6 +244,10 @@ def save(
         max_shard_size: Bytes of tensors in one file, or words such as `5GB`; more go into shards.
         verify: Read the result back and compare every tensor before it takes its name. None: where
             tensors are computed (`cast`, `average`).
+        files_from: The folder whose configuration, tokenizer and processor files are copied beside
+            the weights.
+        to_folder: Whether the target is a folder that the weights are written into: the files are
+            looked for in the folder that the source is.
         progress: Told bytes done and bytes in all.
 
     Raises:
@@ -266,13 +274,6 @@ def save(
     plan = _planned(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=bool(format and shard_of(format))
     )
-    _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
-    refuse_empty(checkpoint, plan)
-    if found := hollow(checkpoint):
-        plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
-    _refuse_left_out(checkpoint, plan, strict=strict)
-    if in_place and not overwrite and is_a_source(path, checkpoint.sources):
-        _refuse_loss(checkpoint, plan)
     job = Job(
         checkpoint,
         os.fspath(path),
@@ -281,8 +282,19 @@ def save(
         _computes(checkpoint) if verify is None else verify,
         progress,
     )
+    if to_folder or files_from is not None:
+        plan = _accompanied(plan, job, files_from, to_folder=to_folder)
+    _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
+    refuse_empty(checkpoint, plan)
+    if found := hollow(checkpoint):
+        plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
+    _refuse_left_out(checkpoint, plan, strict=strict)
+    if in_place and not overwrite and is_a_source(path, checkpoint.sources):
+        _refuse_loss(checkpoint, plan)
     if not dry_run:
         _carry_out(plan, job)
+    elif plan.index or os.path.isdir(checkpoint.path):
+        plan = replace(plan, notes=(*plan.notes, _room(plan, path)))
     return _receipt(plan, job, dry_run=dry_run)
 
 
@@ -304,6 +316,32 @@ def _planned(
     else:
         plan = writer(format).plan(checkpoint)
     return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
+
+
+def _accompanied(
+    plan: Plan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
+) -> Plan:
+    """Return the plan with the files that belong beside the weights in a folder."""
+    from ckptool.writing.companions import folder_of_companions, with_companions
+
+    if not to_folder:
+        raise UsageError(
+            "files_from is about a folder to write, and the target is one file",
+            hint="name a folder: ckptool convert SOURCE FOLDER/",
+        )
+    if files_from is not None:
+        return with_companions(plan, job.path, files_from)
+    folder = folder_of_companions(job.checkpoint)
+    return plan if folder is None else with_companions(plan, job.path, folder, found=True)
+
+
+def _room(plan: Plan, path: str | os.PathLike[str]) -> str:
+    """Return how much is to be written, and how much the disk holds."""
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free, files = shutil.disk_usage(folder).free, counted(len(plan.files), "file")
+    return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:

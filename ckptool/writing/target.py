@@ -18,6 +18,7 @@ __all__ = [
     "default_target",
     "in_folder",
     "is_a_source",
+    "is_folder",
     "target_format",
 ]
 
@@ -98,10 +99,12 @@ def _of_torch() -> list[Entry]:
 def in_folder(path: str | os.PathLike[str]) -> str:
     """Return the file to write: of a folder the one in it that `from_pretrained` looks for."""
     name = os.fspath(path)
-    return os.path.join(name, "model.safetensors") if _is_folder(name) else name
+    return os.path.join(name, "model.safetensors") if is_folder(name) else name
 
 
-def _is_folder(name: str) -> bool:
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a target is a folder: it is there, or its name ends so."""
+    name = os.fspath(path)
     return name.endswith(os.sep) or os.path.isdir(name)
 
 

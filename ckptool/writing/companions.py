@@ -1,0 +1,109 @@
+"""The files that `from_pretrained` wants beside weights: configuration, tokenizer, processor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import FileMissing
+from ckptool.files import ByteRange, FileSource
+from ckptool.files.atomic import Output
+from ckptool.formats.base import NewFile, Plan
+from ckptool.words import listed
+
+__all__ = ["PATTERNS", "folder_of_companions", "with_companions"]
+
+_CONFIG = "config.json"
+PATTERNS = (
+    _CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.*",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Names of the files that are copied: neither weights nor code."""
+_FOLDERS = ("", "huggingface", "hf")
+"""Where they lie in the folder of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
+
+
+def folder_of_companions(checkpoint: Checkpoint) -> str | None:
+    """Return the folder with the model's `config.json` in the folder that a checkpoint is."""
+    if not os.path.isdir(checkpoint.path):
+        return None
+    folders = (os.path.join(checkpoint.path, name) for name in _FOLDERS)
+    return next((one for one in folders if os.path.isfile(os.path.join(one, _CONFIG))), None)
+
+
+def with_companions(
+    plan: Plan, path: str, folder: str | os.PathLike[str], *, found: bool = False
+) -> Plan:
+    """Return `plan` with the files of `folder` beside the weights, which are at `path` if alone.
+
+    `found`: nobody named `folder`: a file that the target has already stays, and is named.
+
+    Raises:
+        FileMissing: there is no such folder, or no such file in it.
+    """
+    target = os.path.dirname(plan.index or path)
+    names = sorted(_names(folder))
+    wanted = [name for name in names if any(fnmatchcase(name, one) for one in PATTERNS)]
+    if not wanted:
+        hint = f"it should have {listed(PATTERNS, 4)}"
+        raise FileMissing("has no file that goes beside a model's weights", file=folder, hint=hint)
+    taken = {one for one in wanted if found and os.path.lexists(os.path.join(target, one))}
+    copied = [name for name in wanted if name not in taken]
+    weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
+    return replace(
+        plan,
+        files=(*(_copy(folder, name, target) for name in copied), *weights),
+        notes=(*plan.notes, *_notes(os.fspath(folder), names, copied, taken)),
+    )
+
+
+def _names(folder: str | os.PathLike[str]) -> Iterator[str]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry.name for entry in entries if entry.is_file())
+    except OSError as error:
+        raise FileMissing("is no folder that can be read", file=folder) from error
+
+
+def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
+    path = os.path.join(folder, name)
+    size = os.path.getsize(path)
+    return NewFile(size, partial(_write, path, size), path=os.path.join(target, name))
+
+
+def _write(path: str, size: int, output: Output) -> None:
+    with closing(FileSource(path)) as source:
+        output.copy(ByteRange(source, 0, size))
+
+
+def _notes(
+    folder: str, names: Iterable[str], copied: Iterable[str], taken: Iterable[str]
+) -> Iterator[str]:
+    if copied:
+        yield f"copied from {folder}: {listed(copied)}"
+    if taken:
+        yield f"there already, and not copied from {folder}: {listed(sorted(taken))}"
+    code = [name for name in names if name.endswith(".py")]
+    if code:
+        yield f"code is not copied from {folder}: {listed(code)}"

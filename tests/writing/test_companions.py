@@ -1,0 +1,113 @@
+"""Configuration and tokenizer beside the weights: copied, found, and never written over."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import FileMissing, TargetExists, TruncatedFile, UsageError
+from ckptool.writing import companions
+
+CONFIG = {"architectures": ["Net"], "model_type": "net"}
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """A folder as the hub has it, with weights and code."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_bytes(b"t" * 100_000)
+    (folder / "modeling_net.py").write_text("raise SystemExit")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "tokenizer").mkdir()
+    return folder
+
+
+@pytest.fixture
+def ranks(fixtures, tmp_path):
+    """A folder of rank files, as verl writes it."""
+    return Path(shutil.copytree(fixtures / "ranks" / "fsdp2-2.13.0", tmp_path / "actor"))
+
+
+def weights(tmp_path):
+    torch.save({"w": torch.ones(6, 2), "b": torch.ones(3)}, tmp_path / "weights.pth")
+    return tmp_path / "weights.pth"
+
+
+@pytest.mark.parametrize("size", [None, 30])
+def test_the_files_of_a_folder_are_copied_and_no_weights_or_code(beside, tmp_path, size):
+    out = tmp_path / "out"
+    receipt = ckptool.convert(
+        weights(tmp_path), f"{out}/", files_from=beside, max_shard_size=size, verify=True
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names >= {"config.json", "tokenizer.json"}
+    assert {name for name in names if "model" not in name} == {"config.json", "tokenizer.json"}
+    assert (out / "tokenizer.json").read_bytes() == b"t" * 100_000
+    assert [Path(path).name for path, _ in receipt.files][:2] == ["config.json", "tokenizer.json"]
+    assert receipt.path.endswith("model.safetensors.index.json" if size else "model.safetensors")
+    assert f"code is not copied from {beside}: modeling_net.py" in receipt.notes
+    assert torch.equal(ckptool.load(out)["w"], torch.ones(6, 2))
+
+
+def test_what_is_there_is_refused_before_anything_is_written(beside, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("mine")
+    with pytest.raises(TargetExists, match=r"out/config\.json"):
+        ckptool.convert(weights(tmp_path), out, files_from=beside)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    ckptool.convert(weights(tmp_path), out, files_from=beside, overwrite=True)
+    assert json.loads((out / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("where", ["", "huggingface", "hf"])
+def test_a_folder_of_many_processes_has_them_itself(ranks, beside, tmp_path, where):
+    (ranks / where).mkdir(exist_ok=True)
+    shutil.copy(beside / "config.json", ranks / where)
+    shutil.copy(beside / "tokenizer.json", ranks / where)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("mine")
+    receipt = ckptool.convert(ranks, out)
+    assert json.loads((out / "config.json").read_text()) == CONFIG
+    assert (out / "tokenizer.json").read_text() == "mine"
+    assert "there already, and not copied" in receipt.notes[-1]
+    ckptool.convert(ranks, tmp_path / "single.safetensors")
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_folder_without_them_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileMissing, match="no file that goes beside") as caught:
+        ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "empty")
+    assert "config.json" in caught.value.hint
+    with pytest.raises(FileMissing, match="no folder"):
+        ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "none")
+    with pytest.raises(UsageError, match="the target is one file"):
+        ckptool.convert(weights(tmp_path), tmp_path / "out.pth", files_from=tmp_path / "empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_changes_meanwhile_leaves_nothing(beside, tmp_path, monkeypatch):
+    size = companions.os.path.getsize
+    monkeypatch.setattr(companions.os.path, "getsize", lambda path: size(path) + 1)
+    with pytest.raises(TruncatedFile, match=r"tokenizer|config"):
+        ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=beside)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_how_much_and_how_much_is_free(beside, ranks, tmp_path):
+    source = weights(tmp_path)
+    receipt = ckptool.convert(
+        source, f"{tmp_path}/out/", files_from=beside, max_shard_size=30, dry_run=True
+    )
+    assert receipt.notes[-1].startswith(f"5 files of {receipt.size:,} bytes; the disk has ")
+    assert not (tmp_path / "out").exists()
+    alone = ckptool.convert(ranks, tmp_path / "new" / "out.pth", dry_run=True)
+    assert alone.notes[-1].startswith(f"1 file of {alone.size:,} bytes")
