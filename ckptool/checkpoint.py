@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptool.files import FileSource
+from ckptool.files import Source
 from ckptool.model import Path, TensorRef
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Checkpoint:
     """Facts about the file: sizes, writer, notes."""
     changes: tuple[Change, ...] = ()
     """The changes since the file was read, in order."""
-    sources: tuple[FileSource, ...] = ()
+    sources: tuple[Source, ...] = ()
     """The open files that the tensors read from."""
     reports: tuple[Report, ...] = ()
     """Called when it has been written: what only the computation tells."""

@@ -44,7 +44,7 @@ def write_changed(
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
             for file in checkpoint.sources:
-                _refuse_link(file.path, force=target.force)
+                _refuse_link(file.name, force=target.force)
             chosen = checkpoint.path  # of a folder of shards, the index in it
         named = checkpoint.path if os.path.isfile(checkpoint.path) and not sharded else source
         path = chosen or default_target(named, word, target.format, sharded=sharded)

@@ -32,7 +32,7 @@ from ckptool.files.renames import (
     rename_all,
     state_of,
 )
-from ckptool.files.source import BLOCK, ByteRange, FileSource
+from ckptool.files.source import BLOCK, ByteRange
 from ckptool.files.system import (
     check_space,
     close_to_rename,
@@ -140,8 +140,8 @@ class FileOutput:
         """
         if data.length <= SMALL:
             self.write(data.read())
-        elif isinstance(data.source, FileSource):
-            self._copy_file(data, data.source)
+        elif data.source.fd() is not None:
+            self._copy_file(data)
         else:
             self.stream(data.blocks())
 
@@ -182,12 +182,12 @@ class FileOutput:
             raise WriteError(f"{self._flushed:,} bytes came of the {self._size:,} planned")
         self._report()
 
-    def _copy_file(self, data: ByteRange, source: FileSource) -> None:
+    def _copy_file(self, data: ByteRange) -> None:
         self._expect(data.length)
         self._flush()
         for start in range(0, data.length, STEP):
             length = min(STEP, data.length - start)
-            copy_bytes(source, data.offset + start, self._fd, self._flushed, length)
+            copy_bytes(data.source, data.offset + start, self._fd, self._flushed, length)
             self._flushed += length
             self._step()
 

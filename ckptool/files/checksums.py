@@ -9,7 +9,6 @@ from functools import lru_cache
 from threading import Lock
 
 from ckptool.errors import CorruptFile
-from ckptool.files.computed import may_be_shared
 from ckptool.files.source import BLOCK, ByteRange
 
 __all__ = ["Checked", "combined", "crc32s"]
@@ -169,7 +168,7 @@ def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
     job: list[_Piece] = []
     weight = 0
     for index, run in enumerate(runs):
-        step = _PIECE if may_be_shared(run) else max(run.length, 1)
+        step = _PIECE if run.source.is_shared else max(run.length, 1)
         for start in range(0, max(run.length, 1), step):
             length = min(step, run.length - start)
             job.append((index, start, length))

@@ -11,14 +11,13 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.errors import TruncatedFile
-from ckptool.files.source import BLOCK, ByteRange, FileSource, MemorySource, neighbours
+from ckptool.files.source import BLOCK, ByteRange, Source, neighbours
 from ckptool.files.strided import row_major
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "FilledSource", "gathered", "joined", "may_be_shared"]
+__all__ = ["Ahead", "ComputedSource", "FilledSource", "gathered", "joined"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -28,8 +27,8 @@ DEPTH = 2
 """Blocks that are kept ready or are being computed."""
 
 
-class FilledSource:
-    """A source (`source.Source`) whose bytes `fill` puts into a buffer when they are asked for.
+class FilledSource(Source):
+    """A source whose bytes `fill` puts into a buffer when they are asked for.
 
     They lie in files, in several pieces, and a write of them is not read back.
     """
@@ -39,28 +38,11 @@ class FilledSource:
 
         `name` is the file that they come from.
         """
-        self.name = name
-        self.size = size
-        self.fill = fill
+        self.name, self.size, self._filler = name, size, fill
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        self._check(offset, length)
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        self._check(offset, len(buffer))
-        self.fill(offset, buffer)
-
-    def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,}",
-                file=self.name,
-            )
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        self._filler(offset, buffer)
 
 
 class ComputedSource(FilledSource):
@@ -76,8 +58,8 @@ class ComputedSource(FilledSource):
     ) -> None:
         """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
 
-        `ahead`: it may be called from several threads at once (`may_be_shared`), which compute the
-        next blocks, of this source and of those after it, while the last one is used.
+        `ahead`: it may be called from several threads at once, as a source that `is_shared`. They
+        compute the next blocks, of this source and those after it, while the last one is used.
         """
         super().__init__(name, size, fill)
         self._ahead = ahead if size >= WORTH else None
@@ -159,15 +141,6 @@ class Ahead:
             block = _threads().submit(source.fill, offset, memoryview(data)[:size])
             self._blocks.append((source, offset, size, block, data))
             offset += size
-
-
-def may_be_shared(data: ByteRange) -> bool:
-    """Whether several threads may read it at once, in whatever order, at no cost.
-
-    What is inflated or computed is not, nor a file where the system has no reads at a position.
-    """
-    plain = isinstance(data.source, (FileSource, MemorySource))
-    return plain and hasattr(os, "preadv")
 
 
 @cache

@@ -16,7 +16,7 @@ from enum import Enum
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
 from ckptool.files.beside import journal_path
 from ckptool.files.journal import Journal, exclusive, leads_to, remove_journal, write_journal
-from ckptool.files.source import FileSource, read_at
+from ckptool.files.source import Source, read_at
 from ckptool.files.system import boot_id, check_space, worded, write_at
 
 __all__ = ["KIND", "Edit", "Patch", "State", "apply_patch"]
@@ -196,7 +196,7 @@ def _broke_off(piece: bytes, old: bytes, new: bytes) -> bool:
 
 
 def apply_patch(
-    source: FileSource,
+    source: Source,
     patch: Patch,
     *,
     path: str | None = None,
@@ -209,7 +209,7 @@ def apply_patch(
     Args:
         source: Still open. What it has read of tensors stays true.
         patch: What to put in, and where.
-        path: Where the file is, if not at `source.path`; links are resolved.
+        path: Where the file is, if not at `source.name`; links are resolved.
         check: Called when the edit is on the disk; what it raises takes the edit back.
 
     Raises:
@@ -219,7 +219,7 @@ def apply_patch(
         WriteDenied: the system does not let us write to the file, or a journal beside it.
         WriteError: another file is at its place, or another refusal of the system.
     """
-    path = path or source.path
+    path = path or source.name
     with worded(path), exclusive(path) as fd:
         _check_target(source, path, fd)
         edit = Edit.of(fd, patch)
@@ -239,13 +239,13 @@ def apply_patch(
             remove_journal(path)
 
 
-def _check_target(source: FileSource, path: str, fd: int) -> None:
+def _check_target(source: Source, path: str, fd: int) -> None:
     """Refuse to edit a file that is not, or not any more, the one that was read."""
     if not os.access(path, os.W_OK):
         raise WriteDenied(
             "the system does not let us write to it", hint="write the result to another file"
         )
-    if not leads_to(path, source.fileno()):
+    if not leads_to(path, source.fd() or -1):
         raise WriteError(
             "another file has taken its place meanwhile; nothing was written",
             hint="write the result to another file",

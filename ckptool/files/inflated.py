@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
-from ckptool.files.source import BLOCK, ByteRange
+from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.files.source import BLOCK, ByteRange, Source
 
 __all__ = ["InflatedSource", "refuse_bomb"]
 
@@ -15,7 +15,7 @@ _PREAMBLE = 4 << 10
 """Stored bytes by which a deflated beginning may be longer than what it inflates to: its tables."""
 
 
-class InflatedSource:
+class InflatedSource(Source):
     """A deflated zip record, read as what it inflates to, in bounded blocks.
 
     Reading forwards costs one pass; reading backwards starts the record again.
@@ -24,7 +24,7 @@ class InflatedSource:
     def __init__(self, packed: ByteRange, size: int) -> None:
         """Read `packed` (raw deflate) as `size` bytes."""
         self._packed = packed
-        self._size = size
+        self.name, self.size = packed.source.name, size
         self._inflater: zlib._Decompress | None = None  # tens of kilobytes, only while it is read
         self._blocks: Iterator[bytes] = iter(())
         self._pending = b""
@@ -32,40 +32,23 @@ class InflatedSource:
         self._ends_well: bool | None = None
 
     @property
-    def name(self) -> str:
-        """The file that the record is in."""
-        return self._packed.source.name
-
-    @property
-    def size(self) -> int:
-        """Bytes when inflated, as the zip directory states them."""
-        return self._size
-
-    @property
     def packed_size(self) -> int:
         """Bytes as they are stored."""
         return self._packed.length
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or an error."""
-        if offset < 0 or length < 0 or offset + length > self._size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of a compressed record "
-                f"of {self._size:,}",
-                file=self.name,
-            )
-        if length == 0:
-            return b""
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`, or an error."""
+        if not buffer:
+            return
         if self._inflater is None or offset < self._position:
             self._start()
         while self._position < offset:
             self._take(min(BLOCK, offset - self._position))
-        parts = []
-        while length:
-            part = self._take(min(BLOCK, length))
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+        done = 0
+        while done < len(buffer):
+            part = self._take(min(BLOCK, len(buffer) - done))
+            buffer[done : done + len(part)] = part
+            done += len(part)
 
     def head(self, length: int) -> bytes:
         """Up to `length` first bytes; nothing is kept for the next read.
@@ -79,12 +62,6 @@ class InflatedSource:
         except zlib.error as error:
             raise self._damaged(error) from error
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or an error."""
-        for start in range(0, len(buffer), BLOCK):
-            stop = min(start + BLOCK, len(buffer))
-            buffer[start:stop] = self.read(offset + start, stop - start)
-
     def _start(self) -> None:
         self._inflater = zlib.decompressobj(-zlib.MAX_WBITS)
         self._blocks = self._packed.blocks()
@@ -97,7 +74,7 @@ class InflatedSource:
         if not data:
             raise CorruptFile("a compressed record ends too early", file=self.name)
         self._position += len(data)
-        if self._position == self._size:
+        if self._position == self.size:
             self._finish()
         return data
 
@@ -106,7 +83,7 @@ class InflatedSource:
         inflater = self._inflater
         if self._inflate(1):
             raise CorruptFile(
-                f"a compressed record inflates to more than the {self._size:,} bytes "
+                f"a compressed record inflates to more than the {self.size:,} bytes "
                 "that the zip directory states",
                 file=self.name,
             )
@@ -122,7 +99,7 @@ class InflatedSource:
         Raises:
             CorruptFile: nothing is to be inflated, and something is.
         """
-        if self._size == 0 and self._ends_well is None:
+        if self.size == 0 and self._ends_well is None:
             self._start()
             self._finish()
         return self._ends_well is not False

@@ -36,8 +36,6 @@ __all__ = [
 KIND = "set"
 """What the journal of a set is called."""
 
-_SPARE = 64
-"""Files that may be open beside those that are replaced."""
 
 FINISHED = "it and its files are all the new ones: their write had been cut short"
 """What to say of an index whose journal has been carried out."""
@@ -106,7 +104,7 @@ def rename_all(target: str, moves: Sequence[Move]) -> None:
     with ExitStack() as stack:
         # Who opens the index must not take the journal for one that a kill left half written, and
         # nobody is to edit a file that is just being replaced.
-        allow_open_files(len(moves) + _SPARE)
+        allow_open_files(len(moves))
         for move in moves:
             stack.enter_context(undisturbed(os.path.join(folder, move.name)))
         try:

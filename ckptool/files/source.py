@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile, UsageError
 
@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK",
     "ByteRange",
     "FileSource",
+    "FolderFile",
     "MemorySource",
     "Source",
     "Stated",
@@ -31,26 +32,77 @@ BLOCK = 4 << 20
 """Bytes handled at a time wherever content streams through Python."""
 
 
-class Source(Protocol):
-    """Something with a size that can be read at any offset."""
+class Source:
+    """Something with a size that can be read at any offset: a file, memory, what is computed.
 
-    @property
-    def name(self) -> str:
-        """What to call it in a message: the path of the file."""
-        ...
+    A kind of source has a `name`, a `size` and a `fill`.
+    """
 
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        ...
+    name: str
+    """What to call it in a message: the path of the file."""
+    size: int
+    """Bytes in all."""
+    stated: Sequence[Stated] = ()
+    """What it says of its own bytes, as far as a reader found."""
+    overlaid = 0
+    """First bytes that it gives otherwise than the open descriptor does."""
+    is_shared = False
+    """Whether several threads may read it at once, in whatever order, at no cost."""
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`; the source has these bytes."""
+        raise NotImplementedError
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        ...
+        self._check(offset, length)
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset`, or `TruncatedFile`."""
-        ...
+        self._check(offset, len(buffer))
+        self.fill(offset, buffer)
+
+    def fd(self) -> int | None:
+        """The open descriptor, for copies and mappings by the kernel; None where there is none.
+
+        Raises:
+            UsageError: the file has been closed.
+        """
+        return None
+
+    def changed(self) -> str | None:
+        """What has been done to it since it was opened; None: nothing."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Refuse a source whose bytes may be of two states.
+
+        Raises:
+            UnreadableFile: something has written to it since it was opened.
+        """
+        change = self.changed()
+        if change is not None:
+            raise UnreadableFile(
+                f"changed while it was read: {change}",
+                file=self.name,
+                hint="try again when nothing writes to the file any more",
+            )
+
+    def take_as_it_is(self) -> None:
+        """Take what has been done to it for what it was read as: we did it ourselves."""
+
+    def close(self) -> None:
+        """Give back what it holds of the system; harmless a second time."""
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise TruncatedFile(
+                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,}",
+                file=self.name,
+            )
 
 
 # A pipe would wait for a writer; a regular file is never non-blocking.
@@ -98,8 +150,11 @@ _Wanted = TypeVar("_Wanted")
 _Got = TypeVar("_Got")
 
 
-class FileSource:
+class FileSource(Source):
     """A file, opened once for reading; positions are never shared, so threads may read at will."""
+
+    is_shared = hasattr(os, "preadv")
+    """Otherwise the position of the file is shared by its readers."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, size: int | None = None, head: bytes = b""
@@ -116,15 +171,13 @@ class FileSource:
             FileDenied: the system refuses it.
             UnreadableFile: any other refusal; a folder, a pipe, a device.
         """
-        self.path = os.fspath(path)
+        self.name = self.path = os.fspath(path)
         self._fd = open_descriptor(self.path)
         status = os.fstat(self._fd)
         self._stored = status.st_size
         self._mtime = status.st_mtime_ns
-        self._size = self._stored if size is None else size
-        self._head = head
-        self.stated: Sequence[Stated] = ()
-        """What it says of its own bytes, as far as a reader found."""
+        self.size = self._stored if size is None else size
+        self._head, self.overlaid = head, len(head)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
@@ -132,25 +185,10 @@ class FileSource:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles open the file again: a descriptor's number means nothing elsewhere."""
         state = self._stored, self._mtime
-        return _reopened, (os.path.abspath(self.path), state, self._size, self._head)
+        return _reopened, (os.path.abspath(self.path), state, self.size, self._head)
 
-    @property
-    def name(self) -> str:
-        """The path."""
-        return self.path
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file when it was opened."""
-        return self._size
-
-    @property
-    def overlaid(self) -> int:
-        """First bytes that `read` gives otherwise than the open descriptor does."""
-        return len(self._head)
-
-    def fileno(self) -> int:
-        """The open descriptor, for copies by the kernel.
+    def fd(self) -> int:
+        """The open descriptor.
 
         Raises:
             UsageError: the file has been closed.
@@ -171,39 +209,24 @@ class FileSource:
         shown = self._head[offset : offset + length]
         return shown + data[len(shown) :] if shown else data
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        self._check(offset, len(buffer))
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
         self._fill(offset, buffer)
         shown = self._head[offset : offset + len(buffer)]
         buffer[: len(shown)] = shown
 
     def changed(self) -> str | None:
         """What has been done to the open file since it was opened; None: nothing."""
-        status = os.fstat(self.fileno())
+        status = os.fstat(self.fd())
         if status.st_size != self._stored:
             return f"it had {self._stored:,} bytes and has {status.st_size:,}"
         return "its content was written again" if status.st_mtime_ns != self._mtime else None
 
     def take_as_it_is(self) -> None:
         """Take what has been done to the file for what it was read as: we did it ourselves."""
-        status = os.fstat(self.fileno())
-        self._stored = self._size = status.st_size
+        status = os.fstat(self.fd())
+        self._stored = self.size = status.st_size
         self._mtime = status.st_mtime_ns
-
-    def check_unchanged(self) -> None:
-        """Refuse a file whose bytes may be of two states.
-
-        Raises:
-            UnreadableFile: something has written to it since it was opened.
-        """
-        change = self.changed()
-        if change is not None:
-            raise UnreadableFile(
-                f"changed while it was read: {change}",
-                file=self.path,
-                hint="try again when nothing writes to the file any more",
-            )
 
     def close(self) -> None:
         """Give the descriptor back; harmless a second time."""
@@ -211,18 +234,10 @@ class FileSource:
             os.close(self._fd)
             self._fd = -1
 
-    def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or length < 0 or offset + length > self._size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,}, "
-                f"but the file ends at {self._size:,}",
-                file=self.path,
-            )
-
     def _system(self, call: Callable[[int, _Wanted, int], _Got], wanted: _Wanted, at: int) -> _Got:
         """What a read of the open descriptor gives, its refusals put into words."""
         try:
-            return call(self.fileno(), wanted, at)
+            return call(self.fd(), wanted, at)
         except OSError as error:
             reason = error.strerror or str(error)
             raise UnreadableFile(f"cannot be read at {at:,} ({reason})", file=self.path) from error
@@ -234,7 +249,7 @@ class FileSource:
             if count == 0:
                 raise TruncatedFile(
                     f"the file ended at {offset + done:,} while it was read; "
-                    f"it had {self._size:,} bytes when it was opened",
+                    f"it had {self.size:,} bytes when it was opened",
                     file=self.path,
                 )
             done += count
@@ -270,44 +285,52 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
 def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
     """The file of a copied or unpickled source, if it is still the one that was read."""
     source = FileSource(path, size=size, head=head)
-    status = os.fstat(source.fileno())
+    status = os.fstat(source.fd())
     if (status.st_size, status.st_mtime_ns) != state:
         source.close()
         raise UnreadableFile("has changed since it was opened", file=path)
     return source
 
 
-class MemorySource:
+class FolderFile(Source):
+    """A file of a folder, open only while it is read: there may be more than may be open."""
+
+    def __init__(self, path: str, size: int) -> None:
+        """Stand for the file, which had `size` bytes when the folder was listed."""
+        self.name, self.size = path, size
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`.
+
+        Raises:
+            TruncatedFile: the file has another size by now.
+        """
+        source = FileSource(self.name)
+        try:
+            if source.size != self.size:
+                raise TruncatedFile(
+                    f"the file had {self.size:,} bytes when the folder was listed "
+                    f"and has {source.size:,} now",
+                    file=self.name,
+                )
+            source.fill(offset, buffer)
+        finally:
+            source.close()
+
+
+class MemorySource(Source):
     """Bytes already in memory: a payload that lay inside a pickle."""
+
+    is_shared = True
 
     def __init__(self, data: bytes, name: str) -> None:
         """Hold `data`; `name` is the file that it came from."""
         self._data = data
-        self._name = name
+        self.name, self.size = name, len(data)
 
-    @property
-    def name(self) -> str:
-        """The file that the bytes came from."""
-        return self._name
-
-    @property
-    def size(self) -> int:
-        """Bytes held."""
-        return len(self._data)
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        data = self._data[offset : offset + length]
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of a payload of {self.size:,}",
-                file=self._name,
-            )
-        return data
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        buffer[:] = self.read(offset, len(buffer))
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        buffer[:] = memoryview(self._data)[offset : offset + len(buffer)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 
 from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
-from ckptool.files.source import BLOCK, FileSource
+from ckptool.files.source import BLOCK, Source
 
 __all__ = [
     "allow_open_files",
@@ -101,18 +101,36 @@ if sys.platform != "win32":
 _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF})
 
 
-def allow_open_files(count: int) -> None:
-    """Let this process have `count` files open, as far as the system allows it without more ado.
+def _open_files() -> int:
+    """How many files are open, by the lowest descriptor that is free."""
+    try:
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+    except OSError:  # there are as many as the system allows
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else 0
+    os.close(lowest_free)
+    return lowest_free
+
+
+_SPARE = 64
+"""Files that may be opened beside those that are asked for."""
+
+
+def allow_open_files(more: int) -> int:
+    """Let this process open so many files more, as far as the system allows it without more ado.
+
+    Return how many it would have open then.
 
     Many systems begin with 256 or 1,024 for programs that cannot count further, and let others
     ask for more.
     """
+    count = _open_files() + more + _SPARE
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         if soft != resource.RLIM_INFINITY and soft < most:
             with suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return count
 
 
 def announce_read(fd: int) -> None:
@@ -278,7 +296,7 @@ _REFUSALS = frozenset(
 _Way = Callable[[int, int, int, int, int], int]
 
 
-def copy_bytes(source: FileSource, offset: int, target: int, position: int, length: int) -> None:
+def copy_bytes(source: Source, offset: int, target: int, position: int, length: int) -> None:
     """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
 
     A call that refuses, or that moves nothing, is not tried again; plain reads have the last word.
@@ -288,16 +306,17 @@ def copy_bytes(source: FileSource, offset: int, target: int, position: int, leng
         UnreadableFile: the source cannot be read.
         OSError: the target cannot be written.
     """
+    fd = source.fd()
     ways = list(KERNEL_WAYS) if offset >= source.overlaid else []
     done = 0
     while done < length:
         places = offset + done, target, position + done
-        if not ways:
+        if fd is None or not ways:
             data = source.read(offset + done, min(BLOCK, length - done))
             write_at(target, data, position + done)
             done += len(data)
             continue
-        moved = _attempt(ways[0], source.fileno(), *places, min(MOST, length - done))
+        moved = _attempt(ways[0], fd, *places, min(MOST, length - done))
         if moved == 0:
             ways.pop(0)
         done += moved

@@ -19,7 +19,7 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from ckptool.files import ByteRange, FileSource, InflatedSource
+from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.limits import Limits
@@ -34,7 +34,6 @@ __all__ = [
     "STORED",
     "End",
     "Entry",
-    "FolderFile",
     "find_end",
     "open_archive",
     "payload_offsets",
@@ -468,7 +467,7 @@ def open_archive(probe: Probe) -> Archive | None:
     return archive
 
 
-def zip_archive(data: ByteRange, limits: Limits, sources: tuple[FileSource, ...] = ()) -> Archive:
+def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
     """The records of a zip that fills `data`, a file or a record of another archive.
 
     The archive's folder is the one that holds `data.pkl`, where one alone does; else, as torch
@@ -540,52 +539,6 @@ def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
         f"{TORCH_REFUSES} {shown}{more} "
         f"{'stand' if len(foreign) > 1 else 'stands'} outside the folder {folder!r}",
     )
-
-
-class FolderFile:
-    """A file of an unzipped checkpoint, opened anew for each read: there may be many thousands."""
-
-    def __init__(self, path: str, size: int) -> None:
-        """Stand for the `size` bytes of `path`."""
-        self._path = path
-        self._size = size
-
-    @property
-    def name(self) -> str:
-        """The path."""
-        return self._path
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file when the folder was listed."""
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
-        source = self._open()
-        try:
-            return source.read(offset, length)
-        finally:
-            source.close()
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`, or `TruncatedFile`."""
-        source = self._open()
-        try:
-            source.read_into(offset, buffer)
-        finally:
-            source.close()
-
-    def _open(self) -> FileSource:
-        source = FileSource(self._path)
-        if source.size != self._size:
-            source.close()
-            raise TruncatedFile(
-                f"the file had {self._size:,} bytes when the folder was listed "
-                f"and has {source.size:,} now",
-                file=self._path,
-            )
-        return source
 
 
 def _open_folder(probe: Probe) -> Archive | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.files.opening import open_source
 from ckptool.limits import Limits
 
@@ -109,7 +109,7 @@ class Archive(NamedTuple):
     """The name before the first `/` that all records share (`archive`), empty for a folder."""
     records: Mapping[str, Record]
     """In the order of the directory."""
-    sources: tuple[FileSource, ...]
+    sources: tuple[Source, ...]
     size: int
     dead_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Probe:
     """A file or folder that is being recognised; what is asked twice is read once."""
 
     def __init__(
-        self, path: str | os.PathLike[str], limits: Limits, source: FileSource | None = None
+        self, path: str | os.PathLike[str], limits: Limits, source: Source | None = None
     ) -> None:
         """Look at `path`, and open it if it is a file that is not open yet (`source`).
 

@@ -24,10 +24,10 @@ from ckptool.errors import (
     LimitExceeded,
     UnsupportedFormat,
 )
-from ckptool.files import ByteRange, FileSource, MemorySource
+from ckptool.files import ByteRange, FileSource, FolderFile, MemorySource, Source
 from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile, late, tiled
-from ckptool.formats.archive import FolderFile, zip_archive
+from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import A_FOLDER, Archive, Format, Probe, Refusal
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
@@ -82,7 +82,7 @@ class Index(NamedTuple):
     """The flat names, in the order of the index."""
     paths: Mapping[str, tuple[Any, ...]]
     """Where each flat name stands in the tree that was saved."""
-    sources: tuple[FileSource, ...]
+    sources: tuple[Source, ...]
 
     def items(self) -> Iterator[tuple[str, Item]]:
         """Yield every item, under the flat name that it is of."""
@@ -133,7 +133,7 @@ class Dcp(Format):
             LimitExceeded: it asks for more than `probe.limits`.
         """
         index = probe.ask(index_of)
-        folder = os.path.dirname(index.sources[0].path)
+        folder = os.path.dirname(index.sources[0].name)
         leaves = {
             **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
             **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
@@ -207,7 +207,7 @@ def index_of(probe: Probe) -> Index:
         raise FileMissing(
             f"the index of rank {missing}, __{missing}.metadata, is missing", file=probe.path
         )
-    sources: list[FileSource] = []
+    sources: list[Source] = []
     for path in paths:
         sources.append(FileSource(path))
         probe.on_close(sources[-1].close)
@@ -230,17 +230,17 @@ def index_of(probe: Probe) -> Index:
     )
 
 
-def _read(source: FileSource, limits: Limits) -> Index:
+def _read(source: Source, limits: Limits) -> Index:
     pickle = unpickle(ByteRange(source, 0, source.size), limits=limits)
     found = _state(pickle.root)
     described, stored = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise UnsupportedFormat(
             "the index is no `Metadata` of torch.distributed.checkpoint",
-            file=source.path,
+            file=source.name,
             hint="PaddlePaddle and others write folders of the same look: load it with its writer",
         )
-    folder = os.path.dirname(source.path)
+    folder = os.path.dirname(source.name)
     try:
         items = {_key(key): _item(folder, info) for key, info in stored.items()}
         tensors: dict[str, _Tensor] = {}
@@ -256,11 +256,11 @@ def _read(source: FileSource, limits: Limits) -> Index:
         planned = found.get("planner_data")
         paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
     except CheckpointError as error:
-        error.file = error.file or source.path
+        error.file = error.file or source.name
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         text = f"the index breaks a rule of DCP: {type(error).__name__}, {error}"
-        raise CorruptFile(text, file=source.path) from error
+        raise CorruptFile(text, file=source.name) from error
     return Index(tensors, values, tuple(described), paths, (source,))
 
 

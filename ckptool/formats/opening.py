@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat
-from ckptool.files import FileSource
+from ckptool.files import Source as Bytes
 from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import candidates
@@ -21,8 +21,6 @@ __all__ = ["Source", "open_checkpoint", "opened", "opened_together", "read_probe
 
 _ATTEMPTS = 3
 """How often a file is read that is changed meanwhile."""
-_SPARE = 64
-"""Files that may be opened beside those of one set."""
 
 Source = str | os.PathLike[str] | Checkpoint
 """A path, or a checkpoint that is open already."""
@@ -32,7 +30,7 @@ def open_checkpoint(
     path: str | os.PathLike[str],
     *,
     limits: Limits = DEFAULT_LIMITS,
-    source: FileSource | None = None,
+    source: Bytes | None = None,
 ) -> Checkpoint:
     """The checkpoint in a file or folder, told apart by content; only the header is read.
 
@@ -81,13 +79,12 @@ def opened_together(
     """
     with ExitStack() as stack:
         files: list[Checkpoint] = []
+        allow_open_files(len(paths))
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
             if files[-1].format not in formats or os.path.isdir(path):
                 what = f"is {files[-1].format}, where a file of {' or '.join(formats)} belongs"
                 raise UnsupportedFormat(what, file=path)
-            if len(files) == 1:
-                allow_open_files(files[0].sources[0].fileno() + len(paths) + _SPARE)
         yield files
         stack.pop_all()
 

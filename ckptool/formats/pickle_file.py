@@ -10,7 +10,7 @@ import re
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, FileSource, Source
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import NestedStreams
@@ -95,7 +95,7 @@ def _of_joblib(probe: Probe) -> UnsupportedFormat:
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
 
 
-def _unpickle(probe: Probe, source: FileSource) -> Unpickled:
+def _unpickle(probe: Probe, source: Source) -> Unpickled:
     nested = NestedStreams(source.name, probe.limits, source.size)
     return unpickle(ByteRange(source, 0, source.size), nested=nested.load, limits=probe.limits)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.files.source import neighbours
 from ckptool.formats.base import EditableFormat, NewFile, Plan, Probe
 from ckptool.formats.safetensors_header import (
@@ -318,7 +318,7 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
             yield from group
 
 
-def _body(source: FileSource) -> ByteRange:
+def _body(source: Source) -> ByteRange:
     """The bytes behind the header of a file that has been opened as safetensors."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     begin = LENGTH.size + length

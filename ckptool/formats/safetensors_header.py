@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable, TruncatedFile
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
@@ -73,7 +73,7 @@ class Header:
     """The bytes of the tensors."""
 
 
-def read_header(source: FileSource, limits: Limits) -> Header:
+def read_header(source: Source, limits: Limits) -> Header:
     """The header of a file, every rule checked.
 
     Raises:

@@ -20,7 +20,7 @@ from ckptool.errors import (
     LimitExceeded,
     UnsupportedFormat,
 )
-from ckptool.files import FileSource
+from ckptool.files import FileSource, Source
 from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to
 from ckptool.files.system import allow_open_files
@@ -57,7 +57,7 @@ _NUMBERED = re.compile(r"(.*)-\d{5,}-of-(\d{5,})(.*)")
 class ShardIndex:
     """An index that keeps the rules of its own: what the shards hold is another question."""
 
-    source: FileSource
+    source: Source
     weight_map: Mapping[str, str]
     """Tensor -> file name, in the order of the index."""
     metadata: Mapping[str, Any]
@@ -66,7 +66,7 @@ class ShardIndex:
     @property
     def path(self) -> str:
         """The index itself."""
-        return self.source.path
+        return self.source.name
 
     shards: tuple[str, ...]
     """The file names, each once, in the order of their first tensors."""
@@ -162,9 +162,9 @@ def _several(folder: str, indexes: list[ShardIndex]) -> CheckpointError:
     return Finding(what, f"give one: ckptool list {shell(indexes[0].path)}").error(folder)
 
 
-def _index_of(source: FileSource, limits: Limits) -> ShardIndex | None:
+def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
     head = source.read(0, min(512, source.size))
-    called_so = _NAME.fullmatch(os.path.basename(source.path)) is not None
+    called_so = _NAME.fullmatch(os.path.basename(source.name)) is not None
     if not head.lstrip(b" \t\r\n").startswith(b"{"):
         return None
     if source.size > limits.max_json_bytes:
@@ -172,7 +172,7 @@ def _index_of(source: FileSource, limits: Limits) -> ShardIndex | None:
             return None
         raise LimitExceeded(
             f"the index has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed",
-            file=source.path,
+            file=source.name,
         )
     raw = source.read(0, source.size)
     if not called_so and _MARK not in raw:
@@ -180,11 +180,11 @@ def _index_of(source: FileSource, limits: Limits) -> ShardIndex | None:
     try:
         return _parsed(raw, source)
     except CorruptFile as error:
-        error.file = source.path
+        error.file = source.name
         raise
 
 
-def _parsed(raw: bytes, source: FileSource) -> ShardIndex | None:
+def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
     try:
         document = parse_json(raw.decode("utf-8"), "the index")
     except UnicodeDecodeError as error:
@@ -453,10 +453,6 @@ def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
         yield f"the index says that the tensors take {said} bytes, and they take {once:,}"
 
 
-_SPARE = 64
-"""Files that may be opened beside the shards."""
-
-
 class Sharded(Format):
     """The formats `safetensors-sharded` and `torch-sharded`: told apart by what the shards are."""
 
@@ -508,7 +504,7 @@ class Sharded(Format):
         index = probe.ask(open_index)
         if index is None:
             raise CorruptFile("this is no index of shards", file=probe.path)
-        allow_open_files(_wanted(index))
+        allow_open_files(len(index.shards))
         with ExitStack() as opened:
             shards: dict[str, Checkpoint] = {}
             for name in index.shards:
@@ -559,7 +555,8 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
         raise _missing(index) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
-            error.advise(f"allow the process more open files: ulimit -n {_wanted(index)}")
+            wanted = allow_open_files(len(index.shards))
+            error.advise(f"allow the process more open files: ulimit -n {wanted}")
         raise
     try:
         for known in candidates(shard):
@@ -575,17 +572,13 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
 
 def _check_still_there(index: ShardIndex) -> None:
     """Refuse shards of which some may belong to the index that came after this one."""
-    if has_journal(index.path) or not leads_to(index.path, index.source.fileno()):
+    fd = index.source.fd()
+    if has_journal(index.path) or (fd is not None and not leads_to(index.path, fd)):
         raise FileBusy(
             "is being written anew, shards and all",
             file=index.path,
             hint="try again when that has finished",
         )
-
-
-def _wanted(index: ShardIndex) -> int:
-    """Files to have open: the index, whose descriptor was the lowest free, tells how many are."""
-    return index.source.fileno() + len(index.shards) + _SPARE
 
 
 def _missing(index: ShardIndex) -> FileMissing:

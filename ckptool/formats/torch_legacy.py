@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, FileSource, Source
 from ckptool.files.strided import swapped
 from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat
 from ckptool.formats.legacy_stream import (
@@ -158,7 +158,7 @@ def _writer(names: tuple[str, ...]) -> str:
     return "torch 0.4 to 1.5, or a newer one asked for the legacy format"
 
 
-def _behind(source: FileSource, end: int) -> tuple[str, ...]:
+def _behind(source: Source, end: int) -> tuple[str, ...]:
     """A sentence on what follows the stream, which torch does not look at."""
     rest = source.size - end
     if not rest:

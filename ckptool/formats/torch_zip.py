@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swapped
 from ckptool.formats.archive import (
     End,
@@ -426,7 +426,7 @@ def computed_offsets(used: Iterable[Laid], alignment: int) -> Iterator[int | Non
         header = computed + laid.size + place.descriptor_size
 
 
-def _open_directory(source: FileSource) -> _Directory | None:
+def _open_directory(source: Source) -> _Directory | None:
     """The directory of a file that has been opened as a torch zip, and may have changed since."""
     data = ByteRange(source, 0, source.size)
     end = find_end(data)

@@ -18,7 +18,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
-from ckptool.files.computed import may_be_shared
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.values import json_path
@@ -129,7 +128,7 @@ def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
 
 def _is_shared(tensor: TensorRef) -> bool:
     return tensor.storage is not None and (
-        tensor.storage.data is not None and may_be_shared(tensor.storage.data)
+        tensor.storage.data is not None and tensor.storage.data.source.is_shared
     )
 
 

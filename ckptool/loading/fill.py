@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
-from ckptool.files.computed import may_be_shared
 from ckptool.loading.memory import cuts, extent, memory_of, repeats
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
@@ -146,7 +145,7 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
             )
 
 
-def check_pickles(sources: Iterable[FileSource]) -> None:
+def check_pickles(sources: Iterable[Source]) -> None:
     """Compare the pickles of files with the CRC-32 that the files state: they place every tensor.
 
     Raises:
@@ -159,8 +158,8 @@ def check_pickles(sources: Iterable[FileSource]) -> None:
                 raise CorruptFile(
                     f"record {name!r} is damaged: its bytes do not have the CRC-32 {stated:08x} "
                     "that the file states",
-                    file=source.path,
-                    hint=f"ckptool verify {source.path}",
+                    file=source.name,
+                    hint=f"ckptool verify {source.name}",
                 )
 
 
@@ -191,7 +190,7 @@ def fill(fills: Iterable[Fill]) -> None:
     for one in fills:
         ref = one.source
         if isinstance(ref, TensorRef) and ref.storage is not None and ref.storage.data is not None:
-            if one.is_direct and may_be_shared(ref.storage.data):
+            if one.is_direct and ref.storage.data.source.is_shared:
                 shared.extend(_reads(one, ref))
                 size += ref.nbytes
             else:

@@ -12,7 +12,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
+from ckptool.files.computed import Ahead, ComputedSource
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -135,7 +135,7 @@ class Averager:
             except OverflowError as error:
                 raise _refused(name, dtype, str(error), runs[0].data.source.name) from error
 
-        ahead = self._ahead if all(may_be_shared(run.data) for run in runs) else None
+        ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
         source = ComputedSource(runs[0].data.source.name, size, fill, ahead=ahead)
         return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
 

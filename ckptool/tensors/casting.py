@@ -16,7 +16,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource, may_be_shared
+from ckptool.files.computed import Ahead, ComputedSource
 from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -133,7 +133,7 @@ class Caster:
         data = None
         if storage.data is not None:
             run = _Run(self, storage, storage.data, list(views))
-            ahead = self._ahead if may_be_shared(storage.data) else None
+            ahead = self._ahead if storage.data.source.is_shared else None
             source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
             data = ByteRange(source, 0, size)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.errors import UnsupportedFormat, UsageError
-from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -110,7 +109,7 @@ class Comparer:
         sums, count = _Sums(), a.numel
         if count:
             one, other = _beside(a, b)
-            plain = may_be_shared(one.data) and may_be_shared(other.data)
+            plain = one.data.source.is_shared and other.data.source.is_shared
             kernels = self._started(a, b, 2 if plain and count >= _SHARED else 1)
             workers = [partial(kernel.compare, one, other) for kernel in kernels]
             in_turns(count, BLOCK, workers, told and _in_bytes(told, a.itemsize))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files import ByteRange
+from ckptool.files import ByteRange, Source
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
 from ckptool.words import printable
@@ -441,8 +441,8 @@ def _refuse_class(tensor: torch.Tensor) -> None:
         )
 
 
-class _Memory:
-    """A source (`files.Source`) over the storage of a tensor, on whatever device."""
+class _Memory(Source):
+    """A source over the storage of a tensor, on whatever device."""
 
     name = "memory"
 
@@ -454,13 +454,7 @@ class _Memory:
         if storage.device.type == "cpu" and size:
             self._here = memory_view(storage.data_ptr(), size)
 
-    def read(self, offset: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `offset`."""
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
+    def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
 
         On the CPU without torch, whose threads wait for each other at every block.

@@ -18,7 +18,7 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange
 from ckptool.model import Global, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.tensors.runtime import called, require_torch, set_attributes, torch_dtype, wanted_dtype
 from ckptool.tree import everything
@@ -224,8 +224,9 @@ class StorageReader:
         size = stop - start
         if storage.data is None or self._placement.target(device) == "meta":
             return _allocate(size, "meta")
-        if size and self._mapped and swap == 1 and isinstance(storage.data.source, FileSource):
-            return self._map(storage.data.source, storage.data.offset + start, size)
+        fd = storage.data.source.fd() if size and self._mapped and swap == 1 else None
+        if fd is not None:
+            return self._map(fd, storage.data.slice(start, size))
         made = _allocate(size)
         _fill(memory_view(made.data_ptr(), size), storage.data, start)
         if swap > 1:
@@ -233,13 +234,14 @@ class StorageReader:
             made.byteswap(unit)  # type: ignore[no-untyped-call]
         return made
 
-    def _map(self, source: FileSource, offset: int, size: int) -> torch.UntypedStorage:
+    def _map(self, fd: int, data: ByteRange) -> torch.UntypedStorage:
         """A private mapping of the open file: what is written to the tensor stays in memory."""
         import torch
 
+        source = data.source
         if id(source) not in self._maps:
             try:
-                made = mmap.mmap(source.fileno(), source.size, access=mmap.ACCESS_COPY)
+                made = mmap.mmap(fd, source.size, access=mmap.ACCESS_COPY)
             except ValueError as error:
                 raise TruncatedFile(
                     f"is shorter than the {source.size:,} bytes that it had when it was opened",
@@ -248,7 +250,7 @@ class StorageReader:
             self._maps[id(source)] = made
         whole = self._maps[id(source)]
         return torch.frombuffer(
-            whole, dtype=torch.uint8, count=size, offset=offset
+            whole, dtype=torch.uint8, count=data.length, offset=data.offset
         ).untyped_storage()
 
     def _cast(
@@ -278,8 +280,7 @@ def memory_view(address: int, size: int) -> memoryview:
 
 def _fill(view: memoryview, data: ByteRange, start: int) -> None:
     """Read into `view` from `start` within `data`, large runs of a file with a second thread."""
-    # Without preadv the position of the file is shared by its readers.
-    if len(view) < _SHARED_READ or not isinstance(data.source, FileSource) or not _POSITIONED:
+    if len(view) < _SHARED_READ or not data.source.is_shared:
         data.read_into(view, start)
         return
     half = len(view) // 2

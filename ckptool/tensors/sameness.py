@@ -7,7 +7,6 @@ from threading import Event, Lock
 
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
-from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
 
 __all__ = ["Told", "Worker", "in_turns", "same_by_checksum", "same_content", "side_by_side"]
@@ -161,7 +160,7 @@ def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
         if same and told is not None:
             told(a.length)
         return same
-    shared = a.length >= _LARGE and may_be_shared(a) and may_be_shared(b)
+    shared = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
     workers = [_comparing(a, b) for _ in range(2 if shared else 1)]
     return in_turns(a.length, _STEP, workers, told)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
-from ckptool.files.computed import may_be_shared
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import require_torch
@@ -232,7 +231,7 @@ class Measurer:
 
         if not count:
             return []
-        threads = THREADS if count > BLOCK and may_be_shared(run.data) else 1
+        threads = THREADS if count > BLOCK and run.data.source.is_shared else 1
         kernels = self._kernels.setdefault(run.dtype, [])
         while len(kernels) < threads:
             kernels.append(_Kernel(run.dtype))

@@ -20,7 +20,7 @@ from ckptool.errors import (
     UsageError,
     warn,
 )
-from ckptool.files import FileSource
+from ckptool.files import Source
 from ckptool.files.atomic import FileOutput, Progress, atomic_set
 from ckptool.files.computed import ComputedSource
 from ckptool.files.editing import apply_patch
@@ -131,9 +131,10 @@ class Job:
             check_still_there(self.path, sources)
             return
         for source in sources:
-            if not leads_to(source.path, source.fileno()):
+            fd = source.fd()
+            if fd is not None and not leads_to(source.name, fd):
                 warn(
-                    f"{source.path}: has been replaced or removed meanwhile; "
+                    f"{source.name}: has been replaced or removed meanwhile; "
                     "the result is of the file that was there before"
                 )
 
@@ -178,9 +179,10 @@ def _carry_out(plan: Plan, job: Job) -> None:
 def _write_files(plan: Plan, job: Job) -> None:
     """Write new files beside their targets, reading the sources from front to back; rename them."""
     sources, outputs = job.checkpoint.sources, list[FileOutput]()
-    for source in sources:
-        announce_read(source.fileno())
-    mode = stat.S_IMODE(os.fstat(sources[0].fileno()).st_mode) & 0o777 if sources else None
+    open_files = [fd for source in sources if (fd := source.fd()) is not None]
+    for fd in open_files:
+        announce_read(fd)
+    mode = stat.S_IMODE(os.fstat(open_files[0]).st_mode) & 0o777 if open_files else None
 
     def check() -> None:
         check_sources()
@@ -489,9 +491,9 @@ def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
         )
 
 
-def _names_a_source(path: str | os.PathLike[str], sources: Sequence[FileSource]) -> bool:
+def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> bool:
     """Whether the target is a source, or has the name of one that is no longer there."""
-    names = {os.path.realpath(source.path) for source in sources}
+    names = {os.path.realpath(source.name) for source in sources}
     return is_a_source(path, sources) or os.path.realpath(path) in names
 
 

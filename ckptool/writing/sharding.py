@@ -127,7 +127,7 @@ def _by_file(
 ) -> dict[str, list[str]]:
     """The names of each of the files that the tensors were read from; others go to the first."""
     index = os.path.realpath(checkpoint.path)
-    paths = [one.path for one in checkpoint.sources if os.path.realpath(one.path) != index]
+    paths = [one.name for one in checkpoint.sources if os.path.realpath(one.name) != index]
     files: dict[str, list[str]] = {path: [] for path in paths}
     for _, names in groups:
         tensors = (one for name in names for one in find_tensors([checkpoint.root[name]]))

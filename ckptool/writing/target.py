@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
-from ckptool.files import FileSource
+from ckptool.files import Source
 from ckptool.files.atomic import refuse_target
 from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
 
@@ -193,7 +193,7 @@ def check_target(
         )
 
 
-def check_still_there(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> None:
+def check_still_there(path: str | os.PathLike[str], sources: Iterable[Source]) -> None:
     """Refuse to write in place of a source that is not at its path any more.
 
     Raises:
@@ -209,10 +209,11 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[FileSource
         )
 
 
-def is_a_source(path: str | os.PathLike[str], sources: Iterable[FileSource]) -> bool:
+def is_a_source(path: str | os.PathLike[str], sources: Iterable[Source]) -> bool:
     """Whether the target, links resolved, is one of the files that will be read."""
     try:
         target = os.stat(path)
     except OSError:
         return False
-    return any(os.path.samestat(target, os.fstat(source.fileno())) for source in sources)
+    open_files = (fd for source in sources if (fd := source.fd()) is not None)
+    return any(os.path.samestat(target, os.fstat(fd)) for fd in open_files)

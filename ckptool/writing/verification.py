@@ -16,7 +16,6 @@ from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import Progress, Streamed
 from ckptool.files.checksums import crc32s
-from ckptool.files.computed import may_be_shared
 from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import format_of, open_checkpoint
@@ -54,8 +53,8 @@ def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], N
     """
     records = _stated(checkpoint, format)
     large = sum(data.length for _, data, _ in records) >= _LARGE
-    apart = [one for one in records if large and may_be_shared(one[1])]
-    _check([one for one in records if not (large and may_be_shared(one[1]))], lambda: False)
+    apart = [one for one in records if large and one[1].source.is_shared]
+    _check([one for one in records if not (large and one[1].source.is_shared)], lambda: False)
     if not apart:
         yield lambda: None
         return
@@ -195,7 +194,7 @@ def _verdicts(
     here: list[tuple[_Run, int | None]] = []
     for run in runs:
         crc = _checksum(run, streamed)
-        if crc is not None and run.found.length >= _LARGE and may_be_shared(run.found):
+        if crc is not None and run.found.length >= _LARGE and run.found.source.is_shared:
             apart.append((run, crc))
         else:
             here.append((run, crc))

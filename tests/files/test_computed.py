@@ -9,7 +9,7 @@ import pytest
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, Ahead, ComputedSource, may_be_shared
+from ckptool.files.computed import WORTH, Ahead, ComputedSource
 from ckptool.files.source import BLOCK
 
 
@@ -89,11 +89,11 @@ def test_an_error_ahead_is_raised_where_its_block_is_read():
 def test_plain_bytes_may_be_read_by_several_threads(tmp_path):
     (tmp_path / "f").write_bytes(bytes(10))
     with closing(FileSource(tmp_path / "f")) as file:
-        assert may_be_shared(ByteRange(file, 0, 10))
+        assert file.is_shared
         packed = zlib.compress(bytes(1000))[2:-4]
         inflated = InflatedSource(ByteRange(MemorySource(packed, "f"), 0, len(packed)), 1000)
-        assert not may_be_shared(ByteRange(inflated, 0, 10))
-        assert not may_be_shared(ByteRange(counting(10), 0, 10))
+        assert not inflated.is_shared
+        assert not counting(10).is_shared
 
 
 def test_the_sources_that_come_next_are_computed_too():

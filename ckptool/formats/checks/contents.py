@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
-from ckptool.files import ByteRange, FileSource
+from ckptool.files import ByteRange, Source
 from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
@@ -152,7 +152,7 @@ _SIZES = {"short": 2, "int": 4, "long": 4}
 _PART = 1 << 20
 
 
-def legacy_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+def legacy_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
     """What follows the stream, and what its third pickle says of the writer's machine."""
     data = ByteRange(source, 0, source.size)
     problems = tuple(_machine_faults(data, limits))
@@ -160,7 +160,7 @@ def legacy_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) 
     return Findings(problems) + _behind(data, end, limits, MAGIC_BYTES)
 
 
-def pickle_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+def pickle_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
     """What follows the pickle."""
     data = ByteRange(source, 0, source.size)
     return _behind(data, source.size - checkpoint.details.dead_bytes, limits, 0)
@@ -229,7 +229,7 @@ def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> in
     return position + LegacyStream(rest, limits).end
 
 
-def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> Findings:
+def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
     """What no member accounts for, and what stands behind the content of those that count."""
     problems = []
     if checkpoint.details.dead_bytes:
@@ -253,7 +253,7 @@ def tar_findings(checkpoint: Checkpoint, source: FileSource, limits: Limits) -> 
     return Findings(tuple(problems))
 
 
-def safetensors_findings(source: FileSource) -> Findings:
+def safetensors_findings(source: Source) -> Findings:
     """What the format's README asks of a header, and no reader does."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     text = source.read(LENGTH.size, length)
