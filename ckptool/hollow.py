@@ -14,7 +14,7 @@ from ckptool.words import counted
 
 __all__ = ["PLACEHOLDERS", "Hollow", "hollow", "refuse_hollow"]
 
-PLACEHOLDERS = "zero_to_fp32.py, which DeepSpeed writes into the folder, gathers the weights"
+PLACEHOLDERS = "DeepSpeed's folder has the weights: ckptool convert FOLDER OUT --model-only"
 """What helps against placeholders."""
 
 

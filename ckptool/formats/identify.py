@@ -541,9 +541,7 @@ def looks_like_checkpoint(head: bytes) -> bool:
 _MOST_OPENED = 64
 
 _ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
-_DEEPSPEED = (
-    "DeepSpeed's script makes one state dict of it: python {folder}/zero_to_fp32.py {folder} OUT"
-)
+_STEP = "give the folder of one step: ckptool list {entry}"
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
 _SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
 _TENSORFLOW_FOLDER = "TensorFlow reads it: tf.train.load_checkpoint"
@@ -558,18 +556,16 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
         "a distributed checkpoint (DCP) whose save was interrupted: it has no index `.metadata`",
         "if it was copied, copy `.metadata` too; it is written last, by the first rank",
     ),
-    NameKind((r"zero_to_fp32\.py",), "a DeepSpeed checkpoint", _DEEPSPEED),
-    NameKind((r"latest", r"global_step\d+"), "a DeepSpeed checkpoint", _DEEPSPEED),
+    NameKind((r"zero_to_fp32\.py|latest", r"global_step\d+"), "a DeepSpeed checkpoint", _STEP),
     NameKind(
-        (r".*optim_states\.pt", r".*mp_rank_\d+_model_states\.pt"),
-        "one step of a DeepSpeed checkpoint",
-        "zero_to_fp32.py of the folder above makes one state dict of it; what one rank holds: "
-        "ckptool list {entry}",
+        (r"zero_to_fp32\.py",),
+        "a DeepSpeed checkpoint without the folder of a step",
+        "copy the folder too that its file `latest` names, global_step10 for example",
     ),
     NameKind(
-        (r".*mp_rank_\d+_model_states\.pt",),
-        "one step of a DeepSpeed checkpoint",
-        "what one rank holds: ckptool list {entry}",
+        (r".*optim_states\.pt",),
+        "one step of a DeepSpeed checkpoint without the file of the model",
+        "copy that too: mp_rank_00_model_states.pt; what one rank holds: ckptool list {entry}",
     ),
     NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _MEGATRON),
     NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", _MEGATRON),

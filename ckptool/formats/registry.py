@@ -54,6 +54,7 @@ REGISTRY = (
     Entry("dcp", "dcp", folder=True),
     Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
+    Entry("deepspeed", "zero", folder=True),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
     Entry("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
     Entry("pt2", "pt2", zipped=True, endings=(".pt2",)),

@@ -27,6 +27,7 @@ from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.ranks import FSDP_RANKS, rank_files
 from ckptool.formats.sharded import open_index
+from ckptool.formats.zero import DEEPSPEED, step_files
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
@@ -42,6 +43,12 @@ __all__ = ["Progress", "examine"]
 
 Progress = Callable[[int, int], None]
 """Told bytes done and bytes in all."""
+_SETS = (
+    (DCP_SAFETENSORS, part_files),
+    (FSDP_RANKS, rank_files),
+    (DEEPSPEED, step_files),
+)
+"""Formats of several files that open by themselves, with what finds these."""
 
 
 class _Wrong(NamedTuple):
@@ -87,8 +94,7 @@ def examine(
             if index is not None:
                 shards = {name: index.beside(name) for name in index.shards}
                 look.at_set(probe, index.path, shards, values=values, hashes=hashes)
-            elif DCP_SAFETENSORS.recognise(probe) or FSDP_RANKS.recognise(probe):
-                find = part_files if DCP_SAFETENSORS.recognise(probe) else rank_files
+            elif find := next((find for known, find in _SETS if known.recognise(probe)), None):
                 shards = {os.path.basename(one): one for one in find(probe)}
                 look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
             else:

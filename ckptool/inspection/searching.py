@@ -18,6 +18,7 @@ from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.ranks import FSDP_RANKS, set_of
 from ckptool.formats.sharded import shards_named_by
 from ckptool.formats.torch_tar import BLOCK, is_tar
+from ckptool.formats.zero import is_part, is_step
 from ckptool.inspection.remains import should_be_one
 from ckptool.limits import Limits
 
@@ -105,6 +106,8 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
             return is_part_file
         if FSDP_RANKS.recognise(probe):
             return set_of
+        if is_step(probe):
+            return is_part
     return None
 
 

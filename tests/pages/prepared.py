@@ -39,6 +39,7 @@ COPIES = {
     / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
     "s390x.pth": FIXTURES / "archives" / "big_endian.pth",
     "hub": FIXTURES / "shards" / "hub_safetensors",
+    "deepspeed-run": FIXTURES / "zero" / "z3-bf16",
     "step-100": FIXTURES / "dcp" / "training-2.13.0",
     "unzipped": FIXTURES / "archives" / "unzipped",
 }

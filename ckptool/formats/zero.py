@@ -1,0 +1,589 @@
+"""A folder that DeepSpeed wrote: ZeRO gave each process a slice of flat vectors of parameters.
+
+The tree is the file of rank 0 with whole tensors: weights, and by the name of each parameter the
+state of its optimizer. Only pickles are read. Sources, DeepSpeed 0.5 to 0.19: runtime/engine.py,
+runtime/zero/stage_1_and_2.py and stage3.py, runtime/bf16_optimizer.py, utils/zero_to_fp32.py,
+checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.files import ByteRange
+from ckptool.files.computed import joined
+from ckptool.formats.archive import FolderFile, zip_archive
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.dcp import row_major_data
+from ckptool.formats.opening import opened_together
+from ckptool.formats.torch_zip import read_contents
+from ckptool.limits import Limits
+from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
+from ckptool.words import counted, few, listed, printable
+
+__all__ = ["DEEPSPEED", "MASTER", "is_part", "is_step", "step_files"]
+
+_MODEL = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt", re.ASCII
+)
+_OPTIM = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_?optim_states\.pt",
+    re.ASCII,
+)
+_APART = re.compile(
+    r"layer_.*_model_states\.pt|layer_.*-model_states\.pt|expp_rank_.*_optim_states\.pt"
+)
+"""Files of pipelines, whose layers lie apart, and of experts."""
+_LATEST = ("latest", "latest_universal")
+_UNIVERSAL = "zero"
+_PARTS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+_BOOKS = frozenset({
+    "partition_count", "base_optimizer_state", "optimizer_state_dict", "param_groups",
+    "single_partition_of_fp32_groups", "fp32_flat_groups", "group_paddings",
+    "ds_zero_partition_groups", "param_alignment_paddings", "param_slice_mappings",
+    "ds_version", "ds_config",
+})  # fmt: skip
+"""Keys of an optimizer's file that say how its vectors are laid out, or are read otherwise."""
+MASTER = "fp32"
+"""What the state of a parameter calls its fp32 master, as universal folders do."""
+_FORMATS = ("torch-zip", "torch-legacy")
+_LONGEST_TAG = 256
+_FIRST = f"{MASTER}.pt"
+_SCRIPT = "DeepSpeed's own zero_to_fp32.py, of the version that wrote it, may read it"
+_HINT = "the files are of different saves, or damaged: copy all files of one step"
+
+
+class _Step(NamedTuple):
+    """The files of one step of a run, in the order of the ranks."""
+
+    folder: str
+    models: tuple[str, ...]
+    optims: tuple[str, ...]
+    has_slices: bool
+    """Whether each rank has a file of the model: stage 3."""
+    is_universal: bool
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the files of all ranks."""
+        return self.models + self.optims
+
+
+class _Vector(NamedTuple):
+    """Elements in a row, which a rank has."""
+
+    dtype: str
+    device: str
+    data: ByteRange
+    file: str
+
+    @property
+    def numel(self) -> int:
+        return self.data.length // BY_NAME[self.dtype].itemsize
+
+    def cut(self, start: int, count: int) -> ByteRange:
+        itemsize = BY_NAME[self.dtype].itemsize
+        return self.data.slice(start * itemsize, count * itemsize)
+
+
+Piece = tuple[int, int, int]
+"""Elements of a parameter in the vector of a rank: the rank, the first, and how many."""
+
+
+class _Group(NamedTuple):
+    """Parameters whose elements lie in one vector of each rank."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    vectors: Mapping[str, Sequence[_Vector]]
+    """By kind (`fp32`, `exp_avg`), the vector of each rank."""
+    others: Mapping[Any, Any]
+    """What the optimizer keeps of the group as a whole: `step`."""
+
+
+class DeepSpeed(Format):
+    """The format `deepspeed`."""
+
+    name = "deepspeed"
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters",
+        A_FOLDER,
+        "it is a folder of DeepSpeed's, each file of which torch.load opens by itself",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is the folder of a run of DeepSpeed, or of one step of it."""
+        return probe.ask(_folder) is not None
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the tree of rank 0 with whole tensors.
+
+        Raises:
+            FileMissing: the file of a rank is missing.
+            CorruptFile: the files contradict each other, or do not hold all of a parameter.
+            UnsupportedFormat: the files are of model parallel ranks, of a pipeline, of experts.
+            LimitExceeded: a file asks for more than `probe.limits`.
+        """
+        step = _step(probe)
+        with opened_together(step.files, probe.limits, _FORMATS) as files:
+            models, optims = files[: len(step.models)], files[len(step.models) :]
+            root, notes = _joined(step, models, optims, probe.limits)
+        every = [one.details for one in files]
+        details = Details(
+            size=sum(one.size for one in every),
+            writer=" ".join(("DeepSpeed", str(root.get("ds_version", "")))).strip(),
+            protocol=every[0].protocol,
+            globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
+            opcodes=tuple(dict.fromkeys(name for one in every for name in one.opcodes)),
+            storage_bytes=sum(one.storage_bytes for one in every),
+            notes=tuple(notes),
+        )
+        sources = tuple(source for one in files for source in one.sources)
+        return Checkpoint(root, self.name, probe.path, details, sources=sources)
+
+
+DEEPSPEED = DeepSpeed()
+
+
+def _folder(probe: Probe) -> str | None:
+    """Return the folder of the step that a probe means: the folder itself, or that of `latest`."""
+    if any(map(_MODEL.fullmatch, probe.entries)):
+        return probe.path
+    for name in filter(probe.entries.__contains__, _LATEST):
+        try:
+            with open(os.path.join(probe.path, name), "rb") as file:
+                tag = os.fsdecode(file.read(_LONGEST_TAG).strip())
+            if os.path.basename(tag) == tag not in (os.curdir, os.pardir):
+                folder = os.path.join(probe.path, tag)
+                if any(map(_MODEL.fullmatch, os.listdir(folder))):
+                    return folder
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def is_step(probe: Probe) -> bool:
+    """Return whether a folder is that of one step of DeepSpeed."""
+    return probe.ask(_folder) == probe.path
+
+
+def is_part(path: str) -> bool:
+    """Return whether a name in the folder of a step is of a part of the checkpoint."""
+    name = os.path.basename(path)
+    return name == _UNIVERSAL or bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
+
+
+def step_files(probe: Probe) -> tuple[str, ...]:
+    """Return the paths of the files of all ranks.
+
+    Raises:
+        FileMissing, UnsupportedFormat: as `DeepSpeed.read`.
+    """
+    return _step(probe).files
+
+
+def _step(probe: Probe) -> _Step:
+    """Return the files of the step that a folder means."""
+    folder = probe.ask(_folder) or probe.path
+    names = sorted(os.listdir(folder))
+    found = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
+    apart = [name for name in names if _APART.fullmatch(name)]
+    apart += [name for name, one in found.items() if int(one["mp"])]
+    if apart:
+        what = "holds files of a pipeline, of experts or of tensor parallelism, whose parts are not"
+        hint = f"each opens by itself: ckptool list {os.path.join(folder, apart[0])}"
+        raise UnsupportedFormat(f"{what} joined: {few(apart)}", file=folder, hint=hint)
+    models = {int(one["rank"] or 0): name for name, one in found.items() if one.re is _MODEL}
+    optims = {int(one["rank"]): name for name, one in found.items() if one.re is _OPTIM}
+    spread = any(one.re is _MODEL and one["rank"] for one in found.values())
+    is_universal = _UNIVERSAL in names
+    step = _Step(
+        folder,
+        tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
+        tuple(os.path.join(folder, optims[rank]) for rank in sorted(optims)),
+        spread,
+        is_universal,
+    )
+    world = max((*models, *optims)) + 1
+    _check_ranks(step, models, world if spread else 1)
+    if optims or (spread and not is_universal):
+        _check_ranks(step, optims, world)
+    return step
+
+
+def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
+    """Raise FileMissing for the first of `world` ranks that has no file."""
+    missing = next((rank for rank in range(world) if rank not in files), None)
+    if missing is None:
+        return
+    what = f"rank {missing}"
+    if files:
+        known, name = next(iter(files.items()))
+        what = f"{what}, {name.replace(f'zero_pp_rank_{known}_', f'zero_pp_rank_{missing}_')}"
+    hint = _HINT
+    if not step.has_slices:
+        alone = os.path.join(step.folder, "mp_rank_00_model_states.pt")
+        hint = f"copy it too; the weights alone: ckptool convert {alone} OUT --model-only"
+    raise FileMissing(f"lacks the file of {what}", file=step.folder, hint=hint)
+
+
+def _joined(
+    step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
+) -> tuple[dict[Any, Any], list[str]]:
+    """Return the tree of rank 0 with whole tensors, and what is to be said of it."""
+    first = _mapping(models[0].root, models[0].path)
+    module, shapes = first.get("module"), _shapes(first.get("param_shapes"))
+    if not isinstance(module, dict):
+        raise UnsupportedFormat("has no weights under 'module'", file=models[0].path)
+    own = [_mapping(one.root, one.path, "optimizer_state_dict") for one in optims]
+    files = [one.path for one in optims]
+    if step.is_universal:
+        path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
+        own, files = [_mapping(_content(path, limits), path)], [path]
+    if not own:
+        return first, ["no file of the optimizer is in the folder"]
+    if not step.is_universal:
+        _check_alike(step, own, files)
+    groups = _groups(own, files, shapes, vectors=not step.is_universal)
+    if step.is_universal:
+        states = _universal(step.folder, groups, limits)
+    else:
+        states = _states(groups, own, files, has_slices=step.has_slices)
+    optimizer = {
+        "state": states,
+        "param_groups": _param_groups(own[0], [list(one.shapes) for one in groups]),
+        **{key: _number(one) for key, one in own[0].items() if key not in _BOOKS},
+    }
+    notes = [f"{counted(len(step.files), 'file')} of DeepSpeed's, joined"]
+    changes: dict[Any, Any] = {"optimizer": optimizer}
+    if step.has_slices:
+        types = {module[name].dtype for name in states if isinstance(module.get(name), TensorRef)}
+        changes["module"] = _weights(first, models, states)
+        notes.append(
+            "ZeRO-3 stores the weights as fp32 masters alone; the model that it trained has "
+            + listed(sorted(types))
+        )
+    kept = {key: one for key, one in first.items() if key not in _PARTS}
+    return remade(first, {**kept, **changes}), notes
+
+
+def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
+    """Raise an error unless the files are those of all ranks, of one save."""
+    stated = own[0].get("partition_count")
+    world = max(stated, default=None) if isinstance(stated, list) else stated
+    if type(world) is int and world > len(files):
+        names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
+        _check_ranks(step, names, min(world, len(files) + 1))
+    if type(world) is int and world < len(files):
+        what = f"has {len(files)} files of the optimizer, which {world} ranks wrote"
+        raise CorruptFile(what, file=step.folder, hint=_HINT)
+    for one, file in zip(own, files, strict=True):
+        if _marks(one) != _marks(own[0]):
+            what = f"differs from {os.path.basename(files[0])} in the options of its optimizer"
+            raise CorruptFile(what, file=file, hint=_HINT)
+
+
+def _marks(own: Mapping[Any, Any]) -> list[str]:
+    """Return what every rank's file of one save states alike."""
+    groups = _base(own)[1]
+    plain = [[(k, v) for k, v in one.items() if not isinstance(v, TensorRef)] for one in groups]
+    parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
+    return [repr(one) for one in (*parts, *plain)]
+
+
+def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
+    """Return the state of each vector by its number, and the groups, as the optimizer has them."""
+    base = own.get("base_optimizer_state", own.get("optimizer_state_dict", own))
+    if isinstance(base, list):  # elastic: no more than the states
+        return dict(enumerate(base)), []
+    if not isinstance(base, dict):
+        return {}, []
+    state, groups = base.get("state"), base.get("param_groups")
+    return (
+        state if isinstance(state, dict) else {},
+        [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else [],
+    )
+
+
+def _groups(
+    own: Sequence[Mapping[Any, Any]], files: Sequence[str], shapes: Sequence[Any], *, vectors: bool
+) -> list[_Group]:
+    """Return the parameters of each vector; with `vectors` the elements of all ranks."""
+    flat = [
+        _flat(one, file) if vectors else [None] * len(shapes)
+        for one, file in zip(own, files, strict=True)
+    ]
+    if any(len(one) != len(shapes) for one in flat):
+        numbers = listed(str(len(one)) for one in flat)
+        what = f"has {len(shapes)} groups of parameters, and its ranks {numbers} vectors"
+        raise UnsupportedFormat(what, file=files[0], hint=_SCRIPT)
+    states = [_base(one)[0] for one in own]
+    groups = []
+    for number, of_group in enumerate(shapes):
+        every = [one.get(number) or {} for one in states]
+        found: dict[str, Sequence[_Vector]] = {}
+        others = {}
+        if vectors:
+            found[MASTER] = [
+                _vector(one[number], file) for one, file in zip(flat, files, strict=True)
+            ]
+        for key, value in every[0].items():
+            is_tensor = isinstance(value, TensorRef) and value.shape
+            if not is_tensor:
+                others[key] = value
+            elif vectors:
+                found[key] = [
+                    _vector(one.get(key), file) for one, file in zip(every, files, strict=True)
+                ]
+        groups.append(_Group(of_group, found, others))
+    return groups
+
+
+def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:
+    """Return the flat vectors of fp32 masters in a rank's file."""
+    found = own.get("fp32_flat_groups", own.get("single_partition_of_fp32_groups"))
+    if not isinstance(found, (list, TensorRef)):
+        raise UnsupportedFormat("has no fp32 masters of ZeRO", file=file, hint=_SCRIPT)
+    return found if isinstance(found, list) else [found]
+
+
+def _vector(node: Any, file: str) -> _Vector:
+    if not isinstance(node, TensorRef) or len(node.shape) != 1:
+        raise CorruptFile("a vector of the optimizer is no tensor of one dimension", file=file)
+    return _Vector(node.dtype, node.device, row_major_data(node, "a vector", file), file)
+
+
+def _states(
+    groups: Sequence[_Group],
+    own: Sequence[Mapping[Any, Any]],
+    files: Sequence[str],
+    *,
+    has_slices: bool,
+) -> dict[str, dict[Any, Any]]:
+    """Return by the name of each trained parameter its fp32 master and its optimizer's state."""
+    states: dict[str, dict[Any, Any]] = {}
+    for number, group in enumerate(groups):
+        if has_slices:
+            pieces = _sliced(group, len(files))
+        else:
+            mapped = [_at(one.get("param_slice_mappings"), number) for one in own]
+            paddings = _at(own[0].get("param_alignment_paddings"), number)
+            every = all(isinstance(one, dict) for one in mapped)
+            pieces = _mapped(group, mapped) if every else _in_a_row(group, paddings)
+        for name, shape in group.shapes.items():
+            states[name] = {
+                kind: _tensor(
+                    name if kind == MASTER else f"{name}/{kind}", shape, every, pieces[name]
+                )
+                for kind, every in group.vectors.items()
+            }
+            states[name].update(
+                (key, _own(f"{name}/{key}", one)) for key, one in group.others.items()
+            )
+    return states
+
+
+def _sliced(group: _Group, world: int) -> dict[str, list[Piece]]:
+    """Return the slices of stage 3: of each parameter every rank has as many elements, padded."""
+    start, pieces = 0, {}
+    for name, shape in group.shapes.items():
+        count = -(-prod(shape) // world)
+        rest = (prod(shape) - rank * count for rank in range(world))
+        pieces[name] = [(rank, start, min(n, count)) for rank, n in enumerate(rest) if n > 0]
+        start += count
+    return pieces
+
+
+def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, list[Piece]]:
+    """Return the slices that each rank's file states."""
+    pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
+    for rank, one in enumerate(mapped):
+        for name, address in one.items():
+            found = address.attributes if isinstance(address, Opaque) else {}
+            start, count = found.get("start"), found.get("numel")
+            if not isinstance(start, int) or not isinstance(count, int):
+                start = count = -1
+            if name not in pieces or start < 0 or count < 0:
+                what = f"{printable(str(name))!r} has no place in it, or is of another group"
+                raise CorruptFile(what, file=group.vectors[MASTER][rank].file, hint=_HINT)
+            pieces[name].append((rank, start, count))
+    return pieces
+
+
+def _in_a_row(group: _Group, paddings: Any) -> dict[str, list[Piece]]:
+    """Return the slices where the vectors of all ranks are one, with parameters in their order."""
+    vectors = group.vectors[MASTER]
+    ends = list(accumulate(one.numel for one in vectors))
+    start, pieces = 0, {}
+    for number, (name, shape) in enumerate(group.shapes.items()):
+        stop = start + prod(shape)
+        pieces[name] = [
+            (rank, max(start - end + one.numel, 0), min(stop, end) - max(start, end - one.numel))
+            for rank, (one, end) in enumerate(zip(vectors, ends, strict=True))
+            if max(start, end - one.numel) < min(stop, end)
+        ]
+        padding = _at(paddings, number)
+        start = stop + (padding if type(padding) is int and padding > 0 else 0)
+    align = 2 * len(vectors)
+    if -(-start // align) != -(-ends[-1] // align):
+        what = f"its parameters need {start:,} elements, and the ranks have {ends[-1]:,}"
+        raise CorruptFile(what, file=vectors[0].file, hint=_HINT)
+    return pieces
+
+
+def _tensor(
+    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], pieces: Sequence[Piece]
+) -> TensorRef:
+    """Return the tensor that pieces of the ranks' vectors are."""
+    first = vectors[0]
+    for rank, start, count in pieces:
+        one = vectors[rank]
+        if one.dtype != first.dtype:
+            what = f"{printable(name)!r} is {first.dtype}, and {one.dtype} in this file"
+            raise CorruptFile(what, file=one.file, hint=_HINT)
+        if start + count > one.numel:
+            what = f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
+            raise CorruptFile(f"{what} that has {one.numel:,}", file=one.file, hint=_HINT)
+    held = sum(count for _, _, count in pieces)
+    if held != prod(shape):
+        what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
+        raise CorruptFile(what, file=first.file, hint=_HINT)
+    parts = [vectors[rank].cut(start, count) for rank, start, count in pieces]
+    data = joined(parts) if parts else first.data.slice(0, 0)
+    storage = Storage(name, data, data.length, first.device)
+    return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, first.device)
+
+
+def _own(name: str, node: Any) -> Any:
+    """Return a node of a group for one of its parameters: a number in a storage of its own."""
+    if isinstance(node, TensorRef) and node.storage is not None:
+        return replace(node, storage=replace(node.storage, key=name))
+    return node
+
+
+def _weights(
+    first: Mapping[Any, Any], models: Sequence[Checkpoint], states: Mapping[str, dict[Any, Any]]
+) -> dict[Any, Any]:
+    """Return the state dict of stage 3: masters, frozen parameters, ties, and its buffers."""
+    module = first["module"]
+    found = {name: state.pop(MASTER) for name, state in states.items()}
+    frozen = first.get("frozen_param_shapes")
+    if isinstance(frozen, dict):
+        parts = [_mapping(one.root, one.path, "frozen_param_fragments") for one in models]
+        for name, shape in _shapes([frozen])[0].items():
+            vectors = [
+                _vector(part.get(name), one.path) for part, one in zip(parts, models, strict=True)
+            ]
+            group = _Group({name: shape}, {}, {})
+            found[name] = _tensor(name, shape, vectors, _sliced(group, len(models))[name])
+    ties = first.get("shared_params")
+    for name, kept in ties.items() if isinstance(ties, dict) else ():
+        if kept in found:
+            found[name] = found[kept]
+    for name, one in module.items():
+        if isinstance(one, TensorRef) and one.shape == (0,) and name not in found:
+            what = f"the weight {printable(str(name))!r} is in no file"
+            raise CorruptFile(what, file=models[0].path, hint=_HINT)
+    return remade(module, {**module, **found})
+
+
+def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:
+    """Return what a universal folder has of each trained parameter."""
+    top = os.path.join(folder, _UNIVERSAL)
+    names, states = frozenset(os.listdir(top)), {}
+    for group in groups:
+        for name, shape in group.shapes.items():
+            if name not in names:
+                what = f"lacks the folder of {printable(name)!r}"
+                raise FileMissing(what, file=top, hint="make it again with ds_to_universal.py")
+            files = sorted(
+                os.listdir(os.path.join(top, name)), key=lambda one: (one != _FIRST, one)
+            )
+            states[name] = {
+                one[:-3]: _stored(name, os.path.join(top, name, one), shape, limits)
+                for one in files
+                if one.endswith(".pt")
+            }
+            states[name].update((k, _own(f"{name}/{k}", one)) for k, one in group.others.items())
+    return states
+
+
+def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
+    """Return the tensor, or value, in a file of a universal folder."""
+    found = _content(path, limits)
+    if isinstance(found, dict):
+        found = found.get("param")
+    if not isinstance(found, TensorRef):
+        return found
+    if len(found.shape) == 1 and found.shape != shape and found.numel >= prod(shape):
+        vector = _vector(found, path)  # stage 3: flat
+        return _tensor(name, shape, [vector], [(0, 0, prod(shape))])
+    return replace(found, requires_grad=False, wrapping=())
+
+
+def _content(path: str, limits: Limits) -> Any:
+    """Return what torch.save wrote into one of thousands of files: each read opens it."""
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        raise FileMissing("is missing", file=path, hint=_HINT) from error
+    archive = zip_archive(ByteRange(FolderFile(path, size), 0, size), limits)
+    return read_contents(archive, limits).unpickled.root
+
+
+def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[dict[Any, Any]]:
+    """Return the groups of the optimizer with the names of their parameters."""
+    groups = _base(own)[1]
+    numbers = [number for one in groups for number in one.get("params", ())]
+    if numbers != list(range(len(names))):
+        return [{"params": one} for one in names]
+    return [
+        {**one, "params": [name for number in one["params"] for name in names[number]]}
+        for one in groups
+    ]
+
+
+def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
+    """Return the names and shapes of `param_shapes`: a dict for each group, or one alone."""
+    found = []
+    for group in groups if isinstance(groups, list) else [groups]:
+        shapes = group if isinstance(group, dict) else {None: None}
+        for name, shape in shapes.items():
+            sizes = shape if isinstance(shape, tuple) else (-1,)
+            if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in sizes):
+                raise CorruptFile(f"has no shape of the parameter {printable(repr(name))}")
+        found.append(dict(shapes))
+    return found
+
+
+def _mapping(root: Any, file: str, key: str | None = None) -> dict[Any, Any]:
+    found = root.get(key) if key and isinstance(root, dict) else root
+    if not isinstance(found, dict):
+        raise UnsupportedFormat(f"has no dict {printable(key or 'at its root')}", file=file)
+    return found
+
+
+def _at(node: Any, number: int) -> Any:
+    return node[number] if isinstance(node, list) and number < len(node) else None
+
+
+def _number(node: Any) -> Any:
+    """Return the number of a member of an Enum of DeepSpeed's; anything else as it is."""
+    return node.args[0] if isinstance(node, Opaque) and _is_stage(node) else node
+
+
+def _is_stage(node: Opaque) -> bool:
+    return (
+        node.class_name.endswith("ZeroStageEnum")
+        and isinstance(node.args, tuple)
+        and len(node.args) == 1
+    )

@@ -1,0 +1,312 @@
+"""Folders of DeepSpeed: joined as DeepSpeed gathers its parameters, refused where files lack."""
+
+import enum
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.inspection import list_tensors
+from ckptool.inspection.searching import checkpoints_in
+from ckptool.limits import DEFAULT_LIMITS
+
+ZERO = Path(__file__).parents[2] / "fixtures" / "zero"
+STEPS = sorted(one.name for one in ZERO.iterdir() if (one / "latest").exists())
+SCRIPT = json.loads((ZERO / "masters.json").read_text())
+"""What DeepSpeed's `zero_to_fp32` makes of each folder: shape and hash of each tensor."""
+
+
+@pytest.fixture(autouse=True)
+def _deepspeed(monkeypatch):
+    """Have the classes that DeepSpeed pickles, so that a test can change its files."""
+
+    @dataclass
+    class Address:
+        numel: int
+        start: int
+
+    Stage = enum.Enum("ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3})
+    classes = {
+        "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+        "deepspeed.utils.tensor_fragment.fragment_address": Address,
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler": type("LossScaler", (), {}),
+    }
+    for path, made in classes.items():
+        home, _, name = path.rpartition(".")
+        made.__module__, made.__qualname__, made.__name__ = home, name, name
+        parts = home.split(".")
+        for end in range(1, len(parts) + 1):
+            module = ".".join(parts[:end])
+            if module not in sys.modules:
+                monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        setattr(sys.modules[home], name, made)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a copy of a run's folder."""
+    return lambda name: Path(shutil.copytree(ZERO / name, tmp_path / name))
+
+
+def file(folder, end):
+    (found,) = folder.rglob(f"*{end}")
+    return found
+
+
+def changed(folder, end, change):
+    """Change what a file has, or the dict of its optimizer."""
+    path = file(folder, end)
+    state = torch.load(path, weights_only=False)
+    change(state.get("optimizer_state_dict", state))
+    torch.save(state, path)
+
+
+def hashes(source):
+    return {
+        row["name"]: (row["shape"], row["sha256"])
+        for row in list_tensors(source, hash=True).to_dict()["tensors"]
+    }
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_step_and_the_run_are_one_checkpoint(name):
+    with ckptool.open(ZERO / name) as whole, ckptool.open(ZERO / name / "global_step3") as step:
+        assert (whole.format, whole.path) == ("deepspeed", str(ZERO / name))
+        assert hashes(whole) == hashes(step)
+        assert whole["optimizer"]["param_groups"][1]["params"][0] == "up.bias"
+        assert whole["epoch"] == 5
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if isinstance(SCRIPT[name], dict)])
+def test_masters_are_those_of_the_script_of_deepspeed(name):
+    found = hashes(ZERO / name)
+    masters = {
+        key: found.get(f"optimizer/state/{key}/fp32") or found[f"module/{key}"]
+        for key in SCRIPT[name]
+        if f"optimizer/state/{key}/exp_avg" in found
+    }
+    assert len(masters) == 7
+    assert masters == {key: (tuple(SCRIPT[name][key][0]), SCRIPT[name][key][1]) for key in masters}
+
+
+def test_one_file_stays_that_file():
+    path = ZERO / "z2-bf16" / "global_step3" / "mp_rank_00_model_states.pt"
+    with ckptool.open(path) as checkpoint:
+        assert checkpoint.format == "torch-zip"
+
+
+@pytest.mark.parametrize("name", ["z1-fp32", "z1-bf16", "z2-bf16", "bf16"])
+def test_without_stated_places_the_parameters_lie_in_a_row(run, name):
+    folder = run(name)
+    before = hashes(folder)
+    for path in folder.rglob("*optim_states.pt"):
+        changed(folder, path.name, lambda own: own.pop("param_slice_mappings"))
+    assert hashes(folder) == before
+
+
+def test_paddings_between_parameters_are_left_out(run):
+    folder = run("z2-fp32")
+    before = hashes(folder)
+    for rank in range(2):
+        path = file(folder, f"rank_{rank}_mp_rank_00_optim_states.pt")
+        state = torch.load(path, weights_only=False)
+        own = state["optimizer_state_dict"]
+        del own["param_slice_mappings"]
+        own["param_alignment_paddings"] = [[3, 0, 0, 0], [0, 0, 0]]
+        moments = own["base_optimizer_state"]["state"][0]
+        if rank == 0:
+            masters = own["single_partition_of_fp32_groups"]
+            masters[0] = padded(masters[0])
+            moments.update(exp_avg=padded(moments["exp_avg"]))
+            moments.update(exp_avg_sq=padded(moments["exp_avg_sq"]))
+        torch.save(state, path)
+    assert hashes(folder) == before
+
+
+def padded(vector):
+    return torch.cat([vector[:1], torch.full((3,), 7.0), vector[1:]])
+
+
+def test_states_alone_are_read_as_elastic_checkpoints_have_them(run):
+    folder = run("z1-fp32")
+    before = hashes(folder)
+    for path in folder.rglob("*optim_states.pt"):
+        changed(folder, path.name, elastic)
+    with ckptool.open(folder) as found:
+        assert hashes(found) == before
+        assert [list(one) for one in found["optimizer"]["param_groups"]] == [["params"]] * 2
+
+
+def elastic(own):
+    own["base_optimizer_state"] = list(own["base_optimizer_state"]["state"].values())
+
+
+def test_a_list_reads_no_tensor(run):
+    folder = run("z3-fp32")
+    with ckptool.open(folder) as checkpoint:
+        raw = checkpoint["module/up.weight"].read()[:40]
+    before = ckptool.list_tensors(folder).to_dict()
+    path = file(folder, "rank_0_mp_rank_00_optim_states.pt")
+    data = path.read_bytes()
+    assert raw in data
+    path.write_bytes(data.replace(raw, bytes(40)))
+    assert ckptool.list_tensors(folder).to_dict() == before
+    (problem,) = ckptool.verify(folder).problems
+    assert (problem.kind, problem.place.partition(": ")[0]) == ("checksum", path.name)
+
+
+@pytest.mark.parametrize("name", ["z2-fp32", "z3-fp32", "bf16", "universal-z2-bf16"])
+def test_what_is_whole_is_verified(name):
+    assert ckptool.verify(ZERO / name).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "kind"),
+    [
+        ("z1-bf16", 0, "optim"),
+        ("z1-bf16", 1, "optim"),
+        ("z1-bf16", 2, "optim"),
+        ("z3-bf16", 1, "optim"),
+        ("z3-bf16", 2, "optim"),
+        ("z3-bf16", 0, "model"),
+        ("z3-bf16", 2, "model"),
+        ("universal-z3-fp32", 0, "model"),
+    ],
+)
+def test_a_rank_that_is_missing_is_named(run, name, rank, kind):
+    folder = run(name)
+    path = file(folder, f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    path.unlink()
+    with pytest.raises(FileMissing, match=f"rank {rank}, {path.name}") as caught:
+        ckptool.open(folder)
+    assert ("mp_rank_00_model_states.pt OUT --model-only" in caught.value.hint) is ("z1" in name)
+
+
+def test_weights_without_the_optimizer_are_read(run):
+    folder = run("z1-bf16")
+    before = hashes(folder)
+    for path in folder.rglob("*optim_states.pt"):
+        path.unlink()
+    assert hashes(folder) == {k: v for k, v in before.items() if k.startswith("module")}
+
+
+def test_a_rank_too_many_is_named(run):
+    folder = run("z1-fp32")
+    path = file(folder, "rank_1_mp_rank_00_optim_states.pt")
+    shutil.copy(path, str(path).replace("rank_1", "rank_2"))
+    with pytest.raises(CorruptFile, match="3 files of the optimizer, which 2 ranks wrote"):
+        ckptool.open(folder)
+
+
+def set_option(own):
+    base = own.get("base_optimizer_state") or own["optimizer_state_dict"]
+    base["param_groups"][0]["lr"] = 7.0
+
+
+def cut_vector(own):
+    for key in ("single_partition_of_fp32_groups", "fp32_flat_groups"):
+        if key in own:
+            own[key][0] = own[key][0][:-5].clone()
+
+
+FAULTS = {
+    "other options": (set_option, "differs from .*rank_0.*in the options of its optimizer"),
+    "a short vector": (cut_vector, "'(up|norm).weight' needs elements"),
+    "no moment": (
+        lambda own: (
+            next(iter(own.values()))
+            and (own.get("base_optimizer_state") or own["optimizer_state_dict"])["state"][0].pop(
+                "exp_avg"
+            )
+        ),
+        "is no tensor of one dimension",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["z2-fp32", "z3-fp32"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_does_not_fit_is_named_with_the_tensor(run, name, fault):
+    change, message = FAULTS[fault]
+    folder = run(name)
+    end = "rank_1_mp_rank_00_optim_states.pt"
+    changed(folder, end, change)
+    with pytest.raises(CorruptFile, match=message) as caught:
+        ckptool.open(folder)
+    assert caught.value.file == str(file(folder, end))
+    assert not ckptool.verify(folder).ok
+
+
+def test_a_part_that_no_rank_has_is_told(run):
+    folder = run("z2-fp32")
+    end = "rank_1_mp_rank_00_optim_states.pt"
+    changed(folder, end, lambda own: own["param_slice_mappings"][0].pop("up.weight"))
+    with pytest.raises(CorruptFile, match=r"'up.weight' of shape \[9, 5\] has 8 elements"):
+        ckptool.open(folder)
+
+
+def test_vectors_of_other_groups_are_refused(run):
+    folder = run("z3-fp32")
+    end = "rank_1_mp_rank_00_optim_states.pt"
+    changed(folder, end, lambda own: own["fp32_flat_groups"].pop())
+    with pytest.raises(UnsupportedFormat, match="3 groups of parameters, and its ranks 3, 2"):
+        ckptool.open(folder)
+
+
+def test_ranks_without_masters_are_refused(run):
+    folder = run("z2-fp32")
+    for path in folder.rglob("*optim_states.pt"):
+        changed(folder, path.name, lambda own: own.pop("single_partition_of_fp32_groups"))
+    with pytest.raises(UnsupportedFormat, match="no fp32 masters of ZeRO"):
+        ckptool.open(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_00-model_00-model_states.pt",
+        "layer_3_expert_1_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_01_model_states.pt",
+        "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+    ],
+)
+def test_parts_that_are_not_joined_are_refused_by_name(run, name):
+    folder = run("z2-fp32") / "global_step3"
+    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / name)
+    with pytest.raises(UnsupportedFormat, match="pipeline, of experts or of tensor para") as caught:
+        ckptool.open(folder)
+    assert name in str(caught.value)
+    assert caught.value.hint.endswith(f"ckptool list {folder / name}")
+
+
+def test_a_parameter_that_a_universal_folder_lacks_is_named(run):
+    folder = run("universal-z2-bf16")
+    shutil.rmtree(folder / "zero" / "up.bias")
+    with pytest.raises(FileMissing, match=r"lacks the folder of 'up\.bias'"):
+        ckptool.open(folder)
+
+
+@pytest.mark.parametrize("tag", ["../z2-fp32/global_step3", "..", "", "global_step3/", "a\0b"])
+def test_a_tag_that_is_no_folder_of_the_run_is_not_followed(run, tag):
+    folder = run("z1-fp32")
+    run("z2-fp32")
+    (folder / "latest").write_text(tag)
+    with pytest.raises(UnsupportedFormat, match="a DeepSpeed checkpoint") as caught:
+        ckptool.open(folder)
+    assert caught.value.hint.endswith(f"ckptool list {folder / 'global_step3'}")
+
+
+def test_a_search_finds_the_step_once(run):
+    folder = run("universal-z3-fp32").parent
+    run("z2-fp32")
+    found = {os.path.relpath(path, folder) for path in checkpoints_in(str(folder), DEFAULT_LIMITS)}
+    assert found == {"universal-z3-fp32", "z2-fp32/global_step3"}
