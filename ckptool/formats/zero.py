@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
-from ckptool.files import ByteRange
+from ckptool.files import ByteRange, FolderFile
 from ckptool.files.computed import joined
-from ckptool.formats.archive import FolderFile, zip_archive
+from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
 from ckptool.formats.opening import opened_together
