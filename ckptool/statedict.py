@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "is_flat",
     "is_optimizer",
     "is_the_models",
+    "likely_models",
     "model_state_dict",
     "noted_owners",
     "only_its_class",
@@ -43,6 +45,7 @@ _MOST_TOLD = 8
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
 _EXTRA_STATE = "_extra_state"
+_MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
 _OF_ARRAYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
 OF_THE_MODEL = "_ckptool_model"
@@ -235,6 +238,38 @@ def _holds_tensors(node: Any) -> bool:
     return next(find_tensors(node), None) is not None
 
 
+def likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
+    """Return the state dicts and modules, each once, without the tensors of graphs and data sets.
+
+    These are several dicts, or dicts inside objects, that neither a key nor a name calls weights.
+    """
+    found: dict[int, Section] = {}
+    for part in checkpoint.sections:
+        if part.kind in MODEL_KINDS and (_is_named(part) or not _is_inside(checkpoint.root, part)):
+            found.setdefault(id(part.holder), part)
+    return tuple(found.values()) if len(found) < 2 or any(map(_is_named, found.values())) else ()
+
+
+def _is_named(section: Section) -> bool:
+    """Return whether its key or a name in it says that it holds weights."""
+    if section.kind == "module" or _MODEL_KEY.search(section.name):
+        return True
+    if isinstance(section.node, OrderedMap) and section.node.metadata:
+        return True
+    names = (name for name, value in section.node.items() if isinstance(value, TensorRef))
+    return any("." in name or name in ("weight", "bias") for name in names)
+
+
+def _is_inside(root: Any, section: Section) -> bool:
+    """Return whether an object holds the section."""
+    node = root
+    for key in section.path:
+        if not isinstance(node, (dict, list, tuple)):
+            return True
+        node = node[key]
+    return False
+
+
 def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
     """The names that say which wrappers there are: those of the model's own entries.
 
@@ -392,6 +427,7 @@ def what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield its sections, and the first keys of what is in no section, in words."""
     for section in sections(checkpoint.root):
         if section.kind == "values":
-            yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in section.node)
+            paths = [path for path in section.node if path] or [()]
+            yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in paths)
         else:
             yield f"the {section.kind} {section.name or 'at the root'}"

@@ -500,9 +500,9 @@ def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFo
             hint=f"ckptool info {file}" if file else None,
         )
     near = [name for _, name in every if wanted.lower() in name.lower()]
+    near = near or [name for depth, name in every if depth == 1]
     return NotFound(
-        f"there is nothing named {printable(wanted)!r}; "
-        f"there is {listed(near or (name for depth, name in every if depth == 1))}",
+        f"there is nothing named {printable(wanted)!r}; there is {listed(dict.fromkeys(near))}",
         file=file,
         hint=f"ckptool list {file}" if file else None,
     )

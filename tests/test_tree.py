@@ -444,3 +444,10 @@ def test_everything_looks_into_objects_keys_and_parts_once():
     for _ in range(60):
         node = [node, node]
     assert len(list(everything(node))) == 61
+
+
+def test_a_name_that_several_nodes_have_is_listed_once():
+    state = {tensor(): {"step": scalar()} for _ in range(3)}
+    with pytest.raises(NotFound) as caught:
+        resolve(checkpoint({"state": state}), "tep")
+    assert caught.value.message.count("/step") == 1

@@ -13,7 +13,7 @@ from ckptool.errors import NameCollision
 from ckptool.loading.target import Target
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.names import families, strip_names
-from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, wrapped_names
+from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 
@@ -134,19 +134,13 @@ class Patient:
     @cached_property
     def models(self) -> tuple[Section, ...]:
         """The state dicts and modules; one that the file has under two names, once."""
-        return self._once(MODEL_KINDS)
+        return likely_models(self.checkpoint)
 
     @cached_property
     def optimizers(self) -> tuple[Section, ...]:
         """The states of optimizers, each once."""
-        return self._once(("optimizer",))
-
-    def _once(self, kinds: Iterable[str]) -> tuple[Section, ...]:
-        found: dict[int, Section] = {}
-        for section in self.checkpoint.sections:
-            if section.kind in kinds:
-                found.setdefault(id(section.holder), section)
-        return tuple(found.values())
+        found = (one for one in self.checkpoint.sections if one.kind == "optimizer")
+        return tuple({id(one.holder): one for one in found}.values())
 
     @cached_property
     def model(self) -> Section | None:

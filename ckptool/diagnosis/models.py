@@ -21,7 +21,7 @@ from ckptool.diagnosis.complaint import (
 )
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
-from ckptool.inspection.obstacles import calls, missing_weights
+from ckptool.inspection.obstacles import calls, missing_weights, needed_import
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
@@ -45,7 +45,6 @@ INTEGERS = frozenset(
 """Last name parts of buffers that count or index."""
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
-_MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
 _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
@@ -76,7 +75,7 @@ def level(patient: Patient) -> Iterator[Found]:
     """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
     model = patient.model
     if model is None:
-        if any(map(_is_of_a_model, patient.models)):
+        if patient.models:
             yield _several(patient)
         elif missing_weights(patient.checkpoint) is None:
             yield _none(patient)
@@ -107,19 +106,10 @@ def level(patient: Patient) -> Iterator[Found]:
         yield Found(complaint, {"exclude": (name_of((*model.path, N_AVERAGED)),)})
 
 
-def _is_of_a_model(section: Section) -> bool:
-    """Return False if neither its key nor any name says that these tensors are weights."""
-    named = section.kind == "module" or metadata_of(section) or _MODEL_KEY.search(section.name)
-    return bool(named) or any(
-        "." in name or name in ("weight", "bias") for name in tensors_of(section)
-    )
-
-
 def _one_level_down(patient: Patient, model: Section) -> Found:
     """The weights below a key: right for a training, a failure for `load_state_dict` alone."""
     root = patient.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
-    way = "".join(f"[{key!r}]" for key in model.path)
     beside = patient.is_training
     complaint = Complaint(
         "level",
@@ -133,10 +123,15 @@ def _one_level_down(patient: Patient, model: Section) -> Found:
             if keys
             else "Expected state_dict to be dict-like"
         ),
-        remedy=f"in code: torch.load(FILE){printable(way)}",
+        remedy=f"in code: torch.load(FILE){_way(model)}",
     )
     key = {"key": patient.key} if patient.key is not None else {}
     return Found(complaint, {**key, "model_only": True})
+
+
+def _way(section: Section) -> str:
+    """Return how Python gets from the root to a section: `['model'][0]`."""
+    return printable("".join(f"[{key!r}]" for key in section.path))
 
 
 def _several(patient: Patient) -> Found:
@@ -170,7 +165,7 @@ def _none(patient: Patient) -> Found:
         part for part in patient.checkpoint.sections if part.kind not in ("values", "state_dict")
     ]
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
-    states = {part.kind for part in parts} & {"optimizer", "scheduler"}
+    states = sorted((p for p in parts if p.kind != "module"), key=lambda part: part.kind)
     found = list(find_tensors(root))
     # settings, and the states of random generators, are not meant as a model
     harmless = bool(states) or (
@@ -182,7 +177,7 @@ def _none(patient: Patient) -> Found:
     else:
         says = "Expected state_dict to be dict-like"
     if states:
-        remedy = f"{min(states)}.load_state_dict(torch.load(FILE)) takes what it is for"
+        remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
     elif harmless and patient.blocked and not calls(patient.checkpoint):
         remedy = "torch.load(FILE, weights_only=False) takes it, where whoever made it is trusted"
     elif harmless and patient.blocked:
@@ -286,9 +281,7 @@ def _remedy(classes: Iterable[str]) -> str:
     """Say what helps against objects that no command turns into plain data."""
     if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
         return "gather the full tensors where it was trained, and save those"
-    if all(kind.startswith("torchao.") for kind in classes):
-        return "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
-    return ""
+    return needed_import(classes)
 
 
 def naming(patient: Patient) -> Iterator[Found]:

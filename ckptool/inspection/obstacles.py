@@ -27,6 +27,7 @@ __all__ = [
     "layout_blockers",
     "misnamed",
     "missing_weights",
+    "needed_import",
     "outdated_names",
     "restored_devices",
     "unnamed",
@@ -169,9 +170,8 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         text = "it holds one process's part of an optimizer's state: its name says so"
         return Part(text, PLACEHOLDERS)
     if type(size) is int and size > 1:
-        return Part(
-            f"it holds one part of {size} of each matrix: its mp_world_size is {size}", _GATHER
-        )
+        text = f"it holds one of {size} parts of each matrix: its mp_world_size is {size}"
+        return Part(text, _GATHER)
     if type(size) is int:
         return None
     parts = set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors())
@@ -224,6 +224,13 @@ def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[st
     if objects or format_of(checkpoint.format).refusal is not None:
         return ()
     return blocking(checkpoint.details.globals)
+
+
+def needed_import(classes: Iterable[str]) -> str:
+    """Name the import after which `torch.load` takes objects of these classes; "" if none helps."""
+    if not all(kind.startswith("torchao.") for kind in classes):
+        return ""
+    return "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
 
 
 def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -21,6 +21,7 @@ from ckptool.inspection.obstacles import (
     layout_blockers,
     misnamed,
     missing_weights,
+    needed_import,
     outdated_names,
     restored_devices,
     unnamed,
@@ -29,7 +30,7 @@ from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import N_AVERAGED
-from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.statedict import MODEL_KINDS, Section, likely_models
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
 from ckptool.transforms.extraction import plain_state_dict
@@ -194,6 +195,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
             *details.unreferenced,
             *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
             *choice_notes(needs),
+            *filter(None, [needed_import(objects) if stuck else ""]),
             *_quantised(sections),
             *_unread(sections),
         ),
@@ -256,7 +258,7 @@ def _needs(
     rewrite: bool,
     objects_in_the_way: bool,
 ) -> Needs:
-    models = [section for section in sections if section.kind in MODEL_KINDS]
+    models = likely_models(checkpoint)
     # Leaving the rest behind helps only where nothing in a model itself is in the way.
     kinds = {section.kind for section in sections}
     alone = objects_in_the_way and any(

@@ -83,7 +83,7 @@ def test_a_safetensors_file_gets_the_format_that_transformers_asks_for(tmp_path)
 
 PARTS = {
     "zero3_model_states.pt": "8 of 11 tensors have the shape",
-    "mp_rank_00_model_states.pt": "its mp_world_size is 2",
+    "mp_rank_00_model_states.pt": "one of 2 parts of each matrix: its mp_world_size is 2",
     "rank_0_of_8.pt": "one part of 8: its name says so",
 }
 
@@ -235,6 +235,65 @@ def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_
     assert torch.load(tmp_path / "beside.pth", weights_only=False)
     run(found.all_at_once)
     assert torch.load(found.target).keys()
+
+
+class Store:
+    def __init__(self):
+        self._mapping = {"x": torch.ones(4, 3), "edge_index": torch.ones(2, 5)}
+
+
+class Graph:
+    """A graph as PyG saves it."""
+
+    def __init__(self):
+        self._store = Store()
+
+
+def tensors_in(path):
+    with open_checkpoint(path) as checkpoint:
+        return len(list(checkpoint.tensors()))
+
+
+GRAPHS = [Graph, lambda: {"train": Graph(), "val": Graph()},
+          lambda: ({"x": torch.ones(3, 2)}, {"x": torch.ones(2)}, Graph)]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", GRAPHS, ids=["graph", "graphs", "collated"])
+def test_the_tensors_of_a_graph_are_no_weights(tmp_path, make):
+    torch.save(make(), tmp_path / "graph.pt")
+    found = examined(tmp_path / "graph.pt")
+    assert [one.kind for one in found.complaints] == ["objects", "no-model"]
+    said = summary(tmp_path / "graph.pt")
+    assert not any("several state dicts" in note for note in said.notes)
+    for command in (found.all_at_once, said.commands["cpu"]):
+        assert "--model-only" not in command
+        run(command)
+        assert tensors_in(shlex.split(command)[3]) == tensors_in(tmp_path / "graph.pt")
+
+
+def test_weights_that_an_object_keeps_are_weights(tmp_path):
+    average = Graph()
+    average._store._mapping = {f"module.{name}": value for name, value in healthy().items()}
+    torch.save(average, tmp_path / "ema.pt")
+    run(examined(tmp_path / "ema.pt").all_at_once)
+    assert torch.load(tmp_path / "ema.mended.pth").keys() == healthy().keys()
+
+
+def test_torchaos_tensors_load_after_its_import():
+    path = WRONG.parent / "quantised" / "torchao_state.pth"
+    needed = "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
+    assert needed in summary(path).notes
+    assert [one.remedy for one in examined(path).complaints] == [needed]
+
+
+@pytest.mark.parametrize("key", [None, "opt"])
+def test_an_optimizer_is_loaded_from_where_it_is(tmp_path, key):
+    net = Net()
+    state = torch.optim.SGD(net.parameters(), momentum=0.9).state_dict()
+    torch.save(state if key is None else {key: state}, tmp_path / "opt.pt")
+    (found,) = examined(tmp_path / "opt.pt").complaints
+    way = "" if key is None else "['opt']"
+    assert found.remedy == f"optimizer.load_state_dict(torch.load(FILE){way}) loads it"
 
 
 def test_a_pickle_that_runs_a_program_is_never_to_be_trusted():
