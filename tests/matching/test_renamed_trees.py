@@ -48,9 +48,9 @@ def branches(draw, inside):
     return {k: v for name in names for k, v in below(name, draw(inside)).items()}
 
 
-models = branches(
-    st.recursive(leaves(), lambda inner: lists(inner) | branches(inner), max_leaves=6)
-)
+def models_of(leaf):
+    """Models of such layers, nested and numbered."""
+    return branches(st.recursive(leaf, lambda inner: lists(inner) | branches(inner), max_leaves=6))
 
 
 @st.composite
@@ -101,13 +101,13 @@ def told_apart(shapes):
 
 
 @st.composite
-def cases(draw):
+def cases(draw, leaf=None):
     """Shapes by the file's names and by the model's, and which is which.
 
     Of names that tell modules apart a part may be missing on one side. Of others it may not: what
     is left would be named like it.
     """
-    shapes = draw(models)
+    shapes = draw(models_of(leaves() if leaf is None else leaf))
     gone = draw(st.sampled_from(["file", "model", None]))
     shapes = told_apart(shapes) if gone else shapes
     own = draw(changes(shapes, "file"))
