@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.files import ByteRange, Source
-from ckptool.files.opening import open_source
+from ckptool.files.place import place_of
 from ckptool.limits import Limits
 
 if TYPE_CHECKING:
@@ -131,8 +131,9 @@ class Probe:
         """
         self.path = os.fsdecode(path)
         self.limits = limits
-        self.is_folder = os.path.isdir(self.path)
-        self.source = source or (None if self.is_folder else open_source(self.path))
+        self.place = place_of(path)
+        self.is_folder = self.place.is_folder(self.path)
+        self.source = source or (None if self.is_folder else self.place.open(self.path))
         self._answers: dict[Callable[[Probe], Any], Any] = {}
         self._closing = ExitStack()
         if self.source is not None:
@@ -146,7 +147,15 @@ class Probe:
     @cached_property
     def entries(self) -> frozenset[str]:
         """The names in a folder; empty for a file."""
-        return frozenset(os.listdir(self.path)) if self.is_folder else frozenset()
+        return self.place.names(self.path) if self.is_folder else frozenset()
+
+    def opened(self) -> Source:
+        """Return the file.
+
+        Raises:
+            UnreadableFile: it is a folder.
+        """
+        return self.source or self.place.open(self.path)
 
     def ask(self, make: Callable[[Probe], _Answer]) -> _Answer:
         """Return what `make` finds out about the file; asked again, the same without a new look."""
@@ -266,6 +275,13 @@ class Format:
             LimitExceeded: it asks for more than `probe.limits`.
         """
         raise NotImplementedError
+
+    def findings(self, probe: Probe) -> Findings:
+        """What `verify` can say of a folder of this format, whether or not it can be read.
+
+        Checksums are named here, and computed by who asks.
+        """
+        return Findings()
 
 
 class WritableFormat(Format):

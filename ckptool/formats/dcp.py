@@ -24,11 +24,22 @@ from ckptool.errors import (
     LimitExceeded,
     UnsupportedFormat,
 )
-from ckptool.files import ByteRange, FileSource, FolderFile, MemorySource, Source
+from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.computed import gathered
+from ckptool.files.place import place_of
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import zip_archive
-from ckptool.formats.base import A_FOLDER, Archive, Format, Probe, Refusal
+from ckptool.formats.base import (
+    A_FOLDER,
+    Archive,
+    Checksum,
+    Findings,
+    Format,
+    Probe,
+    Problem,
+    Record,
+    Refusal,
+)
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import Limits
@@ -161,14 +172,46 @@ class Dcp(Format):
             ),
         )
 
+    def findings(self, probe: Probe) -> Findings:
+        """Return what each item states of its bytes, and which items are not there.
+
+        What the index gets wrong is told by opening the folder.
+        """
+        try:
+            index = probe.ask(index_of)
+        except CheckpointError:
+            return Findings()
+        problems, checksums, count = [], list[Checksum](), 0
+        for name, item, found in index.opened(probe.limits):
+            place = f"{os.path.basename(item.path)}: {name}"
+            if isinstance(found, CheckpointError):
+                problems.append(Problem("corrupt", place, found.message, found.hint))
+                continue
+            count += len(found.records)
+            for one in found.records.values():
+                if one.crc32 is not None:
+                    data = _inflated_again(item, one, probe.limits) if item.packed else one.data
+                    checksums.append(Checksum(f"{place}: {one.name}", data, one.crc32))
+        return Findings(tuple(problems), (), tuple(checksums), count)
+
 
 DCP = Dcp()
+
+
+def _inflated_again(item: Item, record: Record, limits: Limits) -> ByteRange:
+    """Return a record of a compressed item, which is inflated when it is read, and not kept."""
+
+    def find() -> tuple[ByteRange, int | None]:
+        return archive_of(item, limits).records[name].data, None
+
+    name = record.name
+    return late(item.path, record.data.length, find)
 
 
 def _beside(folder: str, probe: Probe) -> Checkpoint | None:
     """Return what Lightning saves beside the tensors: a dict of all else, in `meta.pt`."""
     path = os.path.join(folder, _LIGHTNING)
-    if not os.path.isfile(path):
+    if not probe.place.is_file(path):
         return None
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
@@ -184,7 +227,7 @@ def _indexes(probe: Probe) -> list[str]:
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
     if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
         return []
-    names = probe.entries if probe.is_folder else frozenset(os.listdir(folder or "."))
+    names = probe.entries if probe.is_folder else probe.place.names(folder)
     if _METADATA in names:
         found = [_METADATA]
     else:
@@ -209,7 +252,7 @@ def index_of(probe: Probe) -> Index:
         )
     sources: list[Source] = []
     for path in paths:
-        sources.append(FileSource(path))
+        sources.append(probe.place.open(path))
         probe.on_close(sources[-1].close)
     read = [_read(source, probe.limits) for source in sources]
     tensors: dict[str, _Tensor] = {}
@@ -323,7 +366,7 @@ def _described(
 
 
 def _size(files: set[str]) -> int:
-    return sum(os.path.getsize(path) for path in files if os.path.isfile(path))
+    return sum(place_of(one).size(one) for one in files if place_of(one).is_file(one))
 
 
 def _nbytes(tensor: _Tensor) -> int:
@@ -419,7 +462,7 @@ def archive_of(item: Item, limits: Limits) -> Archive:
         UnsupportedFormat: the item is compressed in a way that is not read here.
     """
     try:
-        size = os.path.getsize(item.path)
+        size = place_of(item.path).size(item.path)
     except OSError as error:
         raise FileMissing("is missing", file=item.path, hint=_HINT) from error
     if item.offset + item.length > size:
@@ -428,7 +471,7 @@ def archive_of(item: Item, limits: Limits) -> Archive:
             file=item.path,
             hint=_HINT,
         )
-    data = ByteRange(FolderFile(item.path, size), item.offset, item.length)
+    data = ByteRange(place_of(item.path).member(item.path, size), item.offset, item.length)
     if item.packed:
         data = _unpacked(data, item, limits)
     if data.read(0, min(data.length, 4)) != ZIP_MAGIC:

@@ -107,5 +107,5 @@ def _there(probe: Probe, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
-        if name in probe.entries and not os.path.isdir(os.path.join(probe.path, name))
+        if name in probe.entries and not probe.place.is_folder(os.path.join(probe.path, name))
     )

@@ -11,6 +11,7 @@ from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat
 from ckptool.files import Source as Bytes
+from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import candidates
@@ -82,7 +83,7 @@ def opened_together(
         allow_open_files(len(paths))
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
-            if files[-1].format not in formats or os.path.isdir(path):
+            if files[-1].format not in formats or place_of(path).is_folder(path):
                 what = f"is {files[-1].format}, where a file of {' or '.join(formats)} belongs"
                 raise UnsupportedFormat(what, file=path)
         yield files
@@ -119,9 +120,8 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 
 def _read(probe: Probe) -> Checkpoint:
-    if ".data-" in probe.path or os.path.isdir(
-        f"{probe.path}.tensors"
-    ):  # as torch_xla puts it beside the file
+    tensors_beside = f"{probe.path}.tensors"  # as torch_xla puts them
+    if ".data-" in probe.path or probe.place.is_folder(tensors_beside):
         from ckptool.formats.identify import refuse
 
         refused = refuse(probe)

@@ -10,7 +10,7 @@ import re
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
-from ckptool.files import ByteRange, FileSource, Source
+from ckptool.files import ByteRange, Source
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import NestedStreams
@@ -61,7 +61,7 @@ class PickleFile(Format):
             LimitExceeded: it asks for more than `probe.limits`.
             UnsupportedFormat: it is a file of joblib's.
         """
-        source = probe.source or FileSource(probe.path)
+        source = probe.opened()
         try:
             found = _unpickle(probe, source)
         except CheckpointError as error:

@@ -15,6 +15,7 @@ __all__ = [
     "WRITABLE",
     "Entry",
     "candidates",
+    "folder_formats",
     "format_of",
     "shard_of",
     "writer",
@@ -71,30 +72,31 @@ JSON_SPACE = b" \t\r\n"
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 """What `--format` takes."""
 
-_BY_NAME = {entry.name: entry for entry in REGISTRY}
-
 
 def format_of(name: str) -> Format:
     """Return the format of that name, as `Checkpoint.format` has it."""
-    return _BY_NAME[name].load() if name in _BY_NAME else Format()
+    return next((entry.load() for entry in REGISTRY if entry.name == name), Format())
 
 
 def shard_of(name: str) -> str:
     """Return the format of each shard of a format of shards; empty for a format of one file."""
-    return _BY_NAME[name].shard if name in _BY_NAME else ""
+    return next((entry.shard for entry in REGISTRY if entry.name == name), "")
 
 
 def candidates(probe: Probe) -> Iterator[Format]:
     """The formats that a file or folder may be of, as far as its first bytes tell."""
+    yield from folder_formats(probe)
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
-    in_folder = probe.is_folder or probe.path.endswith((".metadata", ".distcp"))
     for entry in REGISTRY:
-        if entry.folder:
-            if in_folder:
-                yield entry.load()
-        elif indexed if entry.indexed else entry.zipped is zipped:
+        if not entry.folder and (indexed if entry.indexed else entry.zipped is zipped):
             yield entry.load()
+
+
+def folder_formats(probe: Probe) -> Iterator[Format]:
+    """The formats of folders that a probe may be of."""
+    if probe.is_folder or probe.path.endswith((".metadata", ".distcp")):
+        yield from (entry.load() for entry in REGISTRY if entry.folder)
 
 
 def writer(name: str) -> WritableFormat:

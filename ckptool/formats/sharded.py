@@ -23,6 +23,7 @@ from ckptool.errors import (
 from ckptool.files import FileSource, Source
 from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to
+from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, Refusal
@@ -89,7 +90,7 @@ class ShardIndex:
             return
         named, there = set(self.shards), []
         with suppress(OSError):  # a folder that we may enter, and not list
-            there = sorted(os.listdir(os.path.dirname(self.path) or "."))
+            there = sorted(place_of(self.path).names(os.path.dirname(self.path)))
         for name in there:
             found = _NUMBERED.fullmatch(name)
             if found and found.groups() in series and name not in named:
@@ -141,7 +142,7 @@ def _called_so(probe: Probe) -> Iterator[str]:
     names = {journalled(name) or name for name in probe.entries}
     for name in sorted(filter(_NAME.fullmatch, names)):
         path = os.path.join(probe.path, name)
-        if os.path.isfile(path) or has_journal(path):
+        if probe.place.is_file(path) or has_journal(path):
             yield path
 
 
@@ -582,7 +583,8 @@ def _check_still_there(index: ShardIndex) -> None:
 
 
 def _missing(index: ShardIndex) -> FileMissing:
-    gone = [name for name in index.shards if not os.path.exists(index.beside(name))]
+    place = place_of(index.path)
+    gone = [name for name in index.shards if not place.is_file(index.beside(name))]
     which = "a shard is" if len(gone) == 1 else f"{len(gone)} of {len(index.shards)} shards are"
     lost = set(gone)
     count = sum(1 for name in index.weight_map.values() if name in lost)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files import ByteRange, FileSource, Source
+from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swapped
 from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat
 from ckptool.formats.legacy_stream import (
@@ -98,7 +98,7 @@ class TorchLegacy(WritableFormat):
             TruncatedFile: it ends before its last storage does.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        source = probe.source or FileSource(probe.path)
+        source = probe.opened()
         stream = LegacyStream(ByteRange(source, 0, source.size), probe.limits)
         unpickled = stream.unpickled
         details = Details(

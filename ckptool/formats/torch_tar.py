@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
-from ckptool.files import ByteRange, FileSource, Source
+from ckptool.files import ByteRange, Source
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.legacy_stream import COUNT, NestedStreams, SourceTexts, unpickle_record
 from ckptool.limits import Limits
@@ -168,7 +168,7 @@ class TorchTar(Format):
             TruncatedFile: the tar, or a member, ends too early.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        source = probe.source or FileSource(probe.path)
+        source = probe.opened()
         tar = _Tar(read_members(source, probe.limits), probe.limits)
         unpickled = tar.unpickled
         details = Details(

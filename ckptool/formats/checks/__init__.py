@@ -12,7 +12,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.formats.base import Findings, Probe, Problem
 from ckptool.formats.checks.contents import (
     archive_findings,
-    dcp_findings,
     frame_problems,
     legacy_findings,
     pickle_findings,
@@ -21,7 +20,7 @@ from ckptool.formats.checks.contents import (
     tar_findings,
     torch_zip_findings,
 )
-from ckptool.formats.dcp import DCP
+from ckptool.formats.registry import folder_formats
 from ckptool.formats.sharded import open_index, total_size_notes
 from ckptool.formats.torch_zip import contents_of
 from ckptool.model import OrderedMap
@@ -34,7 +33,8 @@ _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
 
 def structure(probe: Probe) -> Findings:
     """What can be said of a file that may not be readable: the headers and checksums of zips."""
-    return dcp_findings(probe) if DCP.recognise(probe) else archive_findings(probe)
+    folder = next((known for known in folder_formats(probe) if known.recognise(probe)), None)
+    return archive_findings(probe) if folder is None else folder.findings(probe)
 
 
 def content(checkpoint: Checkpoint, probe: Probe) -> Findings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
-from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
 from ckptool.formats.checks.zip_headers import header_problems
-from ckptool.formats.dcp import Item, archive_of, index_of
 from ckptool.formats.legacy_stream import (
     MAGIC,
     MAGIC_BYTES,
@@ -292,39 +289,6 @@ def archive_findings(probe: Probe) -> Findings:
         tuple(_checksum(archive, record) for record in stated),
         len(archive.records),
     )
-
-
-def dcp_findings(probe: Probe) -> Findings:
-    """Return what each item of a folder of DCP states of its bytes, and which items are not there.
-
-    What the index gets wrong is told by opening the folder.
-    """
-    try:
-        index = probe.ask(index_of)
-    except CheckpointError:
-        return Findings()
-    problems, checksums, count = [], list[Checksum](), 0
-    for name, item, found in index.opened(probe.limits):
-        place = f"{os.path.basename(item.path)}: {name}"
-        if isinstance(found, CheckpointError):
-            problems.append(Problem("corrupt", place, found.message, found.hint))
-            continue
-        count += len(found.records)
-        for one in found.records.values():
-            if one.crc32 is not None:
-                data = _inflated_again(item, one, probe.limits) if item.packed else one.data
-                checksums.append(Checksum(f"{place}: {one.name}", data, one.crc32))
-    return Findings(tuple(problems), (), tuple(checksums), count)
-
-
-def _inflated_again(item: Item, record: Record, limits: Limits) -> ByteRange:
-    """Return a record of a compressed item, which is inflated when it is read, and not kept."""
-
-    def find() -> tuple[ByteRange, int | None]:
-        return archive_of(item, limits).records[name].data, None
-
-    name = record.name
-    return late(item.path, record.data.length, find)
 
 
 def _checksum(archive: Archive, record: Record) -> Checksum:
