@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckptool import inspection, transforms
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import UsageError
+from ckptool.errors import NotFound, UsageError
 from ckptool.formats import Source, open_checkpoint, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule
@@ -23,7 +23,9 @@ __all__ = ["add_module", "average", "open", "remap", "rename", "report", "strip_
 State = TypeVar("State", Checkpoint, dict[Any, Any], Mapping[Any, Any])
 
 
-def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS, master: bool = False
+) -> Checkpoint:
     """Open the checkpoint in a file or folder. Read only its header, and run no code of it.
 
     Close the checkpoint, or use it as a context manager.
@@ -31,6 +33,7 @@ def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Ch
     Args:
         path: A file, an index of shards, or the folder of a model in several files.
         limits: Bounds for what a header may ask for.
+        master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
 
     Raises:
         FileMissing: the file does not exist.
@@ -38,8 +41,14 @@ def open(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Ch
         UnsupportedFormat: ckptool does not read this kind of checkpoint.
         CorruptFile: the file breaks a rule of its format (`TruncatedFile`: it ends too early).
         LimitExceeded: the file asks for more than `limits` allows.
+        NotFound: with `master`: there are no masters.
     """
-    return open_checkpoint(path, limits=limits)
+    checkpoint = open_checkpoint(path, limits=limits)
+    try:
+        return transforms.with_masters(checkpoint) if master else checkpoint
+    except NotFound:
+        checkpoint.close()
+        raise
 
 
 def report(

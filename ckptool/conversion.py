@@ -39,6 +39,8 @@ class Conversion:
     are the reference's, wrappers and all.
     """
 
+    master: bool = False
+    """Put the fp32 masters of DeepSpeed's optimizer in the place of the weights, first of all."""
     key: str | None = None
     """The state dict to carry, alone, by its address."""
     model_only: bool = False
@@ -129,6 +131,8 @@ class Conversion:
         Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
         other formats all there is, with the names that it has.
         """
+        if self.master:
+            checkpoint = transforms.with_masters(checkpoint)
         selected = self._selected(checkpoint, target)
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
@@ -236,6 +240,7 @@ def convert(
     dry_run: bool = False,
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
+    master: bool = False,
     key: str | None = None,
     model_only: bool = False,
     include: Iterable[str] = (),
@@ -278,6 +283,7 @@ def convert(
         dry_run: Plan only.
         verify: Read the result back and compare it. None: only if tensors are computed.
         progress: Called with the bytes done and the bytes in all.
+        master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
         key: The address of the only state dict to write.
         model_only: Write only the state dict of the model, without the plain values in it.
         include: Globs of the tensors to write; default: all.
@@ -316,7 +322,8 @@ def convert(
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
     conversion = Conversion(
-        key=key, model_only=model_only, wrappers=wrappers, rename=_listed("rename", rename),
+        master=master, key=key, model_only=model_only, wrappers=wrappers,
+        rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
         allow_unexpected=allow_unexpected, allow_mismatched=allow_mismatched,

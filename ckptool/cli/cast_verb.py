@@ -11,11 +11,12 @@ from ckptool.cli.options import (
     completed_by,
     file_argument,
     floating_types,
+    master_option,
     target_options,
     verb,
 )
 from ckptool.errors import UsageError
-from ckptool.transforms import cast, floating_type
+from ckptool.transforms import cast, floating_type, with_masters
 
 __all__ = ["command", "parsed_keep"]
 
@@ -53,9 +54,11 @@ __all__ = ["command", "parsed_keep"]
     is_flag=True,
     help="Write elements that the type cannot hold as torch does (inf, NaN, the largest).",
 )
+@master_option
 @target_options()
 def command(
     file: str,
+    master: bool,
     dtype: str | None,
     dequantize: str | None,
     raw: bool,
@@ -81,7 +84,7 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         made = cast(
-            checkpoint,
+            with_masters(checkpoint) if master else checkpoint,
             dtype,
             keep=rules,
             everything=everything,

@@ -18,6 +18,7 @@ from ckptool.cli.options import (
     completed_by,
     floating_types,
     glob_options,
+    master_option,
     parsed_rules,
     parsed_visible,
     plain_options,
@@ -46,6 +47,7 @@ __all__ = ["command"]
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
+@master_option
 @click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
 @glob_options
 @click.option(

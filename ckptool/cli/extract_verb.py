@@ -12,13 +12,14 @@ from ckptool.cli.options import (
     Target,
     file_argument,
     glob_options,
+    master_option,
     plain_options,
     target_options,
     verb,
 )
 from ckptool.conversion import without_objects
 from ckptool.errors import UsageError
-from ckptool.transforms import extract
+from ckptool.transforms import extract, with_masters
 
 __all__ = ["command"]
 
@@ -34,23 +35,27 @@ __all__ = ["command"]
 @file_argument
 @click.option("--key", metavar="NAME", help="A section, a container or a tensor, by its address.")
 @glob_options
+@master_option
 @plain_options
 @target_options()
-def command(file: str, plain: bool, drop_objects: bool, target: Target, **what: Any) -> None:
+def command(
+    file: str, master: bool, plain: bool, drop_objects: bool, target: Target, **what: Any
+) -> None:
     """Take out a section, some tensors, or the weights alone.
 
     What is left out is named. An optimizer of which a tensor goes leaves as a whole; values and
     objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
     --in-place needs --force, as the rest is lost.
     """
-    if what["key"] is None and not (any(what.values()) or plain or drop_objects):
+    if what["key"] is None and not (any(what.values()) or master or plain or drop_objects):
         raise UsageError(
-            "extract takes at least one of --key, --include, --exclude, --model-only, --plain "
-            "and --drop-objects",
+            "extract takes at least one of --key, --include, --exclude, --model-only, --master, "
+            "--plain and --drop-objects",
             hint="ckptool extract FILE --model-only",
         )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint = with_masters(checkpoint) if master else checkpoint
         return without_objects(extract(checkpoint, **what), plain=plain, drop=drop_objects)
 
     write_changed(file, change, target, word="extracted", rewrite=True)

@@ -22,6 +22,7 @@ __all__ = [
     "fmt_option",
     "glob_options",
     "json_option",
+    "master_option",
     "parsed_rules",
     "parsed_visible",
     "plain_options",
@@ -162,6 +163,10 @@ glob_options = _together(
         is_flag=True,
         help="The one model state dict alone; a pickled module as one.",
     ),
+)
+
+master_option = click.option(
+    "--master", is_flag=True, help="The fp32 masters of DeepSpeed's optimizer for the weights."
 )
 
 plain_options = _together(

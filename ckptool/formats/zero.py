@@ -30,7 +30,7 @@ from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
 from ckptool.words import counted, few, listed, printable
 
-__all__ = ["DEEPSPEED", "MASTER", "is_part", "is_step", "step_files"]
+__all__ = ["DEEPSPEED", "MASTER", "SLICED", "is_part", "is_step", "step_files"]
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt", re.ASCII
@@ -55,6 +55,8 @@ _BOOKS = frozenset({
 """Keys of an optimizer's file that say how its vectors are laid out, or are read otherwise."""
 MASTER = "fp32"
 """What the state of a parameter calls its fp32 master, as universal folders do."""
+SLICED = 3
+"""The stage that has weights in slices, as masters alone."""
 _FORMATS = ("torch-zip", "torch-legacy")
 _LONGEST_TAG = 256
 _FIRST = f"{MASTER}.pt"

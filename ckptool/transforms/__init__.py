@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.compacting import compact, untie, without_unseen
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.extraction import extract, single_state_dict
+    from ckptool.transforms.masters import with_masters
     from ckptool.transforms.memory import changed_dict, remap_dict
     from ckptool.transforms.name_rules import (
         Rule,
@@ -49,6 +50,7 @@ __all__ = [
     "to_plain",
     "untie",
     "visible_devices",
+    "with_masters",
     "without_unseen",
 ]
 
@@ -58,6 +60,7 @@ _HOMES = {
     "compacting": ("compact", "untie", "without_unseen"),
     "devices": ("remap", "visible_devices"),
     "extraction": ("extract", "single_state_dict"),
+    "masters": ("with_masters",),
     "memory": ("changed_dict", "remap_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("add_module", "rename", "strip_module"),

@@ -441,3 +441,11 @@ def test_big_endian_numbers_are_checked_though_they_are_turned(ckptool, tmp_path
     flip(tmp_path / "big.pth", torch.arange(9.0).numpy().tobytes())
     assert ckptool("convert", tmp_path / "big.pth", tmp_path / "o.pth").code == 2
     assert not (tmp_path / "o.pth").exists()
+
+
+@pytest.mark.parametrize("verb", ["extract", "cast"])
+def test_verbs_take_the_masters_of_deepspeed(ckptool, fixtures, verb, tmp_path):
+    target = tmp_path / "out.pth"
+    words = ["--dtype", "float64", "--all"] if verb == "cast" else ["--model-only"]
+    run = ckptool(verb, fixtures / "zero" / "z2-bf16", "--master", *words, "-o", target)
+    assert (run.code, "8 weights became the fp32 masters" in run.err) == (0, True)
