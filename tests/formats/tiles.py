@@ -5,7 +5,6 @@ It stands for the formats to come: it has what a new one needs, and nothing besi
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from zlib import crc32
 
