@@ -22,6 +22,7 @@ from ckptool.diagnosis.complaint import (
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
 from ckptool.inspection.obstacles import calls, missing_weights, needed_import
+from ckptool.matching.known_renames import ADAPTER
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
@@ -31,7 +32,7 @@ from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable
 
-__all__ = ["INTEGERS", "is_adapter", "is_floating", "level", "naming", "objects", "versions"]
+__all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
 
 INTEGERS = frozenset(
     {
@@ -44,7 +45,6 @@ INTEGERS = frozenset(
 )
 """Last name parts of buffers that count or index."""
 _PEFT = "base_model.model."
-_ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
@@ -64,11 +64,6 @@ _BLOCKED = ("sys", "os", "posix", "nt")
 def is_floating(dtype: str) -> bool:
     """Return whether it is a type of real or complex numbers with a fraction."""
     return "float" in dtype or "complex" in dtype
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether PEFT trained a tensor of this name beside the weights of the base model."""
-    return _ADAPTER.search(name) is not None or ".modules_to_save." in name
 
 
 def level(patient: Patient) -> Iterator[Found]:
@@ -378,7 +373,7 @@ def _adapters(section: Section) -> Iterator[Found]:
     """What PEFT puts before the names of the model that it adapts, and inside its layers."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(_PEFT)]
-    adapted = [name for name in names if _ADAPTER.search(name)]
+    adapted = [name for name in names if ADAPTER.search(name)]
     wrapped = [name for name in every if _BASE_LAYER in name]
     if not names and not wrapped:
         return

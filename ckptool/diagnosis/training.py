@@ -23,11 +23,12 @@ from ckptool.diagnosis.complaint import (
     tensors_of,
     unwrapped,
 )
-from ckptool.diagnosis.models import INTEGERS, is_adapter, is_floating
+from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.inspection.usage import distinct
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
+from ckptool.matching.known_renames import MERGE, is_adapter
 from ckptool.model import Shape
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section
@@ -110,7 +111,7 @@ def _difference(model: Section, target: Target, report: MatchReport) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
     missing, unexpected = report.missing_keys, report.unexpected_keys
     if any(map(is_adapter, unexpected)):
-        return "call merge_and_unload() of its PeftModel where it was trained, and save that"
+        return MERGE
     if form := _reparametrised(unexpected):
         return f"in the model that saved it, call {form}, and save it again"
     if form := _reparametrised(missing):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
+from ckptool.matching.known_renames import MERGE, is_adapter
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming, most_allowed
 from ckptool.names import families
 from ckptool.remedies import Remedy, together
@@ -278,6 +279,8 @@ def _way(
     rest = {*missing, *unexpected}
     if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
         return _UNDECIDED
+    if any(map(is_adapter, unexpected)):
+        return Remedy(note=MERGE)
     after = ", even after the proposed rules" if proposed else ""
     lost, most = len(missing) + len(left[2]), most_allowed(report.names)
     if lost > most:

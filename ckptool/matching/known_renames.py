@@ -11,9 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ADAPTER",
     "BATCHES",
+    "MERGE",
     "Respelling",
     "beside",
+    "is_adapter",
     "respellings",
     "uncounted",
     "weight_norms",
@@ -57,8 +60,17 @@ _BASE = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
 _SAVED = re.compile(r"[^.]+\.modules_to_save\.default\.(.+)$")
 _ORIGINAL = re.compile(r"[^.]+\.original_module\.(.+)$")
 """A module that PEFT trains beside an adapter, and what it was before."""
+ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
+"""Begins the name of what an adapter adds to a layer."""
+MERGE = "call merge_and_unload() of its PeftModel where it was trained, and save that"
+"""What helps where the model has no adapters."""
 _FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
 _MARKS = (".default", ".base_layer.", ".original_module.")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether PEFT trained a tensor of this name beside the weights of the base model."""
+    return ADAPTER.search(name) is not None or ".modules_to_save." in name
 
 
 def respellings(names: Collection[str]) -> dict[str, Respelling]:

@@ -72,7 +72,8 @@ def loaded(path):
 def check(path, wanted, truths, *, strict):
     """The file loads, and has every value of the source."""
     made = loaded(path)
-    lost = wanted.keys() - made.keys()
+    # a BatchNorm without _metadata loads strictly without its counter
+    lost = [name for name in wanted if name not in made and not name.endswith("batches_tracked")]
     assert made.keys() <= wanted.keys()
     assert not (strict and lost)
     for name, value in made.items():

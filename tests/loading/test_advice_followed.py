@@ -188,6 +188,16 @@ def test_a_weight_in_another_form_is_not_hinted_away(form):
         assert list(check_advice({**body, **have}, {**body, **want})) == []
 
 
+def test_of_a_model_with_adapters_the_merged_one_is_asked_for():
+    want = {f"body.{number}.weight": (5, 5) for number in range(60)}
+    have = {f"base_model.model.{name}": shape for name, shape in want.items()}
+    have["base_model.model.body.0.lora_A.default.weight"] = (2, 5)
+    with pytest.raises(MatchError) as caught:
+        ckptool.load_into(built(want), state_of(have))
+    assert caught.value.remedy.arguments == ()
+    assert "merge_and_unload()" in caught.value.hint
+
+
 @given(cases(), st.integers(0, 50))
 @settings(max_examples=300)
 def test_of_random_models_what_is_advised_loads_all_that_the_file_has(case, resized):
