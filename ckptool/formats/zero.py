@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, FolderFile
 from ckptool.files.computed import joined
 from ckptool.formats.archive import zip_archive
@@ -138,7 +138,13 @@ class DeepSpeed(Format):
         step = _step(probe)
         with opened_together(step.files, probe.limits, _FORMATS) as files:
             models, optims = files[: len(step.models)], files[len(step.models) :]
-            root, notes = _joined(step, models, optims, probe.limits)
+            try:
+                root, notes = _joined(step, models, optims, probe.limits)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                what = f"breaks a rule of DeepSpeed's: {type(error).__name__}, {error}"
+                raise CorruptFile(what, file=step.folder) from error
         every = [one.details for one in files]
         details = Details(
             size=sum(one.size for one in every),
@@ -207,7 +213,7 @@ def _step(probe: Probe) -> _Step:
     models = {int(one["rank"] or 0): name for name, one in found.items() if one.re is _MODEL}
     optims = {int(one["rank"]): name for name, one in found.items() if one.re is _OPTIM}
     spread = any(one.re is _MODEL and one["rank"] for one in found.values())
-    is_universal = _UNIVERSAL in names
+    is_universal = _UNIVERSAL in names and not optims
     step = _Step(
         folder,
         tuple(os.path.join(folder, models[rank]) for rank in sorted(models)),
@@ -266,16 +272,21 @@ def _joined(
         **{key: _number(one) for key, one in own[0].items() if key not in _BOOKS},
     }
     notes = [f"{counted(len(step.files), 'file')} of DeepSpeed's, joined"]
+    kept = {key for one in groups for key in one.vectors}
+    held = (one.items() for one in _base(own[0])[0].values())
+    left = {str(key) for items in held for key, one in items if _is_long(one) and key not in kept}
+    if left and optims:
+        notes.append(f"8-bit states of the optimizer are left out: {listed(sorted(left))}")
     changes: dict[Any, Any] = {"optimizer": optimizer}
     if step.has_slices:
         types = {module[name].dtype for name in states if isinstance(module.get(name), TensorRef)}
         changes["module"] = _weights(first, models, states)
         notes.append(
-            "ZeRO-3 stores the weights as fp32 masters alone; the model that it trained has "
+            "the weights are fp32 masters, as ZeRO-3 stores no others; the type in training was "
             + listed(sorted(types))
         )
-    kept = {key: one for key, one in first.items() if key not in _PARTS}
-    return remade(first, {**kept, **changes}), notes
+    whole = {key: one for key, one in first.items() if key not in _PARTS}
+    return remade(first, {**whole, **changes}), notes
 
 
 def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
@@ -332,22 +343,40 @@ def _groups(
     groups = []
     for number, of_group in enumerate(shapes):
         every = [one.get(number) or {} for one in states]
-        found: dict[str, Sequence[_Vector]] = {}
-        others = {}
-        if vectors:
-            found[MASTER] = [
-                _vector(one[number], file) for one, file in zip(flat, files, strict=True)
-            ]
-        for key, value in every[0].items():
-            is_tensor = isinstance(value, TensorRef) and value.shape
-            if not is_tensor:
-                others[key] = value
-            elif vectors:
-                found[key] = [
-                    _vector(one.get(key), file) for one, file in zip(every, files, strict=True)
-                ]
+        _check_numbers(every, files)
+        keys = [key for key, one in every[0].items() if _is_long(one)] if vectors else []
+        if any(every[0][key].dtype == "uint8" for key in keys):
+            keys = []  # 8-bit states lie in blocks, with scales beside them
+        nodes = {MASTER: [one[number] for one in flat]} if vectors else {}
+        nodes |= {key: [one.get(key) for one in every] for key in keys}
+        found = {
+            kind: [_vector(node, file) for node, file in zip(of_ranks, files, strict=True)]
+            for kind, of_ranks in nodes.items()
+        }
+        others = {key: one for key, one in every[0].items() if not _is_long(one)}
         groups.append(_Group(of_group, found, others))
     return groups
+
+
+def _is_long(node: Any) -> bool:
+    return isinstance(node, TensorRef) and bool(node.shape)
+
+
+def _check_numbers(every: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
+    """Refuse ranks whose steps differ; of tensors by the checksums that the files state."""
+    first = {key: _stated(one) for key, one in every[0].items() if not _is_long(one)}
+    for one, file in zip(every, files, strict=True):
+        for key, stated in first.items():
+            if stated is not None and _stated(one.get(key)) not in (None, stated):
+                what = f"{printable(str(key))!r} of the optimizer is not that of"
+                raise CorruptFile(f"{what} {os.path.basename(files[0])}", file=file, hint=_HINT)
+
+
+def _stated(node: Any) -> Any:
+    """Return what tells a number from others; None if that takes more than the header."""
+    if not isinstance(node, TensorRef):
+        return repr(node)
+    return node.storage and node.storage.crc32
 
 
 def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:

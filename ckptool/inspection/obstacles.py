@@ -12,7 +12,9 @@ from ckptool.dtypes import BY_NAME
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.dcp_safetensors import SHARDING_INFO
+from ckptool.formats.identify import shell
 from ckptool.formats.ranks import set_of
+from ckptool.formats.zero import is_part
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS
@@ -143,7 +145,16 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
 
 def _hollow(checkpoint: Checkpoint) -> Part | None:
     found = hollow(checkpoint)
-    return found and Part(found.text, found.remedy, kind=found.kind, places=found.names)
+    if found is None:
+        return None
+    remedy = _gathered(checkpoint.path) if found.remedy == PLACEHOLDERS else found.remedy
+    return Part(found.text, remedy, kind=found.kind, places=found.names)
+
+
+def _gathered(path: str) -> str:
+    """Return what helps against one rank's file of DeepSpeed, with its folder if that is known."""
+    folder = shell(os.path.dirname(path) or ".") if is_part(path) else "FOLDER"
+    return PLACEHOLDERS.replace("FOLDER", folder)
 
 
 def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
@@ -168,7 +179,7 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
     size, found = root.get("mp_world_size"), _COUNTED.search(name)
     if _ZERO.search(name):
         text = "it holds one process's part of an optimizer's state: its name says so"
-        return Part(text, PLACEHOLDERS)
+        return Part(text, _gathered(checkpoint.path))
     if type(size) is int and size > 1:
         text = f"it holds one of {size} parts of each matrix: its mp_world_size is {size}"
         return Part(text, _GATHER)

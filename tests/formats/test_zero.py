@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.inspection import list_tensors
 from ckptool.inspection.searching import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
@@ -217,7 +218,13 @@ def cut_vector(own):
             own[key][0] = own[key][0][:-5].clone()
 
 
+def set_step(own):
+    base = own.get("base_optimizer_state") or own["optimizer_state_dict"]
+    base["state"][1]["step"] = torch.tensor(4.0)
+
+
 FAULTS = {
+    "another step": (set_step, "'step' of the optimizer is not that of .*rank_0"),
     "other options": (set_option, "differs from .*rank_0.*in the options of its optimizer"),
     "a short vector": (cut_vector, "'(up|norm).weight' needs elements"),
     "no moment": (
@@ -310,3 +317,29 @@ def test_a_search_finds_the_step_once(run):
     run("z2-fp32")
     found = {os.path.relpath(path, folder) for path in checkpoints_in(str(folder), DEFAULT_LIMITS)}
     assert found == {"universal-z3-fp32", "z2-fp32/global_step3"}
+
+
+def test_eight_bit_states_are_left_out(run):
+    folder = run("z2-fp32")
+    before = hashes(folder)
+
+    def quantise(own):
+        for state in own["base_optimizer_state"]["state"].values():
+            del state["exp_avg"], state["exp_avg_sq"]
+            state.update(state1=torch.ones(99, dtype=torch.uint8), absmax1=torch.ones(1))
+
+    for path in folder.rglob("*optim_states.pt"):
+        changed(folder, path.name, quantise)
+    assert hashes(folder) == {key: one for key, one in before.items() if "/exp_avg" not in key}
+
+
+@pytest.mark.parametrize(
+    "key", ["base_optimizer_state", "single_partition_of_fp32_groups", "partition_count"]
+)
+@pytest.mark.parametrize("value", [7, [7], ["a", None], {"param_groups": [{"params": 3}]}])
+def test_no_form_of_an_optimizer_crashes(run, key, value):
+    folder = run("z1-fp32")
+    for path in folder.rglob("*optim_states.pt"):
+        changed(folder, path.name, lambda own: own.update({key: value}))
+    with suppress(CheckpointError):
+        ckptool.open(folder).close()
