@@ -319,7 +319,9 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
 
     `key` may also name what holds exactly one. Averaged weights beside the raw ones, a
     discriminator beside its generator, are never guessed between; `ckptool.save` writes which one
-    is the model's. What holds nothing but tensors is one at the root, whatever they are.
+    is the model's. What holds nothing but tensors is one at the root, whatever they are. Where
+    there is no other, it is the tensors at the root, if their names have dots: torchtitan puts the
+    dicts `optimizer`, `lr_scheduler` and `train_state` among the weights.
 
     Raises:
         AmbiguousName: there are several; the message lists them with their tensor counts.
@@ -330,6 +332,9 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
         found = _models(checkpoint.root)
         if not found and _is_tensors_alone(checkpoint.root):
             return Section((), "state_dict", checkpoint.root, checkpoint.root)
+        weights = _weights_beside_sections(checkpoint.root)
+        if not found and weights:
+            return Section((), "state_dict", weights, weights)
         return _only(checkpoint, found, where)
     path, node = resolve(checkpoint, key, accept=_may_hold_models)
     section = _classified(path, node, {})
@@ -362,6 +367,17 @@ def _is_tensors_alone(node: Any) -> bool:
     return all(
         isinstance(name, str) and isinstance(value, TensorRef) for name, value in node.items()
     )
+
+
+def _weights_beside_sections(root: Any) -> OrderedMap:
+    """Return the tensors directly in the root, if they are named as weights are, else nothing."""
+    if not isinstance(root, dict):
+        return OrderedMap()
+    tensors = OrderedMap((key, one) for key, one in root.items() if isinstance(one, TensorRef))
+    names = [key for key in root if isinstance(key, str)]
+    dotted = any("." in name and tensors[name].shape for name in names if name in tensors)
+    is_flat_optimizer = any(name.startswith("param_groups.") for name in names)
+    return tensors if dotted and names == list(root) and not is_flat_optimizer else OrderedMap()
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:

@@ -46,7 +46,8 @@ def write_changed(
             for file in checkpoint.sources:
                 _refuse_link(file.name, force=target.force)
             chosen = checkpoint.path  # of a folder of shards, the index in it
-        named = checkpoint.path if os.path.isfile(checkpoint.path) and not sharded else source
+        is_found = os.path.isfile(checkpoint.path) or not os.path.exists(source)
+        named = checkpoint.path if is_found and not sharded else source
         path = chosen or default_target(named, word, target.format, sharded=sharded)
         changed = change(checkpoint)
         receipt = save(

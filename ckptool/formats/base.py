@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint
+from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
@@ -123,8 +125,11 @@ class Probe:
     ) -> None:
         """Look at `path`, and open it if it is a file that is not open yet (`source`).
 
+        Of a path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) it is the folder, in
+        which nothing but the names that match is seen.
+
         Raises:
-            FileMissing: there is no such file or folder.
+            FileMissing: there is no such file or folder, or no name that matches.
             FileDenied: the system refuses it.
             FileBusy: another process is editing it.
             CorruptFile: the journal of an edit lies beside it that cannot be settled.
@@ -132,8 +137,14 @@ class Probe:
         self.path = os.fsdecode(path)
         self.limits = limits
         self.place = place_of(path)
+        self._pattern = "*"
+        folder, name = os.path.split(self.path)
+        if "*" in name and not os.path.lexists(self.path) and self.place.is_folder(folder or "."):
+            self.path, self._pattern = folder or ".", name
         self.is_folder = self.place.is_folder(self.path)
         self.source = source or (None if self.is_folder else self.place.open(self.path))
+        if self._pattern != "*" and not self.entries:
+            raise FileMissing(f"has no file {self._pattern}", file=self.path)
         self._answers: dict[Callable[[Probe], Any], Any] = {}
         self._closing = ExitStack()
         if self.source is not None:
@@ -147,7 +158,8 @@ class Probe:
     @cached_property
     def entries(self) -> frozenset[str]:
         """The names in a folder; empty for a file."""
-        return self.place.names(self.path) if self.is_folder else frozenset()
+        names = self.place.names(self.path) if self.is_folder else frozenset()
+        return names if self._pattern == "*" else frozenset(matching(names, self._pattern))
 
     def opened(self) -> Source:
         """Return the file.

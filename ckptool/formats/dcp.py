@@ -54,6 +54,8 @@ _RANKS = re.compile(r"__(\d+)\.metadata")
 """How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
 _LIGHTNING = "meta.pt"
+_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
+"""The folders of DCP in one of accelerate's; with a second model its two are not read as one."""
 _ZSTD = "stream.zstd/1"
 _AROUND = 64 << 10
 """Bytes that torch.save writes around the elements of one tensor, at most."""
@@ -144,7 +146,7 @@ class Dcp(Format):
             LimitExceeded: it asks for more than `probe.limits`.
         """
         index = probe.ask(index_of)
-        folder = os.path.dirname(index.sources[0].name)
+        folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
             **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
             **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
@@ -230,6 +232,9 @@ def _indexes(probe: Probe) -> list[str]:
     names = probe.entries if probe.is_folder else probe.place.names(folder)
     if _METADATA in names:
         found = [_METADATA]
+    elif probe.place.is_file(os.path.join(folder, _ACCELERATE[0], _METADATA)):
+        two = "pytorch_model_fsdp_1" in names
+        found = [os.path.join(one, _METADATA) for one in _ACCELERATE if one in names and not two]
     else:
         if not any(one.endswith(".distcp") for one in names):
             return []

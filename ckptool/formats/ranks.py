@@ -16,24 +16,24 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.identify import shell
 from ckptool.formats.opening import opened_together
 from ckptool.formats.placements import parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, listed, printable
 
-__all__ = ["FSDP_RANKS", "rank_files", "set_of"]
+__all__ = ["FSDP_RANKS", "of_model", "rank_files", "set_of"]
 
 _NAMES = re.compile(
     r"(model_world_size_(?P<world>\d+)_rank_"  # verl, SkyRL, oumi
     r"|pytorch_model_fsdp(_\d+)?_rank(?=\d+\.bin)"  # accelerate
-    r"|model_\w+\.rank_(?=\d+\.pth))"  # dinov2
+    r"|model_\w+\.rank_(?=\d+\.pth)"  # dinov2
+    r"|optim_world_size_\d+_rank_|optimizer(_\d+)?_rank(?=\d+\.bin))"
     r"(?P<rank>\d{1,9})\.(pt|bin|pth)",
     re.ASCII,
 )
-_OTHERS = re.compile(
-    r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt|optimizer(_\d+)?_rank\d+\.bin", re.ASCII
-)
+_OTHERS = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _VALUES = (bool, int, float, complex, str, type(None))
 _HINT = "the files are of different saves, or damaged: copy all rank files of one save"
@@ -52,7 +52,7 @@ class FsdpRanks(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a folder with rank files of a model."""
+        """Whether it is a folder with rank files of a model or an optimizer."""
         return any(map(set_of, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -67,7 +67,8 @@ class FsdpRanks(Format):
         formats = ("torch-zip", "torch-legacy")
         with opened_together(rank_files(probe), probe.limits, formats) as ranks:
             root = _joined(ranks, probe.path)
-        others = sorted(filter(_OTHERS.fullmatch, probe.entries))
+        joined = {os.path.basename(one.path) for one in ranks}
+        others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
         sources = tuple(source for one in ranks for source in one.sources)
         return Checkpoint(root, self.name, probe.path, _details(ranks, others), sources=sources)
 
@@ -85,8 +86,13 @@ def set_of(path: str) -> tuple[str, int] | None:
     return found and (f"{found[1]}{{rank}}{name[found.end('rank') :]}", int(found["rank"]))
 
 
+def of_model(path: str) -> bool:
+    """Whether a file is named as a rank's part of a model, and not of its optimizer."""
+    return set_of(path) is not None and not os.path.basename(path).startswith("optim")
+
+
 def rank_files(probe: Probe) -> tuple[str, ...]:
-    """Return the paths of a folder's rank files, in the order of the ranks.
+    """Return the paths of a folder's rank files, in the order of the ranks: the model's, if any.
 
     Raises:
         FileMissing: one is missing.
@@ -94,12 +100,14 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
         UnsupportedFormat: there are several sets.
     """
     sets: dict[str, dict[int, str]] = {}
-    for name in probe.entries:
+    wanted = set(filter(of_model, probe.entries)) or probe.entries
+    for name in wanted:
         if (found := set_of(name)) is not None:
             sets.setdefault(found[0], {})[found[1]] = os.path.join(probe.path, name)
     if len(sets) > 1:
         what = f"holds {len(sets)} sets of rank files: {listed(sorted(sets))}"
-        hint = "move one set into a folder of its own"
+        first = shell(os.path.join(probe.path, min(sets).format(rank="*")))
+        hint = f"give one set by its names: ckptool list {first}"
         raise UnsupportedFormat(what, file=probe.path, hint=hint)
     ((called, files),) = sets.items()
     stated = re.search(r"world_size_(\d+)", called)
@@ -216,5 +224,5 @@ def _details(ranks: Sequence[Checkpoint], others: Sequence[str]) -> Details:
         storage_bytes=sum(one.storage_bytes for one in every),
         dead_bytes=sum(one.dead_bytes for one in every),
         notes=(what, *every[0].notes),
-        left_behind=(f"the optimizer's rank files: {listed(others)}",) if others else (),
+        left_behind=(f"the rank files of other states: {listed(others)}",) if others else (),
     )

@@ -15,7 +15,7 @@ from ckptool.formats.base import Probe
 from ckptool.formats.dcp import DCP
 from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, is_part_file
 from ckptool.formats.identify import looks_like_checkpoint
-from ckptool.formats.ranks import FSDP_RANKS, set_of
+from ckptool.formats.ranks import FSDP_RANKS, of_model
 from ckptool.formats.sharded import shards_named_by
 from ckptool.formats.torch_tar import BLOCK, is_tar
 from ckptool.formats.zero import is_part, is_step
@@ -101,11 +101,11 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
     """Return what tells the files of a folder that is one checkpoint; None of any other folder."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognise(probe):
-            return re.compile(r".+\.(distcp|metadata)").fullmatch
+            return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
         if DCP_SAFETENSORS.recognise(probe):
             return is_part_file
         if FSDP_RANKS.recognise(probe):
-            return set_of
+            return of_model
         if is_step(probe):
             return is_part
     return None

@@ -298,7 +298,11 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
         yield Change("left-out", f"{text}{more}", 1)
     for text, tensors in chosen.apart.items():
         yield Change("left-out", text, 1, needed=tensors > 0)
-    yield from beside(root, chosen.path, chosen.holder)
+    if chosen.path or chosen.holder is root or chosen.kind == "module":
+        yield from beside(root, chosen.path, chosen.holder)
+        return
+    rest = {key: value for key, value in root.items() if key not in chosen.node}
+    yield from beside(rest, (None,), chosen.holder)  # which no path of the rest begins with
 
 
 def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:

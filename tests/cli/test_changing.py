@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import shutil
 import struct
 import zipfile
 
@@ -449,3 +450,10 @@ def test_verbs_take_the_masters_of_deepspeed(ckptool, fixtures, verb, tmp_path):
     words = ["--dtype", "float64", "--all"] if verb == "cast" else ["--model-only"]
     run = ckptool(verb, fixtures / "zero" / "z2-bf16", "--master", *words, "-o", target)
     assert (run.code, "8 weights became the fp32 masters" in run.err) == (0, True)
+
+
+def test_a_result_is_named_after_the_folder_of_a_pattern(ckptool, fixtures, tmp_path):
+    folder = shutil.copytree(fixtures / "ranks" / "fsdp2-2.13.0", tmp_path / "run")
+    done = ckptool("cast", f"{folder}/model_*.pt", "--dtype", "bfloat16")
+    assert done.code == 0
+    assert (tmp_path / "run.bfloat16.pth").exists()

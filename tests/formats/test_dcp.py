@@ -29,6 +29,8 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import open_checkpoint
+from ckptool.inspection.searching import checkpoints_in
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.writing.target import default_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -203,6 +205,23 @@ def test_what_lightning_saves_beside_the_tensors_is_part_of_the_tree(folder, tmp
     assert list(ckptool.load(folder)) == ["model", "step", "list"]
 
 
+def test_model_and_optimizer_in_folders_of_their_own_are_one_tree(fixtures, tmp_path):
+    folder = Path(shutil.copytree(fixtures / "processes" / "accelerate", tmp_path / "state"))
+    assert list(ckptool.load(folder)) == ["model", "optimizer"]
+    assert checkpoints_in(str(folder), DEFAULT_LIMITS) == [str(folder)]
+    assert ckptool.verify(folder).ok
+    ckptool.convert(folder, f"{tmp_path}/hf/", model_only=True)
+    assert ckptool.load(tmp_path / "hf").keys() == ckptool.load(folder)["model"].keys()
+    (folder / "optimizer_0" / ".metadata").unlink()
+    with pytest.raises(FileMissing, match=r"optimizer_0/\.metadata"):
+        ckptool.open(folder)
+    shutil.rmtree(folder / "optimizer_0")
+    assert list(ckptool.load(folder)) == ["model"]
+    shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")
+    with pytest.raises(UnsupportedFormat, match="FSDP by accelerate"):
+        ckptool.open(folder)
+
+
 def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
     assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()
@@ -310,8 +329,47 @@ def test_a_flattened_optimizer_is_no_model(tmp_path):
     state = {"w.weight": torch.ones(2, 2), "optimizer": {"state.w.exp_avg": torch.ones(2, 2)}}
     state["optimizer"]["param_groups.w.lr"] = 0.1
     dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert list(ckptool.load_state_dict(tmp_path / "run")) == ["w.weight"]
+    dcp.save(state["optimizer"], checkpoint_id=tmp_path / "alone", no_dist=True)
     with pytest.raises(NotFound, match="no state dict of a model"):
-        ckptool.load_state_dict(tmp_path / "run")
+        ckptool.load_state_dict(tmp_path / "alone")
+
+
+def test_weights_at_the_root_are_the_model_beside_the_state_of_a_training(tmp_path):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {  # as torchtitan's CheckpointManager has it
+        **get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "lr_scheduler": {"last_epoch": 3},
+        "train_state": {"step": torch.tensor(3, dtype=torch.int32), "losses": [1.0]},
+        "dataloader": {"dp_rank_0": b"state", "world_size": 1},
+    }
+    run = tmp_path / "step-3"
+    dcp.save(state, checkpoint_id=run, no_dist=True)
+    receipt = ckptool.convert(run, f"{tmp_path}/hf/", model_only=True, cast="bfloat16")
+    written, wanted = ckptool.load(tmp_path / "hf"), model.state_dict()
+    assert written.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        small = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(written[name], small)
+    said = " ".join(receipt.left_out)
+    assert all(name in said for name in ("optimizer", "lr_scheduler", "train_state", "dataloader"))
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert ckptool.load_into(other, run).coverage == 1
+    assert torch.equal(other[0].weight, model[0].weight)
+    ckptool.convert(run, tmp_path / "whole.pth")
+    assert torch.load(tmp_path / "whole.pth").keys() == state.keys()
 
 
 def test_a_folder_that_we_are_in_has_its_name(folder, monkeypatch):

@@ -16,6 +16,8 @@ import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.formats.placements import owned_rows
+from ckptool.inspection.searching import checkpoints_in
+from ckptool.limits import DEFAULT_LIMITS
 
 
 def cut(tensor, mesh, placements, place):
@@ -210,3 +212,46 @@ def test_one_file_opens_alone_and_names_its_folder(fixtures):
 def test_the_files_of_the_optimizer_are_left_behind(fixtures, tmp_path):
     receipt = ckptool.convert(fixtures / "ranks" / "fsdp2-2.13.0", tmp_path / "out.pth")
     assert "optim_world_size_2_rank_0.pt" in str(receipt.to_dict())
+
+
+@pytest.fixture
+def both(folder, fixtures):
+    """The model and the optimizer of one save, in one folder."""
+    for path in (fixtures / "ranks" / "optim-2.13.0").iterdir():
+        shutil.copy(path, folder)
+    return folder
+
+
+def test_a_pattern_opens_the_set_that_it_matches(both, tmp_path):
+    shutil.copy(file(both, 0), both / "model_world_size_1_rank_0.pt")
+    with pytest.raises(UnsupportedFormat, match="2 sets of rank files") as caught:
+        ckptool.open(both)
+    assert f"{both}/model_world_size_1_rank_*.pt" in caught.value.hint
+    with open_checkpoint(both / "model_world_size_2_rank_*.pt") as checkpoint:
+        assert (checkpoint.format, checkpoint.path) == ("fsdp-ranks", str(both))
+    model = nn.Linear(5, 9)
+    source = both / "model_world_size_2_rank_*.pt"
+    ckptool.load_into(model, source, rules=["^up=>"], strict=False)
+    assert torch.equal(model.weight, ckptool.load(source)["up.weight"])
+    assert ckptool.verify(source).shards == 2
+
+
+def test_an_optimizer_is_joined_by_its_own_names(both):
+    assert "embed.weight" in ckptool.load(both)
+    loaded = ckptool.load(both / "optim_world_size_2_rank_*.pt")
+    assert loaded.keys() == {"state", "param_groups"}
+    assert loaded["state"][0]["exp_avg"].shape == (9, 5)
+    assert len(checkpoints_in(str(both), DEFAULT_LIMITS)) == 3
+
+
+def test_a_pattern_that_matches_nothing_is_no_file(folder):
+    with pytest.raises(FileMissing, match=r"has no file none_\*\.pt"):
+        ckptool.open(folder / "none_*.pt")
+    with pytest.raises(FileMissing):
+        ckptool.open(folder / "none" / "*.pt")
+
+
+def test_a_file_with_a_star_in_its_name_is_that_file(folder):
+    starred = shutil.copy(file(folder, 0), folder / "rank_*.pt")
+    with open_checkpoint(starred) as checkpoint:
+        assert checkpoint.format == "torch-zip"

@@ -41,6 +41,9 @@ COPIES = {
     "hub": FIXTURES / "shards" / "hub_safetensors",
     "deepspeed-run": FIXTURES / "zero" / "z3-bf16",
     "step-100": FIXTURES / "dcp" / "training-2.13.0",
+    "actor": FIXTURES / "ranks" / "fsdp2-2.13.0",
+    "model/sharded": FIXTURES / "dcp" / "hugging-2.13.0",
+    "checkpoint-9": FIXTURES / "processes" / "accelerate",
     "unzipped": FIXTURES / "archives" / "unzipped",
 }
 """What each name stands for: a fixture, or a folder of them."""
@@ -94,6 +97,9 @@ def prepare(folder: Path) -> None:
     torch.save(_adapter(), folder / "adapter.pth")
     torch.save(OrderedDict(state, **{"fc.bias": torch.full((10,), 1e6)}), folder / "large.pth")
     (folder / "net.py").write_text(NET)
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "base" / "tokenizer.json").write_text("{}")
     (folder / "pointer.pth").write_text(POINTER)
     (folder / "pointer.safetensors").write_text(POINTER)
     short = (FIXTURES / "safetensors" / "ties.safetensors").read_bytes()[:-10]
