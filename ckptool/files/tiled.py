@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 from zlib import crc32
@@ -68,8 +69,12 @@ class Tile(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    data: ByteRange
-    """In row-major order."""
+    data: ByteRange | Callable[[], ByteRange]
+    """In row-major order; what gives them is asked when they are first read."""
+
+    def found(self) -> ByteRange:
+        """Return the elements."""
+        return self.data() if callable(self.data) else self.data
 
 
 def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile]) -> ByteRange:
@@ -84,14 +89,15 @@ def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile
     _check(shape, tiles)
     size = prod(shape) * itemsize
     if len(tiles) == 1:
-        return tiles[0].data
-    runs = sorted((_Runs(shape, itemsize, tile) for tile in tiles), key=lambda one: one.first)
-    ends: list[int] = []
-    for one in runs:  # how far the tiles up to here reach
-        ends.append(max(one.end, ends[-1] if ends else 0))
+        return tiles[0].found()
+
+    @cache
+    def runs() -> list[_Runs]:
+        made = (_Runs(shape, itemsize, tile) for tile in tiles)
+        return sorted(made, key=lambda one: one.first)
 
     def fill(offset: int, buffer: memoryview) -> None:
-        for one in runs:
+        for one in runs():
             if one.first >= offset + len(buffer):
                 break
             if one.end > offset:
@@ -107,7 +113,7 @@ class _Runs:
         steps = [prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
         split = [axis for axis, size in enumerate(shape) if tile.sizes[axis] != size]
         last = split[-1] if split else 0
-        self._data = tile.data
+        self._data = tile.found()
         self._length = prod(tile.sizes[last:]) * itemsize
         self._axes = list(zip(tile.sizes[:last], steps[:last], strict=True))
         self._count = prod(tile.sizes[:last])

@@ -260,6 +260,8 @@ def index_of(probe: Probe) -> Index:
         sources.append(probe.place.open(path))
         probe.on_close(sources[-1].close)
     read = [_read(source, probe.limits) for source in sources]
+    if len(read) == 1:
+        return read[0]
     tensors: dict[str, _Tensor] = {}
     for one in read:
         for name, tensor in one.tensors.items():
@@ -290,7 +292,10 @@ def _read(source: Source, limits: Limits) -> Index:
         )
     folder = os.path.dirname(source.name)
     try:
-        items = {_key(key): _item(folder, info) for key, info in stored.items()}
+        items = {}
+        while stored:  # which makes room: a large run has millions of chunks
+            key, info = stored.popitem()
+            items[_key(key)] = _item(folder, info)
         tensors: dict[str, _Tensor] = {}
         values: dict[str, Item] = {}
         for name, one in described.items():
@@ -347,27 +352,21 @@ def _described(
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
         raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
-    chunks = []
+    chunks, itemsize = [], BY_NAME[dtype.name].itemsize
     for one in state["chunks"]:
-        offsets, sizes = tuple(_state(one)["offsets"]), tuple(_state(one)["sizes"])
+        place = _state(one)
+        offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])
         if (name, offsets) not in items:
             raise CorruptFile(f"the chunk at {list(offsets)} of {printable(name)!r} is in no file")
-        chunks.append(_Chunk(offsets, sizes, items[name, offsets]))
+        item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
+        chunks.append(_Chunk(offsets, sizes, item))
     shape = tuple(state["size"])
     sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
     if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
         raise CorruptFile(f"{printable(name)!r} has a size or place that is no number")
     if any(len(one) != len(shape) for one in sizes_of):
         raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
-    itemsize = BY_NAME[dtype.name].itemsize
-    return _Tensor(
-        dtype.name,
-        shape,
-        tuple(
-            one._replace(item=one.item._replace(elements=prod(one.sizes) * itemsize))
-            for one in chunks
-        ),
-    )
+    return _Tensor(dtype.name, shape, tuple(chunks))
 
 
 def _size(files: set[str]) -> int:
@@ -380,18 +379,12 @@ def _nbytes(tensor: _Tensor) -> int:
 
 def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
     itemsize = BY_NAME[one.dtype].itemsize
-    tiles = [
-        Tile(
-            chunk.offsets,
-            chunk.sizes,
-            late(
-                chunk.item.path,
-                prod(chunk.sizes) * itemsize,
-                partial(_elements, name, one.dtype, chunk, limits),
-            ),
-        )
-        for chunk in one.chunks
-    ]
+
+    def elements(chunk: _Chunk) -> ByteRange:
+        find = partial(_elements, name, one.dtype, chunk, limits)
+        return late(chunk.item.path, prod(chunk.sizes) * itemsize, find)
+
+    tiles = [Tile(chunk.offsets, chunk.sizes, partial(elements, chunk)) for chunk in one.chunks]
     file = one.chunks[0].item.path if one.chunks else name
     try:
         data = tiled(file, one.shape, itemsize, tiles)

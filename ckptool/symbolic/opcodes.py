@@ -36,8 +36,10 @@ def opcode(code: bytes, *, refused: bool = False) -> Callable[[Handler], Handler
             HANDLERS[code[0]] = handler
             return handler
 
+        name = handler.__name__.upper().rstrip("_")
+
         def noted(machine: Machine, position: int) -> int:
-            machine.opcodes[handler.__name__.upper().rstrip("_")] = None
+            machine.opcodes[name] = None
             return handler(machine, position)
 
         HANDLERS[code[0]] = noted
@@ -105,14 +107,16 @@ def long_binput(machine: Machine, position: int) -> int:
 @opcode(b"h")
 def binget(machine: Machine, position: int) -> int:
     """Push what is memoized under a one-byte index."""
-    machine.stack.append(machine.recall(machine.data[position]))
+    index, memo = machine.data[position], machine.memo
+    machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
     return position + 1
 
 
 @opcode(b"j")
 def long_binget(machine: Machine, position: int) -> int:
     """Push what is memoized under a four-byte index."""
-    machine.stack.append(machine.recall(_UINT32(machine.data, position)[0]))
+    index, memo = _UINT32(machine.data, position)[0], machine.memo
+    machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
     return position + 4
 
 
@@ -135,7 +139,10 @@ def get(machine: Machine, position: int) -> int:
 @opcode(b"\x94", refused=True)
 def memoize(machine: Machine, position: int) -> int:
     """Memoize the top under the next index: as many as there are already."""
-    machine.remember(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
+    if machine.far_memo:
+        machine.remember(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
+    else:  # the common case, without a call
+        machine.memo.append(machine.stack[-1])
     return position
 
 
@@ -299,7 +306,8 @@ def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
         raise ValueError("a key has no value")
     keys = items[::2]
     for key in keys:  # of an object too: it may be of a class derived from dict
-        machine.check_key(key)
+        if type(key) is not str:
+            machine.check_key(key)
     if isinstance(target, dict):
         target.update(zip(keys, items[1::2], strict=True))
     elif isinstance(target, Opaque):
