@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, FolderFile
 from ckptool.files.computed import joined
+from ckptool.files.tiled import late
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
@@ -99,6 +101,8 @@ class _Vector(NamedTuple):
 
 Piece = tuple[int, int, int]
 """Elements of a parameter in the vector of a rank: the rank, the first, and how many."""
+Find = Callable[[], Sequence[Piece]]
+"""Finds the pieces of a parameter, in the order of its elements."""
 
 
 class _Group(NamedTuple):
@@ -136,18 +140,16 @@ class DeepSpeed(Format):
             LimitExceeded: a file asks for more than `probe.limits`.
         """
         step = _step(probe)
-        with opened_together(step.files, probe.limits, _FORMATS) as files:
-            models, optims = files[: len(step.models)], files[len(step.models) :]
-            try:
-                root, notes = _joined(step, models, optims, probe.limits)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                what = f"breaks a rule of DeepSpeed's: {type(error).__name__}, {error}"
-                raise CorruptFile(what, file=step.folder) from error
+        own = (step.models[0], *step.optims)
+        with opened_together(own, probe.limits, _FORMATS) as (first, *optims):
+            frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
+            rest = step.models[1:] if frozen else ()  # which have nothing else
+            with opened_together(rest, probe.limits, _FORMATS) as others:
+                models, files = [first, *others], [first, *others, *optims]
+                root, notes = _checked(step, models, optims, probe.limits)
         every = [one.details for one in files]
         details = Details(
-            size=sum(one.size for one in every),
+            size=sum(map(os.path.getsize, step.files)),
             writer=" ".join(("DeepSpeed", str(root.get("ds_version", "")))).strip(),
             protocol=every[0].protocol,
             globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
@@ -242,6 +244,19 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
         alone = os.path.join(step.folder, "mp_rank_00_model_states.pt")
         hint = f"copy it too; the weights alone: ckptool convert {alone} OUT --model-only"
     raise FileMissing(f"lacks the file of {what}", file=step.folder, hint=hint)
+
+
+def _checked(
+    step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
+) -> tuple[dict[Any, Any], list[str]]:
+    """Return what `_joined` does; the error of a damaged file if the files are of no known form."""
+    try:
+        return _joined(step, models, optims, limits)
+    except CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"breaks a rule of DeepSpeed's: {type(error).__name__}, {error}"
+        raise CorruptFile(what, file=step.folder) from error
 
 
 def _joined(
@@ -423,19 +438,23 @@ def _states(
     return states
 
 
-def _sliced(group: _Group, world: int) -> dict[str, list[Piece]]:
-    """Return the slices of stage 3: of each parameter every rank has as many elements, padded."""
-    start, pieces = 0, {}
+def _sliced(group: _Group, world: int) -> dict[str, Find]:
+    """Find the slices of stage 3: of each parameter every rank has as many elements, padded."""
+    start, pieces = 0, dict[str, Find]()
     for name, shape in group.shapes.items():
-        count = -(-prod(shape) // world)
-        rest = (prod(shape) - rank * count for rank in range(world))
-        pieces[name] = [(rank, start, min(n, count)) for rank, n in enumerate(rest) if n > 0]
-        start += count
+        pieces[name] = partial(_slices, start, prod(shape), world)
+        start += -(-prod(shape) // world)
     return pieces
 
 
-def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, list[Piece]]:
-    """Return the slices that each rank's file states."""
+def _slices(start: int, numel: int, world: int) -> list[Piece]:
+    count = -(-numel // world)
+    rest = (numel - rank * count for rank in range(world))
+    return [(rank, start, min(n, count)) for rank, n in enumerate(rest) if n > 0]
+
+
+def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
+    """Find the slices that each rank's file states."""
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, one in enumerate(mapped):
         for name, address in one.items():
@@ -447,21 +466,22 @@ def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, lis
                 what = f"{printable(str(name))!r} has no place in it, or is of another group"
                 raise CorruptFile(what, file=group.vectors[MASTER][rank].file, hint=_HINT)
             pieces[name].append((rank, start, count))
-    return pieces
+    return {name: every.copy for name, every in pieces.items()}
 
 
-def _in_a_row(group: _Group, paddings: Any) -> dict[str, list[Piece]]:
-    """Return the slices where the vectors of all ranks are one, with parameters in their order."""
+def _in_a_row(group: _Group, paddings: Any) -> dict[str, Find]:
+    """Find the slices where the vectors of all ranks are one, with parameters in their order."""
     vectors = group.vectors[MASTER]
     ends = list(accumulate(one.numel for one in vectors))
-    start, pieces = 0, {}
+    start, pieces = 0, dict[str, Find]()
     for number, (name, shape) in enumerate(group.shapes.items()):
         stop = start + prod(shape)
-        pieces[name] = [
+        every = [
             (rank, max(start - end + one.numel, 0), min(stop, end) - max(start, end - one.numel))
             for rank, (one, end) in enumerate(zip(vectors, ends, strict=True))
             if max(start, end - one.numel) < min(stop, end)
         ]
+        pieces[name] = every.copy
         padding = _at(paddings, number)
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
     align = 2 * len(vectors)
@@ -471,11 +491,9 @@ def _in_a_row(group: _Group, paddings: Any) -> dict[str, list[Piece]]:
     return pieces
 
 
-def _tensor(
-    name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], pieces: Sequence[Piece]
-) -> TensorRef:
+def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find: Find) -> TensorRef:
     """Return the tensor that pieces of the ranks' vectors are."""
-    first = vectors[0]
+    first, pieces = vectors[0], find()
     for rank, start, count in pieces:
         one = vectors[rank]
         if one.dtype != first.dtype:
@@ -488,10 +506,17 @@ def _tensor(
     if held != prod(shape):
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
         raise CorruptFile(what, file=first.file, hint=_HINT)
-    parts = [vectors[rank].cut(start, count) for rank, start, count in pieces]
-    data = joined(parts) if parts else first.data.slice(0, 0)
+    if len(pieces) > 1:  # found when they are read: of thousands of ranks there are millions
+        size = prod(shape) * BY_NAME[first.dtype].itemsize
+        data = late(first.file, size, partial(_together, vectors, find))
+    else:
+        data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
     storage = Storage(name, data, data.length, first.device)
     return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, first.device)
+
+
+def _together(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
+    return joined([vectors[rank].cut(start, count) for rank, start, count in find()]), None
 
 
 def _own(name: str, node: Any) -> Any:
@@ -557,7 +582,7 @@ def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any
         return found
     if len(found.shape) == 1 and found.shape != shape and found.numel >= prod(shape):
         vector = _vector(found, path)  # stage 3: flat
-        return _tensor(name, shape, [vector], [(0, 0, prod(shape))])
+        return _tensor(name, shape, [vector], partial(_slices, 0, prod(shape), 1))
     return replace(found, requires_grad=False, wrapping=())
 
 
