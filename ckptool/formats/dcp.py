@@ -53,7 +53,9 @@ _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
 """How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
-_LIGHTNING = "meta.pt"
+_BESIDE = ("meta.pt", "common.pt")
+"""What else Lightning and Megatron save, each a dict in a file of torch.save's."""
+_RESHAPED = "nd_reformulated_orig_global_shape"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """The folders of DCP in one of accelerate's; with a second model its two are not read as one."""
 _ZSTD = "stream.zstd/1"
@@ -96,6 +98,8 @@ class Index(NamedTuple):
     paths: Mapping[str, tuple[Any, ...]]
     """Where each flat name stands in the tree that was saved."""
     sources: tuple[Source, ...]
+    reshaped: tuple[str, ...] = ()
+    """Tensors that Megatron before 0.15 stored in another shape than their own: not read."""
 
     def items(self) -> Iterator[tuple[str, Item]]:
         """Yield every item, under the flat name that it is of."""
@@ -165,6 +169,7 @@ class Dcp(Format):
                 writer="torch.distributed.checkpoint",
                 storage_bytes=sum(_nbytes(one) for one in index.tensors.values()),
                 notes=(f"{counted(len(files), 'file')} of torch.distributed.checkpoint",),
+                left_behind=tuple(_left_behind(index)),
                 late=bool(index.values),
             ),
             sources=(
@@ -210,10 +215,16 @@ def _inflated_again(item: Item, record: Record, limits: Limits) -> ByteRange:
     return late(item.path, record.data.length, find)
 
 
+def _left_behind(index: Index) -> Iterator[str]:
+    if index.reshaped:
+        yield f"tensors in another shape than their own ({_RESHAPED}): {listed(index.reshaped)}"
+
+
 def _beside(folder: str, probe: Probe) -> Checkpoint | None:
-    """Return what Lightning saves beside the tensors: a dict of all else, in `meta.pt`."""
-    path = os.path.join(folder, _LIGHTNING)
-    if not probe.place.is_file(path):
+    """Return what Lightning or Megatron saves beside the tensors: a dict of all else."""
+    paths = (os.path.join(folder, name) for name in _BESIDE)
+    path = next(filter(probe.place.is_file, paths), None)
+    if path is None:
         return None
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
@@ -277,6 +288,7 @@ def index_of(probe: Probe) -> Index:
         tuple(dict.fromkeys(name for one in read for name in one.order)),
         {name: path for one in read for name, path in one.paths.items()},
         tuple(sources),
+        tuple(name for one in read for name in one.reshaped),
     )
 
 
@@ -291,7 +303,16 @@ def _read(source: Source, limits: Limits) -> Index:
             hint="PaddlePaddle and others write folders of the same look: load it with its writer",
         )
     folder = os.path.dirname(source.name)
+    if "all_tensor_metadata" in found:
+        raise UnsupportedFormat(
+            "the index is of ByteCheckpoint, whose folders are not read",
+            file=source.name,
+            hint="bytecheckpoint.load reads it, and its scripts merge it into safetensors",
+        )
     try:
+        megatron = found.get("mcore_data") or {}
+        reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
+        described = {name: one for name, one in described.items() if name not in reshaped}
         items = {}
         while stored:  # which makes room: a large run has millions of chunks
             key, info = stored.popitem()
@@ -314,7 +335,7 @@ def _read(source: Source, limits: Limits) -> Index:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         text = f"the index breaks a rule of DCP: {type(error).__name__}, {error}"
         raise CorruptFile(text, file=source.name) from error
-    return Index(tensors, values, tuple(described), paths, (source,))
+    return Index(tensors, values, tuple(described), paths, (source,), tuple(sorted(reshaped)))
 
 
 def _state(node: Any) -> Mapping[Any, Any]:

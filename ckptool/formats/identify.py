@@ -543,6 +543,8 @@ _MOST_OPENED = 64
 _ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
 _STEP = "give the folder of one step: ckptool list {entry}"
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
+_ITERATION = "give the folder of one iteration: ckptool list {folder}/iter_*"
+_PART = "one file opens by itself: ckptool list {entry}"
 _SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
 _TENSORFLOW_FOLDER = "TensorFlow reads it: tf.train.load_checkpoint"
 _SHARDS = (
@@ -567,8 +569,8 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
         "one step of a DeepSpeed checkpoint without the file of the model",
         "copy that too: mp_rank_00_model_states.pt; what one rank holds: ckptool list {entry}",
     ),
-    NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _MEGATRON),
-    NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _ITERATION),
+    NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", "ckptool list {entry}"),
     NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _MEGATRON),
     NameKind(
         (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
@@ -602,6 +604,26 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
         "a folder in which torch's Hugging Face writer has not put the parts together: the save "
         "was interrupted, or failed",
         "ckptool convert {entry} FOLDER/ does it",
+    ),
+    NameKind(
+        (r"checkpoint_\d+\.pt", r"metadata\.pkl"),
+        "a checkpoint of torch_checkpointing, whose parts are not joined here",
+        "torch_checkpointing loads it; a rank's file opens by itself: ckptool list FILE",
+    ),
+    NameKind(
+        (r".*_rank-\d{8}-of-\d{8}\.pth",),
+        "a checkpoint of torch_xla's FSDP: flat parameters of each rank, which are not joined here",
+        "python -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts joins them; " + _PART,
+    ),
+    NameKind(
+        (r".*-model_part-\d+-shard\d+\.pt",),
+        "a checkpoint of fairscale's FSDP: flat parameters of each rank, which are not joined here",
+        "fairscale's consolidate_shard_weights joins them; " + _PART,
+    ),
+    NameKind(
+        (r"rank\d+\.pt",),
+        "files of single ranks, as OLMo saves flat parameters of FSDP, which are not joined here",
+        "OLMo's scripts/unshard.py joins them; " + _PART,
     ),
 )
 

@@ -222,6 +222,41 @@ def test_model_and_optimizer_in_folders_of_their_own_are_one_tree(fixtures, tmp_
         ckptool.open(folder)
 
 
+def test_a_folder_of_megatron_keeps_its_flat_names(fixtures, tmp_path):
+    folder = fixtures / "processes" / "megatron"
+    loaded = ckptool.load(folder)
+    assert loaded["decoder.layers.mlp.weight"].tolist() == torch.arange(24.0).view(6, 4).tolist()
+    assert loaded["norm.weight"].dtype == torch.bfloat16
+    assert loaded["iteration"] == 7
+    ckptool.convert(folder, f"{tmp_path}/out/", model_only=True)
+    assert ckptool.load(tmp_path / "out").keys() == {"decoder.layers.mlp.weight", "norm.weight"}
+    assert ckptool.verify(folder).ok
+
+
+class MCoreMetadata(Metadata):
+    """As Megatron before 0.15 had it: a class that no other program knows."""
+
+
+def test_tensors_that_megatron_has_reshaped_are_named_and_left_out(folder):
+    made = MCoreMetadata(**vars(index_of(folder)))
+    reshaped = {"nd_reformulated_orig_global_shape": (6,)}
+    made.mcore_data = {"model.weight": reshaped, "model.bias": {}}
+    (folder / ".metadata").write_bytes(pickle.dumps(made))
+    with open_checkpoint(folder) as checkpoint:
+        assert "model.weight" in str(checkpoint.details.left_behind)
+    assert list(ckptool.load(folder)["model"]) == ["bias"]
+    made.mcore_data = 5
+    (folder / ".metadata").write_bytes(pickle.dumps(made))
+    with pytest.raises(CorruptFile, match="breaks a rule"):
+        ckptool.open(folder)
+
+
+def test_an_index_of_bytecheckpoint_is_called_so(folder):
+    with_index(folder, lambda index: setattr(index, "all_tensor_metadata", {}))
+    with pytest.raises(UnsupportedFormat, match="ByteCheckpoint"):
+        ckptool.open(folder)
+
+
 def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
     assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()

@@ -362,6 +362,10 @@ FOLDERS = {
     12: ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
     13: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
     14: ["sharded/"],
+    15: ["checkpoint_0.pt", "checkpoint_1.pt", "metadata.pkl"],
+    16: ["run_rank-00000000-of-00000002.pth", "run_rank-00000001-of-00000002.pth"],
+    17: ["checkpoint_last-model_part-0-shard0.pt", "checkpoint_last-model_part-0-shard1.pt"],
+    18: ["rank0.pt", "rank1.pt"],
 }
 
 
