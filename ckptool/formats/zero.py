@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
@@ -61,7 +62,6 @@ SLICED = 3
 """The stage that has weights in slices, as masters alone."""
 _FORMATS = ("torch-zip", "torch-legacy")
 _LONGEST_TAG = 256
-_FIRST = f"{MASTER}.pt"
 _SCRIPT = "DeepSpeed's own zero_to_fp32.py, of the version that wrote it, may read it"
 _HINT = "the files are of different saves, or damaged: copy all files of one step"
 
@@ -193,12 +193,15 @@ def is_part(path: str) -> bool:
 
 
 def step_files(probe: Probe) -> tuple[str, ...]:
-    """Return the paths of the files of all ranks.
+    """Return the paths of the files of all ranks, and of a universal folder of all parameters.
 
     Raises:
         FileMissing, UnsupportedFormat: as `DeepSpeed.read`.
     """
-    return _step(probe).files
+    step = _step(probe)
+    top = os.path.join(step.folder, _UNIVERSAL)
+    stored = sorted(Path(top).rglob("*.pt")) if step.is_universal else []
+    return (*step.files, *map(str, stored))
 
 
 def _step(probe: Probe) -> _Step:
@@ -254,7 +257,7 @@ def _checked(
         return _joined(step, models, optims, limits)
     except CheckpointError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         what = f"breaks a rule of DeepSpeed's: {type(error).__name__}, {error}"
         raise CorruptFile(what, file=step.folder) from error
 
@@ -561,14 +564,8 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
             if name not in names:
                 what = f"lacks the folder of {printable(name)!r}"
                 raise FileMissing(what, file=top, hint="make it again with ds_to_universal.py")
-            files = sorted(
-                os.listdir(os.path.join(top, name)), key=lambda one: (one != _FIRST, one)
-            )
-            states[name] = {
-                one[:-3]: _stored(name, os.path.join(top, name, one), shape, limits)
-                for one in files
-                if one.endswith(".pt")
-            }
+            files = sorted(Path(top, name).glob("*.pt"), key=lambda one: (one.stem != MASTER, one))
+            states[name] = {one.stem: _stored(name, str(one), shape, limits) for one in files}
             states[name].update((k, _own(f"{name}/{k}", one)) for k, one in group.others.items())
     return states
 

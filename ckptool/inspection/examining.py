@@ -95,7 +95,9 @@ def examine(
                 shards = {name: index.beside(name) for name in index.shards}
                 look.at_set(probe, index.path, shards, values=values, hashes=hashes)
             elif find := next((find for known, find in _SETS if known.recognise(probe)), None):
-                shards = {os.path.basename(one): one for one in find(probe)}
+                files = find(probe)
+                top = os.path.commonpath(list(map(os.path.dirname, files)))
+                shards = {os.path.relpath(one, top or "."): one for one in files}
                 look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
             else:
                 look.at_file(probe, values=values, hashes=hashes)

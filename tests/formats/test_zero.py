@@ -164,6 +164,16 @@ def test_a_list_reads_no_tensor(run):
     assert (problem.kind, problem.place.partition(": ")[0]) == ("checksum", path.name)
 
 
+def test_a_damaged_file_of_a_universal_folder_is_found(run):
+    folder = run("universal-z2-bf16")
+    path = folder / "zero" / "up.bias" / "exp_avg.pt"
+    with ckptool.open(folder) as checkpoint:
+        raw = checkpoint["optimizer"]["state"]["up.bias"]["exp_avg"].read()
+    path.write_bytes(path.read_bytes().replace(raw, bytes(len(raw))))
+    (problem,) = ckptool.verify(folder).problems
+    assert problem.place.startswith("zero/up.bias/exp_avg.pt: ")
+
+
 @pytest.mark.parametrize("name", ["z2-fp32", "z3-fp32", "bf16", "universal-z2-bf16"])
 def test_what_is_whole_is_verified(name):
     assert ckptool.verify(ZERO / name).ok
@@ -310,6 +320,14 @@ def test_a_tag_that_is_no_folder_of_the_run_is_not_followed(run, tag):
     with pytest.raises(UnsupportedFormat, match="a DeepSpeed checkpoint") as caught:
         ckptool.open(folder)
     assert caught.value.hint.endswith(f"ckptool list {folder / 'global_step3'}")
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(run):
+    folder = run("universal-z2-bf16")
+    shutil.rmtree(folder / "zero")
+    (folder / "zero").write_bytes(b"")
+    with pytest.raises(FileMissing, match=r"optimizer_state\.pt"):
+        ckptool.open(folder)
 
 
 def test_a_search_finds_the_step_once(run):
