@@ -76,8 +76,8 @@ def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
         SystemExit: the disk has no room for the large files and what is written.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(FOLDER).free < 7 * size:
-        raise SystemExit(f"{FOLDER} needs {7 * size:,} free bytes; try --quick")
+    if shutil.disk_usage(FOLDER).free < 8 * size:
+        raise SystemExit(f"{FOLDER} needs {8 * size:,} free bytes; try --quick")
     counts = (tensors // 10, tensors // 2, tensors)
     edited = {
         length: make("large", FOLDER / f"large-{length}.pth", length) for length in lengths(size)
@@ -92,6 +92,7 @@ def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
         make("renamed", FOLDER / f"renamed-{tensors}.pth", tensors),
         FOLDER,
+        make("folder", FOLDER / f"folder-{size}", size),
         size,
         peers,
     )

@@ -15,6 +15,8 @@ __all__ = [
     "COMPARE",
     "CONSUME",
     "CONVERT",
+    "DCP_LIST",
+    "DCP_TO_TORCH",
     "FILL",
     "FILL_META",
     "LIST",
@@ -84,6 +86,19 @@ from safetensors.torch import save_file
 state = torch.load(sys.argv[1], map_location="cpu")
 state = {name.removeprefix("module."): tensor.contiguous() for name, tensor in state.items()}
 save_file(state, sys.argv[2], metadata={"format": "pt"})
+"""
+
+DCP_LIST = """
+import sys
+from torch.distributed.checkpoint import FileSystemReader
+for name, one in FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata.items():
+    print(name, getattr(one, "size", None))
+"""
+
+DCP_TO_TORCH = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
 """
 
 LOAD = """

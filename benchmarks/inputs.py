@@ -99,6 +99,38 @@ def renamed(path: Path, count: int) -> None:
     save_tagged(_small("blocks", count), path)
 
 
+RANKS = 4
+
+
+def folder(path: Path, size: int) -> None:
+    """What `torch.distributed.checkpoint` saves of a float32 model that four processes share."""
+    from torch.multiprocessing.spawn import spawn
+
+    spawn(_save_part, (str(path), size), RANKS)  # type: ignore[no-untyped-call]
+
+
+def _save_part(rank: int, path: str, size: int) -> None:
+    import torch
+    from torch import distributed
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = distributed.FileStore(f"{path}.store", RANKS)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    content = torch.randn((1 << 20) // SINGLE).numpy().tobytes()
+    state = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        for name, tensor in views(torch.float32, size, content).items()
+    }
+    save({"model": state}, checkpoint_id=path)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    if rank == 0:
+        Path(f"{path}.store").unlink(missing_ok=True)
+
+
 def _small(front: str, count: int) -> dict[str, Any]:
     import torch
 
@@ -133,5 +165,12 @@ def save_tagged(state: dict[str, Any], path: Path) -> None:
 
 if __name__ == "__main__":
     kind, target, amount = sys.argv[1:]
-    kinds = {"hollow": hollow, "large": large, "many": many, "renamed": renamed, "single": single}
+    kinds = {
+        "folder": folder,
+        "hollow": hollow,
+        "large": large,
+        "many": many,
+        "renamed": renamed,
+        "single": single,
+    }
     kinds[kind](Path(target), int(amount))

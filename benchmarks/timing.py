@@ -143,7 +143,11 @@ def ratio(ours: Measured, theirs: Measured) -> float:
 
 
 def warm(path: Path) -> None:
-    """Bring a file into the page cache."""
+    """Bring a file, or those of a folder, into the page cache."""
+    if path.is_dir():
+        for one in path.iterdir():
+            warm(one)
+        return
     buffer = bytearray(1 << 22)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

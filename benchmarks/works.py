@@ -37,6 +37,8 @@ class Inputs:
     renamed: Path
     """Of as many tensors as the largest of those, under other names."""
     folder: Path
+    dcp: Path
+    """A folder of `torch.distributed.checkpoint`, by four processes."""
     size: int
     """Bytes that the large files were made for."""
     peers: Path | None = None
@@ -52,6 +54,7 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         *rewrite_rows(inputs.large, inputs.folder),
         cast_row(inputs.single, inputs.folder),
         shard_row(inputs.large, inputs.folder),
+        *folder_rows(inputs.dcp, inputs.folder),
         *diff_rows(inputs),
         *value_rows(inputs),
         *load_rows(inputs.large),
@@ -148,6 +151,32 @@ def shard_row(source: Path, folder: Path) -> Row:
         beside=copy.label,
         most_times=1.1,
         most_bytes=60 * MB,
+    )
+
+
+def folder_rows(source: Path, folder: Path) -> Iterator[Row]:
+    """What several processes saved, listed and made one file; torch's way takes all of it."""
+    torchs = Command.program("FileSystemReader(...).read_metadata()", idioms.DCP_LIST, source)
+    yield Row(
+        "`list`, a folder of four ranks",
+        source,
+        (Command.ckptool("list", source), torchs),
+        most_seconds=0.2,
+        most_bytes=60 * MB,
+    )
+    output = folder / "whole.safetensors"
+    copy = Command.system(
+        "cat && sync", "sh", "-c", 'cat "$1"/*.distcp > "$2" && sync "$2"', "sh", source, output
+    )
+    torchs = Command.program("dcp_to_torch_save, not synced", idioms.DCP_TO_TORCH, source, output)
+    yield Row(
+        "`convert` to safetensors, a folder of four ranks",
+        source,
+        (Command.ckptool("convert", source, output, "--model-only"), copy, torchs),
+        output=output,
+        beside=copy.label,
+        most_times=1.2,
+        most_bytes=300 * MB,
     )
 
 

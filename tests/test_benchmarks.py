@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptool
+from benchmarks.__main__ import make
 from benchmarks.decoder import decoder
 from benchmarks.inputs import hollow, large, many, renamed, shapes, single
 from benchmarks.kept import Kept
@@ -12,6 +14,7 @@ from benchmarks.report import refresh, steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
 from benchmarks.works import RULE, Inputs, rows
+from ckptool.tree import name_of
 from tests.sources import PROJECT
 
 OURS = Command("ckptool list", ("ckptool", "list"))
@@ -51,6 +54,16 @@ def test_the_float32_file_holds_numbers_such_as_weights_are(tmp_path):
     state = torch.load(tmp_path / "single.pth", map_location="cpu", mmap=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert 0 < max(tensor.abs().max().item() for tensor in state.values()) < 1
+
+
+def test_the_folder_is_of_four_ranks(tmp_path):
+    make("folder", tmp_path / "run", MB)
+    assert len(list((tmp_path / "run").glob("*.distcp"))) == 4
+    assert not list(tmp_path.glob("*.store"))
+    with ckptool.open(tmp_path / "run") as checkpoint:
+        names = [name_of(path) for path, _ in checkpoint.tensors()]
+    assert len(names) == 225
+    assert names[0].startswith("model/module.")
 
 
 def test_a_hollow_file_is_large_and_takes_no_room(tmp_path):
@@ -201,7 +214,9 @@ def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 2 * MB: Path("middle"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    inputs = Inputs(*files, edited, many, Path("renamed"), Path("out"), 20 * MB, Path("peers"))
+    inputs = Inputs(
+        *files, edited, many, Path("renamed"), Path("out"), Path("dcp"), 20 * MB, Path("peers")
+    )
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
