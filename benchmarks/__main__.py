@@ -91,6 +91,7 @@ def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
         edited,
         {count: make("many", FOLDER / f"many-{count}.pth", count) for count in counts},
         make("renamed", FOLDER / f"renamed-{tensors}.pth", tensors),
+        make("zero", FOLDER / f"zero-{size}", size),
         FOLDER,
         make("folder", FOLDER / f"folder-{size}", size),
         size,

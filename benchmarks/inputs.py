@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HALF", "LAYERS", "hollow", "large", "many", "marking", "renamed", "shapes", "single"]
+__all__ = [
+    "HALF", "LAYERS", "hollow", "large", "many", "marking", "renamed", "shapes", "single", "zero",
+]  # fmt: skip
 
 LAYERS = 37
 """With six tensors each, and three beside them: 225."""
@@ -75,6 +77,31 @@ def views(dtype: Any, size: int, content: bytes) -> dict[str, Any]:
         ).reshape(shape)
         for index, (name, shape) in enumerate(wanted.items())
     }
+
+
+def zero(folder: Path, size: int) -> None:
+    """A step of DeepSpeed's ZeRO-3 by two ranks, as its script reads it: `size` bytes of masters.
+
+    The moments, of which the script makes nothing, are not there.
+    """
+    import torch
+
+    folder.mkdir()
+    wanted = {name: torch.Size(shape) for name, shape in shapes(size, SINGLE).items()}
+    slices = sum(-(-shape.numel() // 2) for shape in wanted.values())
+    for rank in range(2):
+        at = f"zero_pp_rank_{rank}_mp_rank_00"
+        model = {
+            "module": {name: torch.empty(0, dtype=torch.bfloat16) for name in wanted},
+            "param_shapes": [wanted],
+            "buffer_names": [],
+            "shared_params": {},
+            "ds_version": "0.19.8",
+        }
+        torch.save(model, folder / f"{at}_model_states.pt")
+        masters = [torch.randn(slices)]
+        own = {"zero_stage": 3, "partition_count": 2, "fp32_flat_groups": masters}
+        torch.save({"optimizer_state_dict": own}, folder / f"bf16_{at}_optim_states.pt")
 
 
 def hollow(path: Path, size: int) -> None:
@@ -172,5 +199,6 @@ if __name__ == "__main__":
         "many": many,
         "renamed": renamed,
         "single": single,
+        "zero": zero,
     }
     kinds[kind](Path(target), int(amount))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import idioms
@@ -36,6 +38,8 @@ class Inputs:
     many: dict[int, Path]
     renamed: Path
     """Of as many tensors as the largest of those, under other names."""
+    zero: Path
+    """The folder of a step of DeepSpeed, as large as `single`."""
     folder: Path
     dcp: Path
     """A folder of `torch.distributed.checkpoint`, by four processes."""
@@ -55,6 +59,7 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         cast_row(inputs.single, inputs.folder),
         shard_row(inputs.large, inputs.folder),
         *folder_rows(inputs.dcp, inputs.folder),
+        zero_row(inputs),
         *diff_rows(inputs),
         *value_rows(inputs),
         *load_rows(inputs.large),
@@ -177,6 +182,25 @@ def folder_rows(source: Path, folder: Path) -> Iterator[Row]:
         beside=copy.label,
         most_times=1.2,
         most_bytes=300 * MB,
+    )
+
+
+def zero_row(inputs: Inputs) -> Row:
+    """The slices of two ranks into one file; DeepSpeed's script too where DeepSpeed is there."""
+    output = inputs.folder / "zero.safetensors"
+    copy = Command.copy(inputs.single, output)
+    commands = [Command.ckptool("convert", inputs.zero, output, "--model-only"), copy]
+    if find_spec("deepspeed"):
+        module = "deepspeed.utils.zero_to_fp32"
+        words = (sys.executable, "-m", module, inputs.zero.parent, output, "--safe_serialization")
+        commands.append(Command.system("zero_to_fp32", *words, "--tag", inputs.zero.name))
+    return Row(
+        "`convert` of ZeRO-3, two ranks, to a new `.safetensors`",
+        inputs.zero,
+        tuple(commands),
+        output=output,
+        beside=copy.label,
+        most_bytes=60 * MB,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import ckptool
 from benchmarks.__main__ import make
 from benchmarks.decoder import decoder
-from benchmarks.inputs import hollow, large, many, renamed, shapes, single
+from benchmarks.inputs import hollow, large, many, renamed, shapes, single, zero
 from benchmarks.kept import Kept
 from benchmarks.report import refresh, steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
@@ -64,6 +64,14 @@ def test_the_folder_is_of_four_ranks(tmp_path):
         names = [name_of(path) for path, _ in checkpoint.tensors()]
     assert len(names) == 225
     assert names[0].startswith("model/module.")
+
+
+def test_the_folder_of_deepspeed_is_read(tmp_path):
+    zero(tmp_path / "step", 20 * MB)
+    with ckptool.open(tmp_path / "step") as checkpoint:
+        assert len(checkpoint["module"]) == 225
+        assert {one.dtype for _, one in checkpoint.tensors()} == {"float32"}
+    assert 0.8 < sum(one.stat().st_size for one in (tmp_path / "step").iterdir()) / (20 * MB) < 1.3
 
 
 def test_a_hollow_file_is_large_and_takes_no_room(tmp_path):
@@ -214,9 +222,8 @@ def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 2 * MB: Path("middle"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    inputs = Inputs(
-        *files, edited, many, Path("renamed"), Path("out"), Path("dcp"), 20 * MB, Path("peers")
-    )
+    folders = map(Path, ("renamed", "zero", "out", "dcp"))
+    inputs = Inputs(*files, edited, many, *folders, 20 * MB, Path("peers"))
     for row in rows(inputs):
         assert len(row.commands) > 1
         assert "ckptool" in " ".join(row.commands[0].arguments)
