@@ -543,6 +543,9 @@ _MOST_OPENED = 64
 _ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
 _STEP = "give the folder of one step: ckptool list {entry}"
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
+_RANK = (
+    "one rank opens by itself: ckptool list {entry}/model_optim_rng.pt; to join ranks, " + _MEGATRON
+)
 _ITERATION = "give the folder of one iteration: ckptool list {folder}/iter_*"
 _PART = "one file opens by itself: ckptool list {entry}"
 _SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
@@ -571,7 +574,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _ITERATION),
     NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", "ckptool list {entry}"),
-    NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _MEGATRON),
+    NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _RANK),
     NameKind(
         (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
     ),

@@ -43,6 +43,7 @@ COPIES = {
     "step-100": FIXTURES / "dcp" / "training-2.13.0",
     "actor": FIXTURES / "ranks" / "fsdp2-2.13.0",
     "model/sharded": FIXTURES / "dcp" / "hugging-2.13.0",
+    "iter_0000007": FIXTURES / "processes" / "megatron",
     "checkpoint-9": FIXTURES / "processes" / "accelerate",
     "unzipped": FIXTURES / "archives" / "unzipped",
 }
