@@ -27,6 +27,7 @@ from ckptool.files.tiled import late
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
+from ckptool.formats.identify import shell
 from ckptool.formats.opening import opened_together
 from ckptool.formats.torch_zip import read_contents
 from ckptool.limits import Limits
@@ -213,7 +214,7 @@ def _step(probe: Probe) -> _Step:
     apart += [name for name, one in found.items() if int(one["mp"])]
     if apart:
         what = "holds files of a pipeline, of experts or of tensor parallelism, whose parts are not"
-        hint = f"each opens by itself: ckptool list {os.path.join(folder, apart[0])}"
+        hint = f"each opens by itself: ckptool list {shell(os.path.join(folder, apart[0]))}"
         raise UnsupportedFormat(f"{what} joined: {few(apart)}", file=folder, hint=hint)
     models = {int(one["rank"] or 0): name for name, one in found.items() if one.re is _MODEL}
     optims = {int(one["rank"]): name for name, one in found.items() if one.re is _OPTIM}
@@ -244,7 +245,7 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
         what = f"{what}, {name.replace(f'zero_pp_rank_{known}_', f'zero_pp_rank_{missing}_')}"
     hint = _HINT
     if not step.has_slices:
-        alone = os.path.join(step.folder, "mp_rank_00_model_states.pt")
+        alone = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
         hint = f"copy it too; the weights alone: ckptool convert {alone} OUT --model-only"
     raise FileMissing(f"lacks the file of {what}", file=step.folder, hint=hint)
 

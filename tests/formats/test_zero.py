@@ -98,6 +98,14 @@ def test_masters_are_those_of_the_script_of_deepspeed(name):
     assert masters == {key: (tuple(SCRIPT[name][key][0]), SCRIPT[name][key][1]) for key in masters}
 
 
+def test_the_tag_may_be_any_name(run):
+    folder = run("z2-bf16")
+    before = hashes(folder)
+    (folder / "global_step3").rename(folder / "checkpoint")  # as Lightning calls it
+    (folder / "latest").write_text("checkpoint\n")
+    assert hashes(folder) == before
+
+
 def test_one_file_stays_that_file():
     path = ZERO / "z2-bf16" / "global_step3" / "mp_rank_00_model_states.pt"
     with ckptool.open(path) as checkpoint:
