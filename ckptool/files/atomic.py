@@ -95,7 +95,7 @@ class Output(Protocol):
         """Copy a range and return its CRC-32."""
         ...
 
-    def stream(self, blocks: Iterable[bytes]) -> int:
+    def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
         """Write blocks as they come and return the CRC-32 of all."""
         ...
 
@@ -111,6 +111,8 @@ class FileOutput:
         """The path of what is being written: not yet that of the target."""
         self.streamed: dict[int, Streamed] = {}
         """By offset, what was no kernel copy."""
+        self.is_verified = True
+        """Whether what is streamed is compared afterwards, and its CRC-32 kept for that."""
         self._fd = fd
         self._size = size
         self._progress = progress
@@ -142,8 +144,11 @@ class FileOutput:
             self.write(data.read())
         elif data.source.fd() is not None:
             self._copy_file(data)
+        elif self.is_verified:
+            self.copy_checked(data)
         else:
-            self.stream(data.blocks())
+            for block in _filled(data):
+                self.write(block)
 
     def copy_checked(self, data: ByteRange) -> int:
         """Copy a range and return its CRC-32.
@@ -151,18 +156,9 @@ class FileOutput:
         Raises:
             TruncatedFile: the source has become shorter.
         """
-        buffer = memoryview(bytearray(min(BLOCK, data.length)))
-        parts = (buffer[: data.length - start] for start in range(0, data.length, BLOCK))
-        start, crc, done = self.tell(), 0, 0
-        for part in parts:
-            data.read_into(part, done)
-            crc = zlib.crc32(part, crc)
-            self.write(part)
-            done += len(part)
-        self.streamed[start] = Streamed(done, crc)
-        return crc
+        return self.stream(_filled(data))
 
-    def stream(self, blocks: Iterable[bytes]) -> int:
+    def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
         """Write blocks as they come and return the CRC-32 of all."""
         start, crc = self.tell(), 0
         for block in blocks:
@@ -214,6 +210,15 @@ class FileOutput:
         self._reported = self._flushed
         if self._progress is not None:
             self._progress(self._flushed, self._size)
+
+
+def _filled(data: ByteRange) -> Iterator[memoryview]:
+    """Yield the bytes of a range in order, each block in the memory of the one before."""
+    buffer = memoryview(bytearray(min(BLOCK, data.length)))
+    for start in range(0, data.length, BLOCK):
+        part = buffer[: data.length - start]
+        data.read_into(part, start)
+        yield part
 
 
 def _found_beside(target: str, ending: str) -> list[str]:

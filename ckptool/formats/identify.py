@@ -261,22 +261,13 @@ _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
 def refuse(probe: Probe) -> CheckpointError | None:
     """Return the error for a file that a format would take for something else, else None.
 
-    The main file of torch_xla's is an ordinary file with the tensors elsewhere, the data of
-    TensorFlow's any bytes.
+    The data of TensorFlow's may be any bytes.
     """
     if probe.source is None:
         return None
     name = os.path.basename(probe.path)
-    beside = f"{probe.path}.tensors"
     finding = None
-    if os.path.isdir(beside) and b"torch_xla.utils.serialization" in _first(probe, _LOOKED_AT):
-        finding = Finding(
-            "the main file of a torch_xla checkpoint, whose tensors lie in the folder "
-            f"{quoted(os.path.basename(beside))} beside it",
-            "load it with torch_xla.utils.serialization.load and save the result with torch.save",
-            UnsupportedFormat,
-        )
-    elif re.search(r"\.data-\d{5}-of-\d{5}\Z", name):
+    if re.search(r"\.data-\d{5}-of-\d{5}\Z", name):
         stem = probe.path[: probe.path.rindex(".data-")]
         if os.path.exists(f"{stem}.index"):
             hint = _TENSORFLOW.format(stem=repr(stem))
@@ -585,7 +576,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     NameKind(
         (r"tensor_0\.pt",),
         "the tensors of a torch_xla checkpoint, whose structure is in the file beside the folder",
-        "load that with torch_xla.utils.serialization.load and save it with torch.save",
+        "give that file, whose name is that of the folder without .tensors",
     ),
     NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
@@ -612,11 +603,6 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
         (r"checkpoint_\d+\.pt", r"metadata\.pkl"),
         "a checkpoint of torch_checkpointing, whose parts are not joined here",
         "torch_checkpointing loads it; a rank's file opens by itself: ckptool list FILE",
-    ),
-    NameKind(
-        (r".*_rank-\d{8}-of-\d{8}\.pth",),
-        "a checkpoint of torch_xla's FSDP: flat parameters of each rank, which are not joined here",
-        "python -m torch_xla.distributed.fsdp.consolidate_sharded_ckpts joins them; " + _PART,
     ),
     NameKind(
         (r".*-model_part-\d+-shard\d+\.pt",),

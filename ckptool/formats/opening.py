@@ -120,8 +120,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 
 def _read(probe: Probe) -> Checkpoint:
-    tensors_beside = f"{probe.path}.tensors"  # as torch_xla puts them
-    if ".data-" in probe.path or probe.place.is_folder(tensors_beside):
+    if ".data-" in probe.path:
         from ckptool.formats.identify import refuse
 
         refused = refuse(probe)

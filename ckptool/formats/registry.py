@@ -34,6 +34,8 @@ class Entry(NamedTuple):
     """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
     folder: bool = False
     """Whether it is a folder of several files; of DCP, `.metadata` and shards stand for it."""
+    beside: str = ""
+    """What the folder beside each of its files is called, behind the name of the file."""
     indexed: bool = False
     """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
     writable: bool = False
@@ -56,6 +58,8 @@ REGISTRY = (
     Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
     Entry("deepspeed", "zero", folder=True),
+    Entry("xla-fsdp", "xla", folder=True),
+    Entry("xla-xser", "xla", zipped=True, beside=".tensors"),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
     Entry("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
     Entry("pt2", "pt2", zipped=True, endings=(".pt2",)),
@@ -89,7 +93,9 @@ def candidates(probe: Probe) -> Iterator[Format]:
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
     for entry in REGISTRY:
-        if not entry.folder and (indexed if entry.indexed else entry.zipped is zipped):
+        if entry.folder or not (indexed if entry.indexed else entry.zipped is zipped):
+            continue
+        if not entry.beside or probe.place.is_folder(probe.path + entry.beside):
             yield entry.load()
 
 

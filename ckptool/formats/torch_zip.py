@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, NotRepresentable
+from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
 from ckptool.files import ByteRange, Source
+from ckptool.files.place import place_of
 from ckptool.files.strided import swapped
 from ckptool.formats.archive import (
     End,
@@ -23,6 +24,7 @@ from ckptool.formats.archive import (
     read_directory,
     read_text,
     record_of,
+    zip_archive,
 )
 from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record
 from ckptool.formats.legacy_stream import NestedStreams
@@ -50,6 +52,7 @@ __all__ = [
     "is_known_version",
     "read_contents",
     "records_are",
+    "stored_in",
 ]
 
 ALIGNMENT = 64
@@ -197,6 +200,23 @@ def read_contents(archive: Archive, limits: Limits) -> Contents:
         limits=limits,
     )
     return Contents(unpickled, storages, facts)
+
+
+def stored_in(path: str, limits: Limits) -> Any:
+    """Return what torch.save wrote into one of thousands of files: each read opens it.
+
+    Raises:
+        FileMissing: there is no such file.
+        CorruptFile: it is damaged.
+        LimitExceeded: it asks for more than `limits`.
+    """
+    place = place_of(path)
+    try:
+        size = place.size(path)
+    except OSError as error:
+        raise FileMissing("is missing: copy it too", file=path) from error
+    archive = zip_archive(ByteRange(place.member(path, size), 0, size), limits)
+    return read_contents(archive, limits).unpickled.root
 
 
 def contents_of(probe: Probe) -> Contents:

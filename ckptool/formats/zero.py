@@ -15,21 +15,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
-from ckptool.files import ByteRange, FolderFile
+from ckptool.files import ByteRange
 from ckptool.files.computed import joined
+from ckptool.files.place import place_of
 from ckptool.files.tiled import late
-from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
 from ckptool.formats.identify import shell
 from ckptool.formats.opening import opened_together
-from ckptool.formats.torch_zip import read_contents
+from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
 from ckptool.words import counted, few, listed, printable
@@ -150,7 +149,7 @@ class DeepSpeed(Format):
                 root, notes = _checked(step, models, optims, probe.limits)
         every = [one.details for one in files]
         details = Details(
-            size=sum(map(os.path.getsize, step.files)),
+            size=sum(map(probe.place.size, step.files)),
             writer=" ".join(("DeepSpeed", str(root.get("ds_version", "")))).strip(),
             protocol=every[0].protocol,
             globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
@@ -175,7 +174,7 @@ def _folder(probe: Probe) -> str | None:
                 tag = os.fsdecode(file.read(_LONGEST_TAG).strip())
             if os.path.basename(tag) == tag not in (os.curdir, os.pardir):
                 folder = os.path.join(probe.path, tag)
-                if any(map(_MODEL.fullmatch, os.listdir(folder))):
+                if any(map(_MODEL.fullmatch, probe.place.names(folder))):
                     return folder
         except (OSError, ValueError):
             continue
@@ -201,14 +200,23 @@ def step_files(probe: Probe) -> tuple[str, ...]:
     """
     step = _step(probe)
     top = os.path.join(step.folder, _UNIVERSAL)
-    stored = sorted(Path(top).rglob("*.pt")) if step.is_universal else []
-    return (*step.files, *map(str, stored))
+    names = sorted(probe.place.names(top)) if step.is_universal else []
+    return (*step.files, *(file for name in names for file in _files_of(os.path.join(top, name))))
+
+
+def _files_of(folder: str) -> list[str]:
+    """Return the files that a universal folder has of one parameter, the master first."""
+    if not place_of(folder).is_folder(folder):
+        return [folder] if folder.endswith(".pt") else []
+    names = (name for name in place_of(folder).names(folder) if name.endswith(".pt"))
+    ordered = sorted(names, key=lambda name: (name != f"{MASTER}.pt", name))
+    return [os.path.join(folder, name) for name in ordered]
 
 
 def _step(probe: Probe) -> _Step:
     """Return the files of the step that a folder means."""
     folder = probe.ask(_folder) or probe.path
-    names = sorted(os.listdir(folder))
+    names = sorted(probe.place.names(folder))
     found = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
     apart = [name for name in names if _APART.fullmatch(name)]
     apart += [name for name, one in found.items() if int(one["mp"])]
@@ -275,7 +283,7 @@ def _joined(
     files = [one.path for one in optims]
     if step.is_universal:
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
-        own, files = [_mapping(_content(path, limits), path)], [path]
+        own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
         return first, ["no file of the optimizer is in the folder"]
     if not step.is_universal:
@@ -559,21 +567,23 @@ def _weights(
 def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:
     """Return what a universal folder has of each trained parameter."""
     top = os.path.join(folder, _UNIVERSAL)
-    names, states = frozenset(os.listdir(top)), {}
+    names, states = place_of(top).names(top), {}
     for group in groups:
         for name, shape in group.shapes.items():
             if name not in names:
                 what = f"lacks the folder of {printable(name)!r}"
                 raise FileMissing(what, file=top, hint="make it again with ds_to_universal.py")
-            files = sorted(Path(top, name).glob("*.pt"), key=lambda one: (one.stem != MASTER, one))
-            states[name] = {one.stem: _stored(name, str(one), shape, limits) for one in files}
+            states[name] = {
+                os.path.basename(file)[: -len(".pt")]: _stored(name, file, shape, limits)
+                for file in _files_of(os.path.join(top, name))
+            }
             states[name].update((k, _own(f"{name}/{k}", one)) for k, one in group.others.items())
     return states
 
 
 def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
     """Return the tensor, or value, in a file of a universal folder."""
-    found = _content(path, limits)
+    found = stored_in(path, limits)
     if isinstance(found, dict):
         found = found.get("param")
     if not isinstance(found, TensorRef):
@@ -582,16 +592,6 @@ def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any
         vector = _vector(found, path)  # stage 3: flat
         return _tensor(name, shape, [vector], partial(_slices, 0, prod(shape), 1))
     return replace(found, requires_grad=False, wrapping=())
-
-
-def _content(path: str, limits: Limits) -> Any:
-    """Return what torch.save wrote into one of thousands of files: each read opens it."""
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        raise FileMissing("is missing", file=path, hint=_HINT) from error
-    archive = zip_archive(ByteRange(FolderFile(path, size), 0, size), limits)
-    return read_contents(archive, limits).unpickled.root
 
 
 def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[dict[Any, Any]]:

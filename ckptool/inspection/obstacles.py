@@ -193,7 +193,7 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
     if total and not shard_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
-            remedy = "open the index of the shards beside it, or gather all parts"
+            remedy = "open its folder, or the index of the shards beside it; or gather all parts"
             return Part(f"it holds one part of {count:,}: its name says so", remedy)
     if not found:
         return None

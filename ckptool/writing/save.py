@@ -206,6 +206,7 @@ def _write_files(plan: Plan, job: Job) -> None:
     ):
         for file in plan.files:
             with output_of(file.path or job.path) as output:
+                output.is_verified = job.verify
                 file.write(output)
             outputs.append(output)
 

@@ -363,9 +363,8 @@ FOLDERS = {
     13: ["optimizer_0/", "pytorch_model_fsdp_0/", "rng_state_0.pth", "trainer_state.json"],
     14: ["sharded/"],
     15: ["checkpoint_0.pt", "checkpoint_1.pt", "metadata.pkl"],
-    16: ["run_rank-00000000-of-00000002.pth", "run_rank-00000001-of-00000002.pth"],
-    17: ["checkpoint_last-model_part-0-shard0.pt", "checkpoint_last-model_part-0-shard1.pt"],
-    18: ["rank0.pt", "rank1.pt"],
+    16: ["checkpoint_last-model_part-0-shard0.pt", "checkpoint_last-model_part-0-shard1.pt"],
+    17: ["rank0.pt", "rank1.pt"],
 }
 
 
@@ -423,16 +422,6 @@ def refused(path):
         return refuse(probe)
     finally:
         probe.close()
-
-
-def test_the_main_file_of_torch_xla_is_not_the_whole(tmp_path):
-    path = tmp_path / "model.pt"
-    path.write_bytes(b"\x80\x02ctorch_xla.utils.serialization\nTensorReference\n.")
-    assert refused(path) is None
-    (tmp_path / "model.pt.tensors").mkdir()
-    assert is_a(refused(path), UnsupportedFormat, "torch_xla", "model.pt.tensors")
-    torch.save({}, path)
-    assert refused(path) is None
 
 
 def test_an_ordinary_file_and_a_folder_are_not_refused(tmp_path):

@@ -1,0 +1,232 @@
+"""Files of PyTorch/XLA: tensors in a folder beside the file, and rank files of its FSDP.
+
+Sources, torch_xla 1.6 to 2.9: utils/serialization.py (`save`), distributed/fsdp/state_dict_utils.py
+(`consolidate_sharded_state_dicts`), distributed/fsdp/xla_fully_sharded_data_parallel.py
+(`get_shard_metadata`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing
+from ckptool.files.computed import joined
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.dcp import row_major_data
+from ckptool.formats.opening import opened_together
+from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
+from ckptool.limits import Limits
+from ckptool.model import Opaque, OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.tree import everything, rebuild
+from ckptool.words import counted, listed, printable
+
+__all__ = ["XLA_FSDP", "XLA_XSER"]
+
+_REFERENCE = "torch_xla.utils.serialization.TensorReference"
+_RANK = re.compile(r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII)
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
+_PART = "_fsdp_shard"
+"""How a part of the name of a parameter's shard begins."""
+_KEYS = {"model", "shard_metadata"}
+_FORMATS = ("torch-zip", "torch-legacy")
+_HINT = "the files are of different saves, or damaged: copy all rank files of one save"
+
+
+class XlaXser(Format):
+    """The format `xla-xser`: a file of torch.save's whose tensors lie in `FILE.tensors`."""
+
+    name = "xla-xser"
+    refusal = Refusal(
+        "distributed",
+        "its tensors lie in files of their own beside it, as torch_xla saves them",
+        f"torch.load says: Weights only load failed. ... Unsupported global: GLOBAL {_REFERENCE} "
+        "was not an allowed global by default",
+        "its tensors lie in a folder beside it, which torch_xla.utils.serialization.load reads",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a file of torch.save's, with references to tensors."""
+        if not TORCH_ZIP.recognise(probe):
+            return False
+        return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the tree of the file with the tensors in the places of their references.
+
+        Raises:
+            FileMissing: the file of a tensor is missing.
+            CorruptFile: it is damaged, or holds no tensor.
+            LimitExceeded: it asks for more than `probe.limits`.
+        """
+        found = TORCH_ZIP.read(probe)
+        known: dict[str, TensorRef] = {}
+
+        def leaf(node: Any) -> Any:
+            if not _is_reference(node):
+                return node
+            path = os.path.join(f"{probe.path}.tensors", f"tensor_{node.attributes.get('tid')}.pt")
+            if path not in known:
+                known[path] = _stored(path, probe.limits)
+            return known[path]
+
+        root = rebuild(found.root, leaf)
+        size = sum(map(probe.place.size, known))
+        details = replace(
+            found.details,
+            size=found.details.size + size,
+            globals=tuple(one for one in found.details.globals if one != _REFERENCE),
+            storage_bytes=sum(one.nbytes for one in known.values()),
+            notes=(*found.details.notes, f"{counted(len(known), 'tensor')} in files beside it"),
+        )
+        return replace(found, root=root, format=self.name, details=details)
+
+
+def _is_reference(node: Any) -> bool:
+    return isinstance(node, Opaque) and node.class_name == _REFERENCE
+
+
+def _stored(path: str, limits: Limits) -> TensorRef:
+    found = stored_in(path, limits)
+    if not isinstance(found, TensorRef) or found.storage is None:
+        raise CorruptFile("holds no tensor, as the file that refers to it says", file=path)
+    key = os.path.splitext(os.path.basename(path))[0]
+    return replace(found, storage=replace(found.storage, key=key))
+
+
+class XlaFsdp(Format):
+    """The format `xla-fsdp`: a folder of rank files, each with `model` and `shard_metadata`."""
+
+    name = "xla-fsdp"
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter",
+        A_FOLDER,
+        "it is a folder of rank files, each of which torch.load opens by itself",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a folder of rank files, the first of which says how it was cut."""
+        paths = _paths(probe)
+        if not paths:
+            return False
+        try:
+            with opened_together(paths[:1], probe.limits, _FORMATS) as (first,):
+                first.close()
+                return isinstance(first.root, dict) and first.root.keys() >= _KEYS
+        except CheckpointError:
+            return False
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the tree of rank 0 with whole parameters under the names of the bare model.
+
+        Raises:
+            FileMissing: the file of a rank is missing.
+            CorruptFile: the files contradict each other, or do not hold all of a parameter.
+            LimitExceeded: a file asks for more than `probe.limits`.
+        """
+        paths = _paths(probe)
+        with opened_together(paths, probe.limits, _FORMATS) as ranks:
+            try:
+                root, notes = _whole(ranks, probe.path)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                what = f"breaks a rule of torch_xla's: {type(error).__name__}, {error}"
+                raise CorruptFile(what, file=probe.path, hint=_HINT) from error
+        every = [one.details for one in ranks]
+        details = replace(
+            every[0],
+            size=sum(one.size for one in every),
+            storage_bytes=sum(one.nbytes for one in find_tensors([root])),
+            notes=(f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined", *notes),
+        )
+        sources = tuple(source for one in ranks for source in one.sources)
+        return Checkpoint(root, self.name, probe.path, details, sources=sources)
+
+
+XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
+
+
+def _paths(probe: Probe) -> list[str]:
+    """Return the rank files of a folder, in the order of the ranks."""
+    found = [one for name in probe.entries if (one := _RANK.fullmatch(name))]
+    found.sort(key=lambda one: int(one["rank"]))
+    return [os.path.join(probe.path, one.string) for one in found]
+
+
+def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
+    """Return the tree of rank 0 with whole parameters, and what is to be said of it."""
+    books = [one.root["shard_metadata"] for one in ranks]
+    world = books[0]["world_size"]
+    stated = [one["rank"] for one in books]
+    missing = next((rank for rank in range(world) if rank not in stated), None)
+    if missing is not None:
+        raise FileMissing(f"lacks the file of rank {missing} of {world}", file=folder)
+    if stated != list(range(world)) or any(one["world_size"] != world for one in books):
+        what = f"has the files of ranks {listed(map(str, stated))}, and the world size is {world}"
+        raise CorruptFile(what, file=folder, hint=_HINT)
+    infos = {
+        f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
+        for prefix, every in books[0]["shard_info"].items()
+        for suffix, info in every.items()
+    }
+    model, unflattened = OrderedMap(), OrderedMap()  # in the order of torch_xla's own
+    for name, first in ranks[0].root["model"].items():
+        if name not in infos:
+            if any(part.startswith(_PART) for part in name.split(".")):
+                raise CorruptFile(f"{printable(name)!r} is in no shard_info", file=ranks[0].path)
+            model[_bare(name)] = first  # a buffer, which all ranks have
+            continue
+        prefix, info = infos[name]
+        parts = [(one.root["model"].get(name), one.path) for one in ranks]
+        full = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
+        flat = books[0]["flatten_info"].get(full)
+        for key, one in _parameters(full, tuple(info["_orig_size"]), flat, parts):
+            (model if flat is None else unflattened)[_bare(key)] = one
+    root = {key: one for key, one in ranks[0].root.items() if key != "shard_metadata"}
+    notes = []
+    if any(True for _ in find_tensors([root.get("optimizer")])):
+        del root["optimizer"]
+        notes.append("the optimizer's state is in parts of flat parameters, and is left out")
+    if books[0].get("buffer_info"):
+        names = sorted(map(_bare, books[0]["buffer_info"]))
+        notes.append(f"buffers were of another type in the model: {listed(names)}")
+    model.update(unflattened)
+    return {**root, "model": model}, notes
+
+
+def _bare(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _parameters(
+    name: str, shape: tuple[int, ...], flat: Any, parts: Sequence[tuple[Any, str]]
+) -> Iterator[tuple[str, TensorRef]]:
+    """Yield the parameters that the parts of all ranks, one behind the other, are."""
+    first = parts[0][0]
+    for part, path in parts:
+        if not isinstance(part, TensorRef) or part.dtype != first.dtype:
+            raise CorruptFile(f"{printable(name)!r} is not of the type in rank 0", file=path)
+        if len(part.shape) > 1 and part.shape[1:] != shape[1:]:
+            what = f"{printable(name)!r} has parts of shape {list(part.shape)}, of {list(shape)}"
+            raise CorruptFile(what, file=path, hint=_HINT)
+    whole = joined([row_major_data(part, printable(name), path) for part, path in parts])
+    below = name.rpartition(".")[0]
+    named = [(name, shape)]
+    if flat is not None:
+        paths = (f"{below}.{one}" if below else one for one in flat[0])
+        named = list(zip(paths, map(tuple, flat[1]), strict=True))
+    held, start = whole.length // first.itemsize, 0
+    if prod(shape) != sum(prod(one) for _, one in named) or prod(shape) > held:
+        what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
+        raise CorruptFile(what, file=parts[0][1], hint=_HINT)
+    for key, size in named:
+        data = whole.slice(start, prod(size) * first.itemsize)
+        start += data.length
+        storage = Storage(key, data, data.length, first.device)
+        strides = row_major_strides(size)
+        yield key, TensorRef(first.dtype, size, strides, 0, storage, first.device)
