@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ckptool.files.recovery import Recovery, recover
     from ckptool.formats.base import Problem
     from ckptool.inspection import Diff, Stats, Verdict, diff, info, list_tensors, verify
+    from ckptool.inspection.scan import Scan, scan
     from ckptool.inspection.stats import stats
     from ckptool.limits import Limits
     from ckptool.loading.load import load
@@ -78,6 +79,7 @@ _HOMES = {
     "formats.base": ("Problem",),
     "diagnosis": ("Complaint", "Diagnosis", "doctor"),
     "inspection": ("Diff", "Stats", "Verdict", "diff", "info", "list_tensors", "verify"),
+    "inspection.scan": ("Scan", "scan"),
     "inspection.stats": ("stats",),
     "limits": ("Limits",),
     "loading.load": ("load",),
@@ -122,6 +124,7 @@ __all__ = [
     "Problem",
     "Receipt",
     "Recovery",
+    "Scan",
     "Stats",
     "Storage",
     "TargetExists",
@@ -153,6 +156,7 @@ __all__ = [
     "rename",
     "report",
     "save",
+    "scan",
     "stats",
     "strip_module",
     "verify",

@@ -16,6 +16,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "stats": ("stats_verb", "Say what the numbers of each tensor are like."),
         "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
         "verify": ("verify_verb", "Check that files are intact: all that torch does not check."),
+        "scan": ("scan_verb", "Say what loading a file would run, without running it."),
         "doctor": ("doctor_verb", "Say why a checkpoint does not load, and what mends it."),
         "match": ("match_verb", "Say whether a checkpoint fits a model, and under which names."),
         "report": ("report_verb", "Write a page about a checkpoint, or about two compared."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits
@@ -69,6 +69,8 @@ class Machine:
         "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
     )  # fmt: skip
 
+    handlers: ClassVar = HANDLERS
+
     def __init__(
         self,
         data: bytes,
@@ -103,7 +105,7 @@ class Machine:
             CorruptFile: an opcode that does not exist, or one that finds the stack wrong.
             LimitExceeded: a key or an integer beyond the limits.
         """
-        data, handlers = self.data, HANDLERS
+        data, handlers = self.data, self.handlers
         start = position
         try:
             while True:

@@ -28,12 +28,14 @@ def _unknown(machine: Machine, position: int) -> int:
 HANDLERS: list[Handler] = [_unknown] * 256
 
 
-def opcode(code: bytes, *, refused: bool = False) -> Callable[[Handler], Handler]:
+def opcode(
+    code: bytes, *, refused: bool = False, table: list[Handler] = HANDLERS
+) -> Callable[[Handler], Handler]:
     """Register a handler; `refused` opcodes are those that `weights_only=True` does not take."""
 
     def register(handler: Handler) -> Handler:
         if not refused:
-            HANDLERS[code[0]] = handler
+            table[code[0]] = handler
             return handler
 
         name = handler.__name__.upper().rstrip("_")

@@ -15,7 +15,18 @@ PARTS = {
     "Opening": ["open", "Checkpoint", "Details", "Change", "Limits"],
     "Into a model": ["load_state_dict", "load_into", "match", "MatchReport", "load", "save"],
     "Questions": [
-        *("list_tensors", "info", "diff", "Diff", "stats", "Stats", "verify", "Verdict"),
+        *(
+            "list_tensors",
+            "info",
+            "diff",
+            "Diff",
+            "stats",
+            "Stats",
+            "verify",
+            "Verdict",
+            "scan",
+            "Scan",
+        ),
         *("Problem", "doctor", "Diagnosis", "Complaint", "report", "PageReceipt"),
     ],
     "Changes": [

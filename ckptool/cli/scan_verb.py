@@ -1,0 +1,88 @@
+"""`ckptool scan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptool.cli.console import (
+    Progress,
+    complain,
+    print_document,
+    print_lines,
+    say,
+    settle,
+    stdout_look,
+)
+from ckptool.cli.options import PATH, json_option, quiet_option, verb
+from ckptool.errors import CheckpointError
+from ckptool.inspection.deeds import DATA
+from ckptool.inspection.scan import Scan, files_below, scan
+from ckptool.render.scan import result_lines, summary_line
+from ckptool.words import clean
+
+__all__ = ["command"]
+
+_FEW = 20
+"""Files up to which each has a line; of more, those alone of which there is something to say."""
+
+
+@verb(
+    "scan",
+    "ckptool scan model.pth",
+    "ckptool scan --strict downloads/",
+    "ckptool scan --json 'runs/*.ckpt'",
+    finding="a file runs something, or it cannot be told (--strict: or it needs code)",
+)
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
+@click.option(
+    "--strict", is_flag=True, help="Pass data alone: a file that needs code is a finding."
+)
+@json_option
+@quiet_option
+def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) -> None:
+    """Say what loading a file would run, without running it.
+
+    Every pickle is executed on symbols: in torch files of any age, bare pickles, numpy, joblib, zip
+    and tar archives, compressed files; whatever a file is called. The verdict is data (what
+    weights_only=True allows), needs code (classes are imported and filled), runs (something else
+    is called: each call is printed with its arguments) or cannot tell. Folders are searched.
+    """
+    results, errors = list[Scan](), list[CheckpointError]()
+    files = list(files_below(paths))
+    with Progress(quiet=quiet) as progress:
+        for done, file in enumerate(files):
+            progress(done, len(files), f"{done:,} of {len(files):,} files")
+            try:
+                found = scan(file)
+            except CheckpointError as error:
+                errors.append(error)
+                progress.wipe()
+                complain(error.sentence, error.hint)
+                continue
+            results.append(found)
+            if as_json:
+                continue
+            if len(files) <= _FEW or found.verdict != DATA:
+                progress.wipe()
+                print_lines(result_lines(found, stdout_look()))
+                say((f"note: {clean(found.file)}: {clean(n)}" for n in found.notes), quiet=quiet)
+    fine = all(one.ok(strict=strict) for one in results)
+    settle(2 if errors else int(not fine))
+    if as_json:
+        print_document(_document(results, errors, fine=fine))
+    elif len(files) > 1:
+        print_lines([summary_line(results, len(errors), stdout_look())])
+
+
+def _document(results: list[Scan], errors: list[CheckpointError], *, fine: bool) -> dict[str, Any]:
+    """Return the document `ckptool.scan/1`."""
+    return {
+        "schema": "ckptool.scan/1",
+        "ok": fine and not errors,
+        "files": [found.to_dict() for found in results],
+        "errors": [
+            {"file": error.file, "text": error.message, "hint": error.hint} for error in errors
+        ],
+    }

@@ -1,0 +1,485 @@
+"""What hostile pickles do is said, call by call; each trick is one that got past some scanner."""
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+
+import pytest
+
+from ckptool.inspection import scan as scanning
+from ckptool.inspection.scan import scan
+from tests.attacks.test_pickle_attacks import COMMAND, PAYLOADS, as_files, call, text
+
+SYSTEM = PAYLOADS["REDUCE of os.system"]
+CALL = f"os.system({COMMAND!r})"
+
+
+def judged(tmp_path, data, name="file.bin"):
+    path = tmp_path / name
+    path.write_bytes(data)
+    return scan(path)
+
+
+def texts(found):
+    return [deed.text for stream in found.streams for deed in stream.deeds]
+
+
+def is_found(found, part):
+    return found.verdict == "runs" and any(part in one for one in texts(found))
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_each_payload_in_each_kind_of_file_is_a_finding(name, tmp_path):
+    for file in as_files(tmp_path, PAYLOADS[name]):
+        found = scan(file)
+        expected = "cannot tell" if name == "copyreg extension" else "runs"
+        assert found.verdict == expected, (file, found)
+        assert texts(found)
+
+
+ADVISORIES = """
+CVE-2025-1716 pip:main
+CVE-2025-46417 ssl:get_server_certificate linecache:getline
+CVE-2025-10157 asyncio.unix_events:_UnixSubprocessTransport._start
+GHSA-3gf5-cxq9-w223 idlelib.pyshell:ModifiedInterpreter.runcode
+GHSA-3vg9-h568-4w9m idlelib.debugobj:ObjectTreeItem.SetText
+GHSA-4675-36f9-wf6r ctypes:CDLL
+GHSA-46h3-79wf-xr6c _operator:attrgetter
+GHSA-49gj-c84q-6qm9 cProfile:run
+GHSA-4r9r-ch6f-vxmx torch.utils.bottleneck.__main__:run_cprofile
+GHSA-4whj-rm5r-c2v8 torch.utils.bottleneck.__main__:run_autograd_prof
+GHSA-5qwp-399c-mjwf trace:Trace.run
+GHSA-6vqj-c2q5-j97w profile:Profile.runctx
+GHSA-6w4w-5w54-rjvr idlelib.autocomplete:AutoComplete.get_entity
+GHSA-7cq8-mj8x-j263 idlelib.autocomplete:AutoComplete.fetch_completions
+GHSA-7wx9-6375-f5wh profile:run
+GHSA-84r2-jw7c-4r5q pydoc:locate operator:methodcaller
+GHSA-86cj-95qr-2p4f torch._dynamo.guards:GuardBuilder.get
+GHSA-8r4j-24qv-fmq9 idlelib.calltip:Calltip.fetch_tip
+GHSA-955r-x9j8-7rhh _operator:methodcaller
+GHSA-9w88-8rmg-7g2p cProfile:runctx
+GHSA-9xph-j2h6-g47v idlelib.calltip:get_entity
+GHSA-cj3c-v495-4xqh code:InteractiveInterpreter.runcode
+GHSA-f4x7-rfwp-v3xw torch.fx.experimental.symbolic_shapes:ShapeEnv.evaluate_guards_expression
+GHSA-f54q-57x4-jg88 lib2to3.pgen2.grammar:Grammar.loads
+GHSA-f745-w6jp-hpxx torch.utils.collect_env:run
+GHSA-fqq6-7vqf-w3fg doctest:debug_script
+GHSA-g344-hcph-8vgg trace:Trace.runctx
+GHSA-g38g-8gr9-h9xp uuid:_get_command_stdout _osx_support:_read_output
+GHSA-g38g-8gr9-h9xp _aix_support:_read_cmd_output imaplib:IMAP4_stream _pyrepl.pager:pipe_pager
+GHSA-g38g-8gr9-h9xp test.support.script_helper:assert_python_ok
+GHSA-h3qp-7fh3-f8h4 torch.utils.data.datapipes.utils.decoder:basichandlers
+GHSA-j343-8v2j-ff7w idlelib.pyshell:ModifiedInterpreter.runcommand
+GHSA-jgw4-cr84-mqxg asyncio.unix_events:_UnixSubprocessTransport._start
+GHSA-jhph-76pp-mggw torch.utils.collect_env:run
+GHSA-m273-6v24-x4m4 distutils.file_util:write_file
+GHSA-m869-42cg-3xwr idlelib.run:Executive.runcode
+GHSA-p9w7-82w4-7q8m lib2to3.pgen2.pgen:ParserGenerator.make_label
+GHSA-q77w-mwjj-7mqx asyncio.unix_events:_UnixSubprocessTransport._start
+GHSA-r8g5-cgf2-4m4m numpy.f2py.crackfortran:getlincoef
+GHSA-vqmv-47xg-9wpr pty:spawn
+GHSA-vr7h-p6mm-wpmh torch.jit.unsupported_tensor_ops:execWrapper
+GHSA-vv6j-3g6g-2pvj torch.utils._config_module:ConfigModule.load_config
+GHSA-vvpj-8cmc-gx39 pkgutil:resolve_name
+GHSA-x696-vm39-cp64 profile:Profile.run
+GHSA-xp4f-hrf8-rxw7 ensurepip:_run_pip
+"""
+"""Of picklescan: what its list of names lacked, or how a listed name was reached."""
+
+
+FUNCTIONS = """
+_aix_support._read_cmd_output _io.FileIO _osx_support._read_output _pyrepl.pager.pipe_pager
+aiohttp.client.ClientSession bdb.Bdb.run builtins.__import__ builtins.exec builtins.eval
+cProfile.run cProfile.runctx cloudpickle.cloudpickle._make_function
+cloudpickle.cloudpickle.subimport code.InteractiveInterpreter.runcode ctypes.CDLL
+dill._dill._create_function distutils.file_util.write_file doctest.debug_script ensurepip._run_pip
+functools.reduce httplib.HTTPSConnection idlelib.autocomplete.AutoComplete.get_entity
+idlelib.calltip.Calltip.fetch_tip idlelib.calltip.get_entity
+idlelib.debugobj.ObjectTreeItem.SetText idlelib.pyshell.ModifiedInterpreter.runcode
+idlelib.run.Executive.runcode imaplib.IMAP4_stream joblib.load lib2to3.pgen2.grammar.Grammar.loads
+logging.FileHandler logging.config._resolve multiprocessing.util.spawnv_passfds
+numpy.f2py.crackfortran.getlincoef numpy.testing._private.utils.runstring numpy.load numpy.memmap
+operator.methodcaller pandas.read_pickle pickle.loads pkgutil.resolve_name profile.Profile.run
+profile.run pty.spawn pydoc.locate pydoc.pipepager requests.api.get runpy._run_code
+sklearn.utils._testing.check_skip_network shutil.rmtree socket.create_connection sys.exit
+test.support.script_helper.assert_python_ok timeit.timeit torch._dynamo.guards.GuardBuilder.get
+torch._inductor.codecache.compile_file torch.fx.graph_module.reduce_graph_module torch.hub.load
+torch.jit.unsupported_tensor_ops.execWrapper torch.load torch.serialization.load
+torch.utils._config_module.ConfigModule.load_config torch.utils.bottleneck.__main__.run_cprofile
+torch.utils.collect_env.run trace.Trace.run types.CodeType types.FunctionType
+urllib.request.urlopen uuid._get_command_stdout venv.create webbrowser.open some.package.run
+__builtin__.execfile __builtin__.apply commands.getoutput zipimport.zipimporter nt.system
+"""
+
+
+@pytest.mark.parametrize("advisory", ADVISORIES.strip().splitlines())
+def test_functions_of_the_advisories(advisory, tmp_path):
+    for name in advisory.split()[1:]:
+        module, function = name.split(":")
+        found = judged(tmp_path, b"\x80\x02" + call(module, function, text("id")) + b".")
+        assert is_found(found, f"{module}.{function}(")
+
+
+def split(name):
+    """Module and name as a pickle has them: a class's method after the module."""
+    parts = name.split(".")
+    at = next(
+        (i for i, one in enumerate(parts[:-1]) if one.strip("_")[:1].isupper()), len(parts) - 1
+    )
+    return ".".join(parts[:at]), ".".join(parts[at:])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS.split())
+def test_any_function_that_is_no_known_constructor_runs(name, tmp_path):
+    module, function = split(name)
+    found = judged(tmp_path, b"\x80\x02" + call(module, function, text("x"), text("y")) + b".")
+    assert found.verdict == "runs", found
+    assert found.streams[0].told >= 1
+
+
+def stack_global(module, name):
+    return text(module) + text(name) + b"\x93"
+
+
+GETATTR = b"cbuiltins\ngetattr\n"
+ARGUMENT = text(COMMAND) + b"\x85R"
+TRICKS = {
+    "the result is popped": b"\x80\x02" + call("os", "system", text(COMMAND)) + b"0N.",
+    "the result is popped with the mark": b"\x80\x02("
+    + call("os", "system", text(COMMAND))
+    + b"1N.",
+    "overwritten in the memo": b"\x80\x02cos\nsystem\nq\x00h\x00" + ARGUMENT + b"q\x000N.",
+    "through a module": b"\x80\x04"
+    + stack_global("torch.serialization", "os.system")
+    + ARGUMENT
+    + b".",
+    "a name only, through a module": b"\x80\x04" + stack_global("copy", "os.system") + b".",
+    "getattr of what getattr gave": b"\x80\x02"
+    + GETATTR
+    + b"("
+    + GETATTR
+    + b"cos\npath\n"
+    + text("os")
+    + b"\x86R"
+    + text("system")
+    + b"tR"
+    + ARGUMENT
+    + b".",
+    "attrgetter": b"\x80\x02"
+    + call("operator", "attrgetter", text("system"))
+    + b"cos\npath\n\x85R.",
+    "itemgetter over modules": b"\x80\x02"
+    + call("operator", "itemgetter", text("os"))
+    + b"csys\nmodules\n\x85R.",
+    "partial, called": b"\x80\x02cfunctools\npartial\n(cos\nsystem\n" + text(COMMAND) + b"tR)R.",
+    "partial, made": b"\x80\x02cfunctools\npartial\n(cos\nsystem\n" + text(COMMAND) + b"tR.",
+    "partial, given another function": b"\x80\x02cfunctools\npartial\n(cm\nf\ntR"
+    + b"(cos\nsystem\n)}Ntb.",
+    "map, consumed": b"\x80\x02cbuiltins\nbytes\ncbuiltins\nmap\ncos\nsystem\n("
+    + text(COMMAND)
+    + b"t\x86\x81\x85\x81.",
+    "iter of a function": b"\x80\x02cbuiltins\niter\n(cos\ngetpid\nK\x00tR.",
+    "a factory of defaultdict": b"\x80\x02"
+    + call("collections", "defaultdict", b"cos\ngetcwd\n")
+    + b".",
+    "a function that a constructor calls": b"\x80\x02"
+    + call("numpy.random._pickle", "__generator_ctor", text("id"), b"ctorch.hub\nload\n")
+    + b".",
+    "a class that a constructor calls": b"\x80\x02"
+    + call("numpy.random._pickle", "__generator_ctor", text("id"), b"cimaplib\nIMAP4_stream\n")
+    + b".",
+    "a function that a tensor's type applies": b"\x80\x02"
+    + call(
+        "torch._tensor",
+        "_rebuild_from_type_v2",
+        b"ctorch.hub\nload\n",
+        b"cm\nT\n",
+        b"(U\x01xt",
+        b"N",
+    )
+    + b".",
+    "a base of _reconstructor": b"\x80\x02ccopyreg\n_reconstructor\n(csubprocess\nPopen\n"
+    + b"csubprocess\nPopen\n"
+    + text(COMMAND)
+    + b"tR.",
+    "__newobj__ with arguments": b"\x80\x02ccopyreg\n__newobj__\n(csubprocess\nPopen\n"
+    + text(COMMAND)
+    + b"tR.",
+    "a metaclass": b"\x80\x02cbuiltins\ntype\n(X\x01\x00\x00\x00X)}t\x81.",
+    "an item of os.environ": b"\x80\x02cos\nenviron\n" + text("A") + text("b") + b"s.",
+    "items of sys.modules": b"\x80\x02csys\nmodules\n(" + text("os") + b"Nu.",
+    "sys.path.append": b"\x80\x02csys\npath\n" + text("/tmp") + b"a.",
+    "the state of a module": b"\x80\x02csys\nmodules\n}" + text("a") + b"Nsb.",
+    "the state of what getattr gave": b"\x80\x02"
+    + GETATTR
+    + b"(cmodels\nNet\n"
+    + text("config")
+    + b"tR}"
+    + text("a")
+    + b"Nsb.",
+    "append, once it is an attribute": b"\x80\x02cmodels\nNet\n)\x81}"
+    + text("append")
+    + b"cos\nsystem\nsb"
+    + text(COMMAND)
+    + b"a.",
+    "ChainMap over sys.modules": b"\x80\x02ccollections\nChainMap\n)\x81}"
+    + text("maps")
+    + b"](csys\nmodules\nesb"
+    + text("os")
+    + b"Ns.",
+    "Popen that another module imported": b"\x80\x02"
+    + call("some.package", "Popen", text(COMMAND))
+    + b".",
+    "getattr of a dunder": b"\x80\x02"
+    + GETATTR
+    + b"cmodels\nNet\n"
+    + text("__subclasses__")
+    + b"\x86R)R.",
+    "a bound method, called": b"\x80\x02"
+    + GETATTR
+    + call("pathlib", "PosixPath", text("x"))
+    + text("write_text")
+    + b"\x86R"
+    + ARGUMENT
+    + b".",
+    "a class that is given a function": b"\x80\x02"
+    + call("models", "Net", b"cos\nsystem\n")
+    + b".",
+    "eval, but not Paddle's": b"\x80\x02"
+    + call("builtins", "eval", text("data + x"), b"}" + text("data") + b"Ns")
+    + b".",
+    "a pickle in pickle.loads": b"\x80\x03"
+    + call("pickle", "loads", b"B" + struct.pack("<I", len(SYSTEM)) + SYSTEM)
+    + b".",
+    "a class by INST": b"(S'x'\nisubprocess\nPopen\n.",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_tricks_of_opcodes(trick, tmp_path):
+    found = judged(tmp_path, TRICKS[trick])
+    assert found.verdict == "runs", found
+    assert texts(found)
+
+
+def test_a_pickle_in_an_argument_is_looked_into(tmp_path):
+    found = judged(tmp_path, TRICKS["a pickle in pickle.loads"])
+    assert is_found(found, CALL)
+    inner = b"B" + struct.pack("<I", len(SYSTEM)) + SYSTEM
+    torchs = b"\x80\x03" + call("torch.storage", "_load_from_bytes", inner) + b"."
+    assert is_found(judged(tmp_path, torchs), CALL)
+    twice = b"B" + struct.pack("<I", len(torchs)) + torchs
+    assert is_found(judged(tmp_path, b"\x80\x03" + call("pickle", "loads", twice) + b"."), CALL)
+
+
+@pytest.mark.parametrize(
+    ("what", "data"),
+    {
+        "a name that a call computes": text("os")
+        + call("models", "Name", text("x"))
+        + b"\x93"
+        + ARGUMENT,
+        "a memo that was never filled": b"h\x07" + ARGUMENT,
+        "a number of the extension registry": b"\x82\x01" + ARGUMENT,
+        "a buffer beside the file": b"\x97" + ARGUMENT,
+    }.items(),
+)
+def test_what_is_not_in_the_file_cannot_be_told_and_does_not_hide_the_rest(what, data, tmp_path):
+    found = judged(tmp_path, b"\x80\x04" + data + b".")
+    assert found.verdict == "cannot tell", what
+    found = judged(tmp_path, b"\x80\x04" + data + b"0" + SYSTEM[2:])
+    assert is_found(found, CALL)
+
+
+@pytest.mark.parametrize(
+    "fault", [b"", b"\xff", b"0000.", b"X\xff\xff\xff\xff", b"t.", b"\x80\x09"]
+)
+def test_what_ran_before_a_fault_is_said(fault, tmp_path):
+    found = judged(tmp_path, SYSTEM[:-1] + b"0" + fault)
+    assert is_found(found, CALL)
+    assert found.streams[0].fault
+    found = judged(tmp_path, b"\x80\x02]" + fault)
+    assert found.verdict == "cannot tell"
+
+
+@pytest.mark.parametrize("before", [b"\x80\x02N.", b"N.", pickle.dumps({"a": 1}, 4) * 3])
+def test_pickles_behind_the_first(before, tmp_path):
+    found = judged(tmp_path, before + SYSTEM)
+    assert is_found(found, CALL)
+    assert found.streams[0].offset == len(before)
+    assert is_found(judged(tmp_path, before + SYSTEM[2:]), CALL)  # of protocol 0
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.onnx", "README.md", "weights", "model.h5", "a.txt"]
+)
+def test_names_mean_nothing(name, tmp_path):
+    """CVE-2025-1889, CVE-2025-10155: a pickle under another ending."""
+    assert is_found(judged(tmp_path, SYSTEM, name), CALL)
+
+
+# Zips
+
+
+def zipped(entries, method=zipfile.ZIP_STORED):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return made.getvalue()
+
+
+HONEST = {"archive/data.pkl": b"\x80\x02}.", "archive/version": b"3\n"}
+
+
+@pytest.mark.parametrize(
+    "name", ["archive/other.pkl", "archive/data/7", "outside", "archive/x.txt"]
+)
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
+def test_every_record_of_a_zip(name, method, tmp_path):
+    assert is_found(judged(tmp_path, zipped({**HONEST, name: SYSTEM}, method)), CALL)
+
+
+def edited(data, *edits):
+    data = bytearray(data)
+    for mark, offset, value in edits:
+        position = data.rindex(mark) + offset
+        data[position : position + len(value)] = value
+    return bytes(data)
+
+
+EVIL = zipped({**HONEST, "archive/evil.pkl": SYSTEM})
+LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+ODD = {
+    "another name in the local header (CVE-2025-1944)": edited(EVIL, (LOCAL, 30, b"archive/e")),
+    "another name in the directory (CVE-2025-1944)": edited(EVIL, (CENTRAL, 46, b"archive/e")),
+    "flag bits of encryption (CVE-2025-1945)": edited(
+        EVIL, (LOCAL, 6, b"\x01\x00"), (CENTRAL, 8, b"\x01\x00")
+    ),
+    "flag bits of one header (CVE-2025-1945)": edited(EVIL, (CENTRAL, 8, b"\x41\x20")),
+    "a wrong CRC (CVE-2025-10156)": edited(
+        EVIL, (LOCAL, 14, b"\x01\x02\x03\x04"), (CENTRAL, 16, b"\x01\x02\x03\x04")
+    ),
+    "bytes before it": b"junk" * 10 + EVIL,
+    "bytes behind it": EVIL + b"junk" * 10,
+    "no directory": EVIL[: EVIL.index(CENTRAL)],
+    "a directory of no entries": edited(EVIL, (END, 8, bytes(4)), (END, 12, bytes(4))),
+    "a size of nothing": edited(EVIL, (CENTRAL, 20, b"\0" * 8)),
+    "a record that the directory does not name": edited(
+        EVIL, (END, 8, struct.pack("<HHI", 2, 2, EVIL.rindex(CENTRAL) - EVIL.index(CENTRAL)))
+    ),
+    "an odd disk": edited(EVIL, (CENTRAL, 34, b"\x07\x00")),
+    "two of one name": zipped({**HONEST, "archive/DATA.pkl": SYSTEM}),
+    "another archive in it": zipped({"a/b.zip": EVIL}),
+    "another magic": b"XX" + EVIL[2:],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trick", ODD)
+def test_tricks_of_zips(trick, tmp_path):
+    assert is_found(judged(tmp_path, ODD[trick]), CALL)
+
+
+# Other carriers
+
+
+def tarred(entries):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, data in entries.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return made.getvalue()
+
+
+def array(payload):
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + payload
+
+
+CARRIERS = {
+    "tar": tarred({"model.ckpt": SYSTEM}),
+    "a nemo's tar with a zip": tarred({"model_config.yaml": b"a: 1", "model_weights.ckpt": EVIL}),
+    "torch's tar of 2017": tarred(
+        {"storages": b"\x80\x02K\x01.\x01\x02" + SYSTEM, "pickle": b"N."}
+    ),
+    "npy": array(SYSTEM),
+    "npz": zipped({"a.npy": array(SYSTEM)}, zipfile.ZIP_DEFLATED),
+    "gzip": gzip.compress(SYSTEM),
+    "gzip, two members": gzip.compress(b"\x80\x02N.") + gzip.compress(SYSTEM),
+    "bzip2": bz2.compress(SYSTEM),
+    "xz": lzma.compress(SYSTEM),
+    "lzma": lzma.compress(SYSTEM, lzma.FORMAT_ALONE),
+    "zlib": zlib.compress(SYSTEM),
+    "gzip of a tar of a zip": gzip.compress(tarred({"a/b": EVIL})),
+}
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_carriers(kind, tmp_path):
+    assert is_found(judged(tmp_path, CARRIERS[kind]), CALL)
+
+
+@pytest.mark.parametrize(
+    "magic", [b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"Salted__", b"\x28\xb5\x2f\xfd"]
+)
+def test_what_is_not_read_is_no_pass(magic, tmp_path):
+    found = judged(tmp_path, magic + bytes(100))
+    assert found.verdict == "cannot tell"
+    assert "not read" in found.streams[0].fault
+
+
+def test_lambda_layers_of_keras_are_named(tmp_path):
+    config = b'{"class_name": "Lambda", "config": {}}'
+    for data in (config, zipped({"config.json": config, "model.weights.h5": b"\x89HDF"})):
+        assert is_found(judged(tmp_path, data), "keras.layers.Lambda")
+
+
+# What it may cost
+
+
+def bombs():
+    yield "a million calls", b"\x80\x02cos\ngetpid\n" + b"2)R0" * 1_000_000 + b"."
+    yield "a million data", b"\x80\x02" + b"N0" * 1_000_000 + b"N."
+    yield "nested", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
+    deep = b"\x80\x02cm\nA\n" + b")\x81" * 200_000 + b"."
+    yield "classes of classes", deep
+    doubling = b"".join(b"q%c0(h%ch%ct" % (n, n, n) for n in range(100))
+    yield "doubling", b"\x80\x02N" + doubling + b"0" + call("m", "A", b"h\x63") + b"."
+    yield "doubling, called", b"\x80\x02cm\nA\n(N" + doubling + b"tR."
+    yield "many pickles", b"\x80\x02N." * 200_000
+    many = b"C\x05\x80\x02N.0q\x00" + b"0cpickle\nloads\nq\x010" + b"h\x01h\x00\x85R0" * 200_000
+    yield "one argument many times", b"\x80\x03" + many + b"N."
+    yield "long text", b"\x80\x02" + call("os", "system", text("x" * 5_000_000)) + b"."
+    yield (
+        "memo bomb",
+        b"\x80\x02N" + b"".join(b"r" + struct.pack("<I", n * 4099) for n in range(200_000)) + b".",
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "data"), list(bombs()), ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_bombs_have_an_answer(what, data, tmp_path):
+    found = judged(tmp_path, data)
+    assert len(texts(found)) <= 200
+    assert all(len(one) < 20_000 for one in texts(found))
+
+
+def test_inflation_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(scanning, "_MOST_INFLATED", 1 << 20)
+    for data in (
+        gzip.compress(bytes(8 << 20)),
+        bz2.compress(bytes(8 << 20)),
+        lzma.compress(bytes(8 << 20)),
+    ):
+        found = judged(tmp_path, data)
+        assert found.verdict == "cannot tell"
+        assert "inflates to more" in found.streams[0].fault

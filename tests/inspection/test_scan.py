@@ -1,0 +1,149 @@
+"""`ckptool.scan`: what honest files are, and what is read of them."""
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import functools
+import operator
+import pathlib
+import pickle
+import re
+import uuid
+from fractions import Fraction
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.inspection.scan import scan
+from tests.sources import PROJECT
+
+FIXTURES = PROJECT / "fixtures"
+UNREAD = ("dcp/zstd-2.13.0",)
+
+
+def test_no_fixture_runs_anything_but_the_one_that_does():
+    found = {}
+    for path in ckptool.inspection.scan.files_below([FIXTURES]):
+        one = scan(path)
+        if not one.ok():
+            found[path.removeprefix(f"{FIXTURES}/")] = one.verdict
+    assert found.pop("wrong/malicious.pth") == "runs"
+    assert all(path.startswith(UNREAD) for path in found)
+    assert set(found.values()) == {"cannot tell"}
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Grown(list):
+    pass
+
+
+class Failure(Exception):
+    pass
+
+
+HONEST = [
+    Colour.RED,
+    Grown([1, 2]),
+    Failure("x", 1),
+    KeyError("x"),
+    argparse.Namespace(a=1),
+    collections.defaultdict(list, {1: [2]}),
+    collections.deque([1], 3),
+    collections.Counter("abc"),
+    collections.OrderedDict(a=collections.OrderedDict()),
+    datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(1),
+    decimal.Decimal("1.5"),
+    Fraction(1, 2),
+    functools.partial(int, "7", base=8),
+    operator.itemgetter(1, 2),
+    pathlib.PurePosixPath("a/b"),
+    range(3),
+    slice(1, 2),
+    re.compile("a+"),
+    uuid.UUID(int=1),
+    {1, 2},
+    frozenset({1}),
+    bytearray(b"x"),
+    b"bytes",
+    1j,
+    torch.nn.Linear(2, 2),
+    torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)).weight,
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1).state_dict(),
+    torch.float16,
+    torch.device("cuda:1"),
+    torch.Generator(),
+    torch.ones(2).numpy(),
+    torch.ones(2).numpy()[0],
+]
+
+
+@pytest.mark.parametrize("value", HONEST, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("protocol", range(6))
+def test_what_python_pickles_runs_nothing(value, protocol, tmp_path):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(pickle.dumps({"a": [value, value]}, protocol))
+    found = scan(path)
+    assert found.ok(), found
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_state_dicts_are_data(legacy, tmp_path):
+    path = tmp_path / "a.pth"
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    found = scan(path)
+    assert (found.verdict, found.pickles) == ("data", 5 if legacy else 1)
+
+
+def test_two_legacy_streams_in_one_file(tmp_path):
+    path = tmp_path / "a.pth"
+    with path.open("wb") as file:
+        for value in ({"w": torch.ones(3)}, torch.nn.Linear(2, 2)):
+            torch.save(value, file, _use_new_zipfile_serialization=False)
+    found = scan(path)
+    assert (found.verdict, found.pickles) == ("needs code", 10)
+
+
+def test_paddles_arrays_need_code(tmp_path):
+    path = tmp_path / "a.pdparams"
+    array = pickle.dumps(torch.ones(2).numpy(), 2)[2:-1]
+    path.write_bytes(
+        b"\x80\x02cbuiltins\neval\nX\x04\x00\x00\x00data}X\x04\x00\x00\x00data" + array + b"s\x86R."
+    )
+    assert scan(path).verdict == "needs code"
+
+
+def test_joblibs_arrays_are_passed_over(tmp_path):
+    joblib = pytest.importorskip("joblib")
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "a.joblib"
+    values = {
+        "a": numpy.arange(50.0),
+        "b": numpy.array([{1: 2}], object),
+        "c": numpy.zeros((2, 3), "f4"),
+    }
+    for compress in (0, 3, ("gzip", 3), ("bz2", 3), ("xz", 3)):
+        joblib.dump([values, 1], path, compress=compress)
+        found = scan(path)
+        assert found.verdict == "needs code", found
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "comment\nfoo\n", "import os\n", "{}", "[1]", "N.", "(a)"]
+)
+def test_texts_are_no_pickles(text, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    assert scan(path).verdict == "data"
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(ckptool.FileMissing):
+        ckptool.scan(tmp_path / "no")
