@@ -145,7 +145,11 @@ def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors(
             )
 
 
-@pytest.mark.parametrize("file", files_of())
+WITH_ARRAYS = {"formats/gguf.py"}
+"""Files that hand arrays to another library, by imports inside a function."""
+
+
+@pytest.mark.parametrize("file", [file for file in trees() if file not in WITH_ARRAYS])
 def test_numpy_is_no_dependency(file):
     assert not [found for found in imports(file, trees()[file]) if room(found.module) == "numpy"]
 

@@ -136,9 +136,6 @@ MAGICS: tuple[Magic, ...] = (
         "an HDF5 file (Keras, or .h5)",
         "h5py reads the weights, Keras the whole model: keras.models.load_model",
     ),
-    Magic(
-        0, b"GGUF", "a GGUF model", "the gguf package reads it (gguf-dump {file}), and llama.cpp"
-    ),
     Magic(0, b"lmgg", "a GGML model", _GGML),
     Magic(0, b"tjgg", "a GGML model (ggjt)", _GGML),
     Magic(0, b"\x93NUMPY", "a NumPy array (.npy)", "numpy.load reads it"),
@@ -187,7 +184,6 @@ MAGICS: tuple[Magic, ...] = (
     ),
 )
 ENDINGS = {
-    ".gguf": "GGUF",
     ".h5": "HDF5",
     ".hdf5": "HDF5",
     ".keras": "Keras",

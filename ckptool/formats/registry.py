@@ -65,6 +65,7 @@ REGISTRY = (
     Entry("pt2", "pt2", zipped=True, endings=(".pt2",)),
     Entry("npz", "npz", zipped=True, endings=(".npz",)),
     Entry("safetensors", "safetensors", writable=True, endings=(".safetensors",)),
+    Entry("gguf", "gguf", endings=(".gguf",)),
     Entry("torch-legacy", "torch_legacy", writable=True, endings=TORCH_ENDINGS),
     Entry("torch-tar", "torch_tar"),
     Entry("pickle", "pickle_file", endings=(".pkl",)),

@@ -136,7 +136,7 @@ def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_pat
          "Unsupported operand 60"),
         (b'{"error": "not found"}', "not-a-checkpoint", "Unsupported operand 123"),
         (b"PK\x03\x04 and no more", "truncated", "failed finding central directory"),
-        (b"GGUF" + bytes(60), "unsupported", "Unsupported operand 71"),
+        (b"lmgg" + bytes(60), "unsupported", "Unsupported operand 108"),
     ],
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_a_finding(ckptool, tmp_path, content, kind, says):

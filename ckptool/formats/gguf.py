@@ -1,0 +1,275 @@
+"""GGUF, the file of llama.cpp: plain tensors as they lie, quantised ones as the float32 they mean.
+
+Source: ggml/docs/gguf.md and gguf-py/gguf/constants.py (types and the sizes of their blocks).
+Version 1 has shorter counts, and a big-endian file all of them turned around: both are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.files import ByteRange, Source
+from ckptool.files.computed import ComputedSource
+from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.limits import Limits
+from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.words import counted, listed, printable
+
+__all__ = ["GGUF"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = "general.alignment"
+_WINDOW = 1 << 20
+_MOST_DIMENSIONS = 8
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {
+    0: "float32",
+    1: "float16",
+    24: "int8",
+    25: "int16",
+    26: "int32",
+    27: "int64",
+    28: "float64",
+    30: "bfloat16",
+}
+_QUANTISED = {
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+"""By number: the name, the elements of a block, and its bytes."""
+
+
+class _Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+class Gguf(Format):
+    """The format `gguf`: read only."""
+
+    name = "gguf"
+    flat = True
+    refusal = Refusal(
+        "gguf",
+        "it is a GGUF model of llama.cpp's, not a file of torch.save",
+        "torch.load says: Weights only load failed; the gguf package reads it, and llama.cpp",
+        "it is a GGUF model, which the gguf package and llama.cpp read",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it begins with the magic."""
+        return probe.head.startswith(_MAGIC)
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The tensors by name, over the header alone; their shapes as torch counts them.
+
+        Raises:
+            CorruptFile: the header breaks a rule, or a tensor reaches out of the file.
+            LimitExceeded: the header is longer than `probe.limits` allows.
+            UnsupportedFormat: it is of another version, big-endian, or of a type that is not known.
+        """
+        source = probe.opened()
+        header = _Header(source, probe.limits)
+        facts, entries = header.read()
+        alignment = facts.get(_ALIGNMENT, 32)
+        if type(alignment) is not int or alignment < 1:
+            raise CorruptFile(f"the alignment is {printable(repr(alignment))}", file=source.name)
+        start = -(-header.position // alignment) * alignment
+        root = OrderedMap()
+        for one in entries:
+            if one.name in root:
+                raise CorruptFile(
+                    f"tensor {printable(one.name)!r} is there twice", file=source.name
+                )
+            root[one.name] = _tensor(source, start, one)
+        texts = {key: str(one) for key, one in facts.items() if key.startswith("general.")}
+        return Checkpoint(
+            root,
+            self.name,
+            probe.path,
+            Details(
+                size=source.size,
+                writer="GGUF",
+                storage_bytes=source.size - min(start, source.size),
+                notes=tuple(_notes(entries)),
+                header=texts,
+            ),
+            sources=(source,),
+        )
+
+
+GGUF = Gguf()
+
+
+class _Header:
+    """The header, read from front to back."""
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        self._source, self._most = source, min(source.size, limits.max_header_bytes)
+        self._limits = limits
+        self._window, self._start = b"", 0
+        self.position = 0
+
+    def read(self) -> tuple[dict[str, Any], list[_Entry]]:
+        """Return the facts that are no lists, by key, and the tensors."""
+        version = self._number("<4sI")[1]
+        if version not in _VERSIONS:
+            turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            what = "is big-endian" if turned else f"is of version {version}"
+            raise UnsupportedFormat(f"{what}, which is not read", file=self._source.name)
+        tensors, pairs = self._number("<QQ")
+        facts = {}
+        for _ in range(pairs):
+            key = self._text()
+            value = self._value(*self._number("<I"))
+            if value is not None:
+                facts[key] = value
+        return facts, [self._entry() for _ in range(tensors)]
+
+    def _entry(self) -> _Entry:
+        name = self._text()
+        (count,) = self._number("<I")
+        if count > _MOST_DIMENSIONS:
+            raise CorruptFile(f"{printable(name)!r} has {count} dimensions", file=self._source.name)
+        sizes = self._number(f"<{count}Q")
+        return _Entry(name, tuple(reversed(sizes)), *self._number("<IQ"))
+
+    def _value(self, type: int, depth: int = 0) -> Any:
+        """Return a value; None for a list, which is passed over."""
+        if type in _SCALARS:
+            return self._number(_SCALARS[type])[0]
+        if type == _STRING:
+            return self._text()
+        if type != _ARRAY or depth > 1:
+            raise CorruptFile(
+                f"a fact is of type {type}, which is not known", file=self._source.name
+            )
+        inner, count = self._number("<IQ")
+        if inner in _SCALARS:
+            self._skip(count * struct.calcsize(_SCALARS[inner]))
+        else:
+            for _ in range(count):
+                self._value(inner, depth + 1)
+        return None
+
+    def _text(self) -> str:
+        (length,) = self._number("<Q")
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, layout: str) -> tuple[Any, ...]:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+
+    def _skip(self, length: int) -> None:
+        self.position += length
+        if self.position > self._most:
+            self._refuse()
+
+    def _take(self, length: int) -> bytes:
+        if self.position + length > self._most:
+            self._refuse()
+        begin = self.position - self._start
+        if not 0 <= begin <= begin + length <= len(self._window):
+            size = max(length, min(_WINDOW, self._source.size - self.position))
+            self._window, self._start, begin = (
+                self._source.read(self.position, size),
+                self.position,
+                0,
+            )
+        self.position += length
+        return self._window[begin : begin + length]
+
+    def _refuse(self) -> None:
+        if self._most < self._source.size:
+            raise LimitExceeded(
+                f"the header has more than {self._limits.max_header_bytes:,} bytes",
+                file=self._source.name,
+            )
+        raise CorruptFile("the file ends within its header", file=self._source.name)
+
+
+def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
+    elements, plain = prod(one.shape), _PLAIN.get(one.type)
+    if plain is None and one.type not in _QUANTISED:
+        what = f"tensor {printable(one.name)!r} is of type {one.type}, which is not known"
+        raise UnsupportedFormat(what, file=source.name)
+    name, block, size = _QUANTISED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
+    if one.shape[-1:] and one.shape[-1] % block:
+        what = f"tensor {printable(one.name)!r} has rows of {one.shape[-1]}, in blocks of {block}"
+        raise CorruptFile(what, file=source.name)
+    begin, length = start + one.offset, elements // block * size
+    if begin + length > source.size:
+        raise CorruptFile(
+            f"tensor {printable(one.name)!r} takes {length:,} bytes at {begin:,}, and the file has "
+            f"{source.size:,}",
+            file=source.name,
+        )
+    data = ByteRange(source, begin, length)
+    if plain is None:
+        fill = partial(_dequantised, data, str(name), block, size)
+        data = ByteRange(ComputedSource(source.name, elements * 4, fill), 0, elements * 4)
+    storage = Storage(one.name, data, data.length)
+    strides = row_major_strides(one.shape)
+    return TensorRef(plain or "float32", one.shape, strides, 0, storage, "cpu")
+
+
+def _dequantised(
+    data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
+) -> None:
+    """Fill `buffer` with float32 from `offset` (bytes) on, by the blocks that it touches."""
+    try:
+        import numpy
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise UnsupportedFormat(
+            f"its tensors are quantised ({name}), and the package gguf is not installed",
+            file=data.source.name,
+            hint="pip install 'ckptool[gguf]'",
+        ) from error
+    first, last = offset // (4 * block), -(-(offset + len(buffer)) // (4 * block))
+    raw = numpy.frombuffer(data.read(first * size, (last - first) * size), numpy.uint8)
+    try:
+        found = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
+    except (KeyError, NotImplementedError) as error:
+        what = f"its tensors are quantised as {name}, which the package gguf does not read"
+        raise UnsupportedFormat(what, file=data.source.name) from error
+    content = memoryview(found.astype("<f4").tobytes())
+    begin = offset - first * 4 * block
+    buffer[:] = content[begin : begin + len(buffer)]
+
+
+def _notes(entries: list[_Entry]) -> list[str]:
+    types = Counter(_QUANTISED[one.type][0] for one in entries if one.type in _QUANTISED)
+    if not types:
+        return []
+    count = counted(sum(types.values()), "tensor")
+    each = listed(f"{name} ({number:,})" for name, number in types.most_common())
+    return [f"{count} are quantised, {each}: they are read as the float32 that they mean"]

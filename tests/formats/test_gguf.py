@@ -1,0 +1,140 @@
+"""GGUF: read as its own package reads it, and refused where the header lies."""
+
+import random
+import struct
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.formats import open_checkpoint
+from ckptool.limits import Limits
+
+
+def text(value):
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def entry(name="w", sizes=(2,), type=0, offset=0):
+    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, type, offset)
+
+
+def file(path, *entries, facts=(), version=3, data=bytes(64), tensors=None):
+    head = struct.pack("<4sIQQ", b"GGUF", version, len(entries), len(facts))
+    if tensors is not None:
+        head = struct.pack("<4sIQQ", b"GGUF", version, tensors, len(facts))
+    raw = head + b"".join(facts) + b"".join(entries)
+    path.write_bytes(raw + bytes(-len(raw) % 32) + data)
+    return path
+
+
+@pytest.fixture
+def made(tmp_path):
+    return lambda *entries, **options: file(tmp_path / "m.gguf", *entries, **options)
+
+
+@pytest.fixture
+def quantised(fixtures):
+    return fixtures / "gguf/quantised.gguf"
+
+
+def test_quantised_tensors_are_converted_to_what_they_mean(quantised, tmp_path):
+    state = ckptool.load_state_dict(quantised)
+    assert main(["convert", str(quantised), str(tmp_path / "m.safetensors")]) == 0
+    assert main(["convert", str(quantised), str(tmp_path / "m.pth")]) == 0
+    for found in (load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pth")):
+        assert found.keys() == state.keys()
+        assert all(found[name].equal(state[name]) for name in state)
+
+
+def test_any_run_of_a_quantised_tensor_is_that_of_the_whole(quantised):
+    chance = random.Random(3)
+    with open_checkpoint(quantised) as checkpoint:
+        for _, tensor in checkpoint.tensors():
+            whole = tensor.data.read()
+            for _ in range(20):
+                start = chance.randrange(len(whole))
+                length = chance.randrange(len(whole) - start + 1)
+                assert tensor.data.read(start, length) == whole[start : start + length]
+
+
+def test_without_the_package_the_names_are_there(quantised, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["list", str(quantised)]) == 0
+    assert main(["info", str(quantised)]) == 0
+    assert "13 tensors are quantised, Q8_0 (1)" in capfd.readouterr().out
+    assert main(["convert", str(quantised), str(tmp_path / "m.pth")]) == 2
+    assert "pip install 'ckptool[gguf]'" in capfd.readouterr().err
+
+
+def test_shapes_are_those_of_torch(made):
+    with open_checkpoint(made(entry(sizes=(4, 3)))) as checkpoint:
+        assert checkpoint.root["w"].shape == (3, 4)
+    with open_checkpoint(made(entry(sizes=()))) as checkpoint:
+        assert checkpoint.root["w"].shape == ()
+
+
+def test_the_alignment_that_the_file_states(made):
+    stated = text("general.alignment") + struct.pack("<II", 4, 8)
+    raw = made(entry(), facts=[stated]).read_bytes()
+    header = len(raw) - 64
+    with open_checkpoint(made(entry(), facts=[stated])) as checkpoint:
+        offset = checkpoint.root["w"].storage.data.offset
+    assert offset % 8 == 0
+    assert header - 32 < offset <= header
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "words"),
+    [
+        ([entry(), entry()], {}, "'w' is there twice"),
+        ([entry(sizes=(99,))], {}, "'w' takes 396 bytes"),
+        ([entry(offset=1 << 62)], {}, "'w' takes 8 bytes"),
+        ([entry(sizes=(1 << 62, 1 << 62))], {}, "'w' takes"),
+        ([entry(sizes=(33,), type=8)], {}, "rows of 33, in blocks of 32"),
+        ([entry(sizes=(1,) * 9)], {}, "'w' has 9 dimensions"),
+        ([entry()], {"tensors": 1 << 60}, "ends within its header"),
+        ([], {"facts": [text("a") + struct.pack("<I", 77)]}, "type 77"),
+        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 4, 1 << 60)]}, "ends within its header"),
+        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 8, 1 << 60)]}, "ends within its header"),
+        ([], {"facts": [text("a") + struct.pack("<IIQIQIQ", 9, 9, 1, 9, 1, 9, 1)]}, "type 9"),
+        ([], {"facts": [text("general.alignment") + struct.pack("<II", 4, 0)]}, "alignment is 0"),
+        ([], {"facts": [struct.pack("<Q", 1 << 63)]}, "ends within its header"),
+    ],
+)
+def test_a_header_that_lies(made, entries, options, words):
+    with pytest.raises(CorruptFile, match=words):
+        open_checkpoint(made(*entries, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"version": 1}, "version 1"), ({"version": 3 << 24}, "is big-endian")],
+)
+def test_versions_that_are_not_read(made, options, words):
+    with pytest.raises(UnsupportedFormat, match=words):
+        open_checkpoint(made(entry(), **options))
+
+
+def test_a_type_that_is_not_known(made):
+    with pytest.raises(UnsupportedFormat, match="type 4, which is not known"):
+        open_checkpoint(made(entry(type=4)))
+
+
+def test_a_file_cut_anywhere(fixtures, tmp_path):
+    whole = (fixtures / "gguf/plain.gguf").read_bytes()
+    for stop in range(8, len(whole) - 32, 7):  # what is behind the last tensor fills a block
+        (tmp_path / "cut.gguf").write_bytes(whole[:stop])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path / "cut.gguf").close()
+
+
+def test_a_header_beyond_the_limit(made):
+    path = made(entry(name="n" * 500))
+    with pytest.raises(LimitExceeded, match="more than 400 bytes"):
+        open_checkpoint(path, limits=Limits(max_header_bytes=400))
