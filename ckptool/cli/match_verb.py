@@ -16,6 +16,7 @@ from ckptool.formats.identify import as_argument, unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
+from ckptool.matching.align import is_average_counter
 from ckptool.render.remedies import as_options, option_words
 from ckptool.render.text import runnable
 from ckptool.transforms import regex_rule
@@ -137,7 +138,10 @@ def _document(judgement: Judgement) -> dict[str, Any]:
 
 
 def _writing(report: MatchReport, file: str, options: list[str]) -> str:
-    """The command that writes the file under the model's names; empty where it has them."""
+    """The command that writes all of the model under its names; empty where the file has them."""
+    kept = (name for name, _ in report.kept)
+    if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
+        return ""
     if not any(own != new for renaming in report.renamed for own, new in renaming.names):
         return ""
     target = unused(default_target(file, "fitted"))

@@ -28,7 +28,9 @@ from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.inspection.usage import distinct
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
-from ckptool.matching.known_renames import MERGE, is_adapter
+from ckptool.matching.align import is_average_counter
+from ckptool.matching.judging import difference
+from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section
@@ -66,14 +68,17 @@ def fit(patient: Patient) -> Iterator[Found]:
     target = patient.reference.target
     report = compared(patient.checkpoint, patient.model, target)
     like: dict[str, Any] = {"like": patient.reference}
-    missing, unexpected = report.missing_keys, report.unexpected_keys
-    alone = not (missing or report.mismatched or any(map(is_adapter, unexpected)))
+    averages = (name for name, _ in report.kept if is_average_counter(name))
+    missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
+    lost = len(missing) + len(report.mismatched)
+    differs = difference(report, lost, unexpected)
+    alone = not (lost or differs)
     if unexpected and alone:
         like["allow_unexpected"] = True
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
-    remedy = _difference(patient.model, target, report)
-    yield from _renamed(report, like)
+    remedy = _difference(patient.model, target, report, missing, differs)
+    yield from _renamed(report, {} if lost else like)
     if missing:
         total = report.names
         yield Found(
@@ -103,14 +108,16 @@ def fit(patient: Patient) -> Iterator[Found]:
             remedy="" if missing else remedy,
         )
         yield Found(complaint, like if alone else None)
-    yield from _shapes(report)
+    yield from _shapes(report, "" if missing else differs)
     yield from _types(report.cast)
 
 
-def _difference(model: Section, target: Target, report: MatchReport) -> str:
+def _difference(
+    model: Section, target: Target, report: MatchReport, missing: Sequence[str], differs: str
+) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
-    missing, unexpected = report.missing_keys, report.unexpected_keys
-    if any(map(is_adapter, unexpected)):
+    unexpected = report.unexpected_keys
+    if differs == MERGE:
         return MERGE
     if form := _reparametrised(unexpected):
         return f"in the model that saved it, call {form}, and save it again"
@@ -135,8 +142,8 @@ def _difference(model: Section, target: Target, report: MatchReport) -> str:
         return "ckptool match FILE --like REFERENCE shows the rules that it proposes for the names"
     if not report.fitting:
         return "no name fits: the file is of another architecture"
-    if not missing:
-        return ""
+    if differs or not missing:
+        return differs
     kept = listed(names_of(missing, most=2))
     return f"load with strict=False: the model keeps its own {kept}"
 
@@ -178,7 +185,7 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
+def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:
     """Names that the reference has otherwise, and by which rules they become its own."""
     pairs: dict[str, str] = {}
     texts = []
@@ -193,8 +200,8 @@ def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
         return
     kinds = {one.kind for one in report.renamed}
     rules = tuple(one.rule for one in report.renamed)
-    if (report.missing_keys or report.mismatched) and all(rules):
-        fix = {"rename": rules}  # the names alone: what is missing has a sentence of its own
+    if not fix:  # the names alone: what is missing has a sentence of its own
+        fix = {"rename": rules} if all(rules) else None
     complaint = Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         "fails",
@@ -207,7 +214,7 @@ def _renamed(report: MatchReport, fix: dict[str, Any]) -> Iterator[Found]:
     yield Found(complaint, fix)
 
 
-def _shapes(report: MatchReport) -> Iterator[Found]:
+def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
     wrong = report.mismatched
     if not wrong:
         return
@@ -223,7 +230,8 @@ def _shapes(report: MatchReport) -> Iterator[Found]:
         f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
         f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
         f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
-        remedy=("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
+        remedy=differs
+        or ("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(names_of(names, most=2)),
     )

@@ -244,7 +244,8 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
     front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
-        part = re.compile(rf"^(?:module\.){{1,{front.count('.')}}}")
+        often = front.count(".")
+        part = re.compile(rf"^(?:module\.){{1,{often}}}" if often > 1 else r"^module\.")
         changed = {full for name, full in short.items() if name.startswith("module.")}
         short = {
             name[len(front) :] if name.startswith(front) else part.sub("", name): full

@@ -15,13 +15,22 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
-from ckptool.matching.known_renames import MERGE, is_adapter
+from ckptool.matching.known_renames import MERGE, has_adapter
 from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming, most_allowed
 from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["Allowance", "Allowed", "Judgement", "Problem", "escaped_glob", "judged", "refusal"]
+__all__ = [
+    "Allowance",
+    "Allowed",
+    "Judgement",
+    "Problem",
+    "difference",
+    "escaped_glob",
+    "judged",
+    "refusal",
+]
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -279,16 +288,10 @@ def _way(
     rest = {*missing, *unexpected}
     if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
         return _UNDECIDED
-    if any(map(is_adapter, unexpected)):
-        return Remedy(note=MERGE)
     after = ", even after the proposed rules" if proposed else ""
-    lost, most = len(missing) + len(left[2]), most_allowed(report.names)
-    if lost > most:
-        text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
-        return Remedy(note=f"the architectures differ: {text}{after}")
-    if len(unexpected) > most and (lost or not proposed):
-        text = f"the file has {counted(len(unexpected), 'tensor')} that the model has not"
-        return Remedy(note=f"the architectures differ: {text}{after}")
+    lost = len(missing) + len(left[2])
+    if text := difference(report, lost, unexpected, is_renamed=bool(proposed)):
+        return Remedy(note=f"{text}{after if text != MERGE else ''}")
     remedies = [Remedy((("rules", tuple(one.rule for one in proposed)),))] if proposed else []
     notes = []
     for argument, names, text in (
@@ -302,6 +305,30 @@ def _way(
     found = _all_of(remedies)
     is_told = proposed and notes and found.arguments
     return found._replace(note=f" ({'; '.join(notes)})") if is_told else found
+
+
+def difference(
+    report: MatchReport, lost: int, unexpected: Sequence[str], *, is_renamed: bool = False
+) -> str:
+    """Return why a file is not for the model, whatever is allowed; "" where it may be.
+
+    Args:
+        report: What fits.
+        lost: How many of the model's tensors are not in the file, or of another shape.
+        unexpected: The file's names that the model has not.
+        is_renamed: Whether that is counted after proposed rules.
+    """
+    most = most_allowed(report.names)
+    known = (own for one in report.renamed if one.kind == "known" for own, _ in one.names)
+    if has_adapter(unexpected, known):
+        return MERGE
+    if lost > most:
+        text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
+        return f"the architectures differ: {text}"
+    if len(unexpected) > most and (lost or not is_renamed):
+        text = f"the file has {counted(len(unexpected), 'tensor')} that the model has not"
+        return f"the architectures differ: {text}"
+    return ""
 
 
 def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:

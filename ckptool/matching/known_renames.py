@@ -7,7 +7,7 @@ left as it is where the other side has the same one, and below modules with code
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "MERGE",
     "Respelling",
     "beside",
-    "is_adapter",
+    "has_adapter",
     "respellings",
     "uncounted",
     "weight_norms",
@@ -68,9 +68,16 @@ _FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
 _MARKS = (".default", ".base_layer.", ".original_module.")
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether PEFT trained a tensor of this name beside the weights of the base model."""
-    return ADAPTER.search(name) is not None or ".modules_to_save." in name
+def has_adapter(unexpected: Collection[str], known: Iterable[str]) -> bool:
+    """Return whether PEFT trained tensors that a model does not take.
+
+    Args:
+        unexpected: The file's names that the model has not.
+        known: The file's names in PEFT's spelling that are the model's in its own.
+    """
+    return any(ADAPTER.search(name) or ".modules_to_save." in name for name in unexpected) or (
+        bool(unexpected) and any(".base_layer." in name for name in known)
+    )
 
 
 def respellings(names: Collection[str]) -> dict[str, Respelling]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 NET = """
 from torch import nn
@@ -181,6 +182,16 @@ def test_a_rule_that_matches_nothing_is_told_and_not_repeated(ckptool, folder):
     (command,) = [line for line in done.out.splitlines() if "ckptool convert" in line]
     assert command.count("--rename") == 2
     assert "nothing" not in command
+
+
+def test_no_command_writes_less_than_the_model(ckptool, folder):
+    more = {**Outer().state_dict(), "head.weight": torch.ones(2)}
+    torch.save(more, "more.pth")
+    torch.save(AveragedModel(net()).state_dict(), "average.pth")
+    for words in (["more.pth", "--allow-missing=head.*"], ["average.pth"]):
+        done = ckptool("match", "ref.pth", "--like", *words)
+        assert done.code == 0
+        assert "ckptool convert" not in done.out
 
 
 @pytest.mark.parametrize("share", ["nan", "inf", "-1", "2", "half"])

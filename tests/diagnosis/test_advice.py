@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.optim.swa_utils import AveragedModel
 
 from ckptool.cli import main
 from tests.diagnosis.faults import Net
@@ -103,10 +104,22 @@ def run(diagnosis):
         (Net, lambda: Net(classes=7),
          r"delete them .* strict=False: the model keeps its own head\.weight, head\.bias"),
         (lambda: Wrapped(True), Net, r"merge_and_unload\(\)"),
+        (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
+         lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
+         r"architectures differ: the file has 4 tensors that the model has not"),
+        (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
+         lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
+         r"architectures differ: 4 of the model's 12 tensors are not in the file"),
+        (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
+         lambda: nn.Sequential(*(nn.Linear(3, 3 + n) for n in range(1))),
+         r"architectures differ: the file has 6 tensors"),
+        (Net, lambda: AveragedModel(Net()),
+         r"strict=False: the model keeps its own n_averaged"),
         (lambda: nn.LSTM(3, 4), Net, "no name fits: the file is of another architecture"),
     ],
     ids=["pruned", "into pruned", "spectral norm", "parametrised", "q, k, v", "qkv",
-         "positions", "head", "adapter", "another model"],
+         "positions", "head", "adapter", "fewer layers", "more layers", "one of the layers",
+     "average", "another model"],
 )  # fmt: skip
 def test_a_difference_that_no_command_mends_is_explained(diagnosed, model, reference, says):
     model, reference = model(), reference()

@@ -34,13 +34,19 @@ def test_missing_names_are_listed(complaint):
 
 def test_unexpected_names_are_left_out_by_a_glob_that_spares_the_rest(diagnosed, tmp_path):
     more = healthy()
-    more.update({"aux.0.weight": torch.ones(1), "aux.1.weight": torch.ones(1)})
-    more["head.[x]"] = torch.ones(1)
+    more.update({"aux.0.weight": torch.ones(1), "head.[x]": torch.ones(1)})
     found = diagnosed(more, like=healthy())
     assert [one.kind for one in found.complaints] == ["unexpected"]
     assert "--allow-unexpected" in found.commands[0]
     Net().load_state_dict(mended(found), strict=True)
     assert doctor(found.target, like=tmp_path / "reference.pth", quick=True).complaints == ()
+
+
+def test_a_wrapper_comes_off_by_a_rule_that_can_be_read(diagnosed):
+    more = OrderedDict((f"module.{name}", value) for name, value in healthy().items())
+    more["module.head.weight"] = torch.ones(1)
+    (command,) = diagnosed(more, like=healthy()).commands
+    assert shlex.split(command)[-1] == r"^module\.=>"
 
 
 def test_wrapped_unexpected_names_go_too(diagnosed):

@@ -188,10 +188,21 @@ def test_a_weight_in_another_form_is_not_hinted_away(form):
         assert list(check_advice({**body, **have}, {**body, **want})) == []
 
 
-def test_of_a_model_with_adapters_the_merged_one_is_asked_for():
+@pytest.mark.parametrize(
+    "tuned",
+    [
+        {"0.lora_A.default.weight": (2, 5)},
+        {"0.oft_R.default.weight": (2, 5), "0.base_layer.weight": (5, 5)},
+        {"0.vera_lambda_b.default": (5,), "0.base_layer.weight": (5, 5)},
+    ],
+    ids=["LoRA", "OFT", "VeRA"],
+)
+def test_of_a_model_with_adapters_the_merged_one_is_asked_for(tuned):
     want = {f"body.{number}.weight": (5, 5) for number in range(60)}
     have = {f"base_model.model.{name}": shape for name, shape in want.items()}
-    have["base_model.model.body.0.lora_A.default.weight"] = (2, 5)
+    have.update({f"base_model.model.body.{name}": shape for name, shape in tuned.items()})
+    if len(tuned) > 1:
+        del have["base_model.model.body.0.weight"]
     with pytest.raises(MatchError) as caught:
         ckptool.load_into(built(want), state_of(have))
     assert caught.value.remedy.arguments == ()
