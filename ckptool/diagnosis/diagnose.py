@@ -61,6 +61,11 @@ class Diagnosis:
         """Whether nothing fails or misleads; notes do not count."""
         return all(complaint.severity == "note" for complaint in self.complaints)
 
+    @property
+    def would_run(self) -> tuple[str, ...]:
+        """The calls that unpickling the file would make, beyond known constructors of data."""
+        return next((one.where for one in self.complaints if one.kind == "malicious"), ())
+
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.doctor/1`."""
         return {
@@ -68,6 +73,7 @@ class Diagnosis:
             "file": self.file,
             "format": self.format,
             "ok": self.ok,
+            "would_run": list(self.would_run),
             "devices": list(self.devices),
             "complaints": [complaint.to_dict() for complaint in self.complaints],
             "commands": list(self.commands),

@@ -20,12 +20,12 @@ from ckptool.errors import (
 from ckptool.formats import format_of
 from ckptool.formats.base import A_FOLDER
 from ckptool.inspection.obstacles import (
-    dangerous,
     layout_blockers,
     misnamed,
     missing_weights,
     outdated_names,
     unnamed,
+    would_run,
 )
 from ckptool.model import ByteString
 from ckptool.tree import name_of, walk
@@ -85,13 +85,13 @@ def _rewritten(
 
 
 def _malicious(patient: Patient) -> Iterator[Found]:
-    names = dangerous(patient.checkpoint.details.globals)
-    if names:
+    found = would_run(patient.checkpoint)
+    if found:
         complaint = Complaint(
             "malicious",
             "fails",
-            f"it would run {listed(names)}: its pickle names what no checkpoint needs",
-            names_of(names),
+            f"it would run {listed(found)}",
+            found,
             "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
             remedy="take the weights alone, or none of it",
         )

@@ -39,12 +39,12 @@ _DATA = re.compile(
     r"uuid\.(UUID|SafeUUID)|re\._compile|_sre\.compile|logging\.getLogger|random\.Random|"
     r"argparse\.Namespace|types\.SimpleNamespace|array\._array_reconstructor|signal\.Signals|"
     r"numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|_?core\.numeric\._frombuffer|"
-    r"dtype|ndarray|ma\.core\._mareconstruct|(_?core\.)?_ufunc_reconstruct|random\.\w*\.?_pickle\.\w+|"
+    r"dtype|ndarray|(rec\.)?(matrix|record|recarray)|random\.bit_generator\.__pyx_unpickle_SeedSequence|ma\.core\._mareconstruct|(_?core\.)?_ufunc_reconstruct|random\.\w*\.?_pickle\.\w+|"
     r"(dtypes|core\.multiarray)\.\w+DType)|"
-    r"pandas\.(core\.(indexes\.(base\._new_\w*Index|datetimes\._new_DatetimeIndex|"
-    r"period\._new_PeriodIndex|range\.RangeIndex)|internals\.(managers\.(BlockManager|"
-    r"SingleBlockManager)|blocks\.new_block)|dtypes\.dtypes\.\w+Dtype)|"
-    r"_libs\.(internals\._unpickle_block|arrays\.__pyx_unpickle_NDArrayBacked|"
+    r"pandas\.(\w+Dtype|Period|Interval|Timestamp|Timedelta|"
+    r"core\.(indexes\.(\w+\._new_\w*Index|range\.RangeIndex)|internals\.(managers\."
+    r"(BlockManager|SingleBlockManager)|blocks\.new_block)|dtypes\.dtypes\.\w+Dtype)|"
+    r"_libs\.(internals\._unpickle_block|\w+\.__pyx_unpickle_\w+|"
     r"tslibs\.(timestamps\._unpickle_timestamp|timedeltas\._timedelta_unpickle|"
     r"nattype\._nat_unpickle|period\._period_unpickle|offsets\.\w+)))|"
     r"sklearn\.(\w+\.)*(_tree\.Tree|_kd_tree\.newObj|_ball_tree\.newObj|__pyx_unpickle_\w+|"
@@ -129,8 +129,8 @@ class Judge:
             found = DATA if _is_allowed(name) else NEEDS_CODE
             if found == NEEDS_CODE:
                 self.names.setdefault(name)
-                first = event.what.name.partition(".")
-                if first[1] and not _CLASS.match(first[0]) and first[0] not in _BUILTINS:
+                *owners, _ = event.what.name.split(".")
+                if not _LIBRARIES.isdisjoint(owners):
                     self.tell(RUNS, event, f"{name}  # through a module")
         elif event.kind in ("call", "new"):
             self.calls += 1
@@ -181,8 +181,8 @@ class Judge:
             return NEEDS_CODE
         owner = func.qualified.partition(".")[0]
         is_class = bool(_CLASS.fullmatch(func.name)) and func.name not in _RERUN
-        is_enum = len(parts) == 1 and type(parts[0]) is int
-        is_made = is_class and (is_new or is_enum) and owner in _NUMERIC
+        is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
+        is_made = is_class and (is_new or is_counted) and owner in _NUMERIC  # or an enum
         is_known = owner in _LIBRARIES and not is_made
         if is_known or not (is_class or is_new) or func.name in _RERUN:
             return RUNS
@@ -241,7 +241,10 @@ class Judge:
                 self.parts_left -= 1
                 if self.parts_left < 0:
                     return False
-                todo.extend(node if isinstance(node, (list, tuple)) else children(node))
+                inside = list(children(node))
+                todo.extend(
+                    inside[1:] if isinstance(node, Opaque) else inside
+                )  # its call is judged
         return True
 
     def _is_literal(self, node: Any) -> bool:
@@ -265,7 +268,7 @@ class Judge:
     def _getattr(self, args: tuple[Any, ...]) -> str:
         match args:
             case (Global() as owner, str() as name, *_):
-                fine = bool(_CLASS.match(owner.name)) or owner.qualified in _PLAIN_BASES
+                fine = bool(_CLASS.match(owner.name)) or not _is_doer(owner)
             case (_, str() as name, *_):
                 fine = True
             case _:
@@ -344,7 +347,6 @@ _SPECIAL: dict[str, Callable[[Judge, tuple[Any, ...]], str]] = {
     "copyreg.__newobj_ex__": Judge._newobj_ex,
     _LOADER: Judge._load,
 }
-_BUILTINS = frozenset({"dict", "list", "str", "bytes", "bytearray", "int", "float", "tuple", "set"})
 
 
 @lru_cache

@@ -25,7 +25,6 @@ from ckptool.words import printable
 __all__ = [
     "Part",
     "calls",
-    "dangerous",
     "layout_blockers",
     "misnamed",
     "missing_weights",
@@ -33,6 +32,7 @@ __all__ = [
     "outdated_names",
     "restored_devices",
     "unnamed",
+    "would_run",
 ]
 
 _PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
@@ -45,18 +45,6 @@ _OF_TOTAL = re.compile(
 _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
-_RUNNING = re.compile(
-    r"(os|posix|nt)\.(system|popen\w*|exec[lv]\w*|spawn\w*|posix_spawn\w*|startfile|fork\w*|kill\w*|"
-    r"remove\w*|unlink|rmdir|rename\w*|replace|chmod|putenv)|subprocess\.(?!CompletedProcess\b)\w+|"
-    r"(builtins|__builtin__)\.(eval|exec|execfile|compile|open|__import__|breakpoint|input|apply)|"
-    r"importlib\.(import_module|__import__|reload)|shutil\.(rmtree|move|copy\w*)|"
-    r"socket\.(socket|create_connection)|asyncio\.\w*subprocess\w*(\.\w+)*|"
-    r"(runpy|pty|ctypes|webbrowser|code|timeit|commands|pdb|bdb|pip)\.[\w.]+"
-)
-"""Functions that run programs or code, or remove files; no honest checkpoint names one.
-
-`getattr` is not among them: Python pickles each bound method as a call of it.
-"""
 
 
 class Part(NamedTuple):
@@ -71,10 +59,19 @@ class Part(NamedTuple):
     places: tuple[str, ...] = ()
 
 
-def dangerous(names: Iterable[str]) -> tuple[str, ...]:
-    """The functions among what a pickle names that run programs or code: `os.system`."""
-    found = (re.sub(r"^(posix|nt)\.", "os.", name) for name in names if _RUNNING.fullmatch(name))
-    return tuple(dict.fromkeys(found))
+def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the calls, as Python, that unpickling the files of a checkpoint would make.
+
+    Calls of known constructors of data are not among them. Files whose pickle names nothing beyond
+    the allow list of `weights_only=True` are not read again.
+    """
+    if not blocking(checkpoint.details.globals):
+        return ()
+    from ckptool.inspection.scan import scan  # few files need it
+
+    files = dict.fromkeys(source.name for source in checkpoint.sources)
+    found = [scan(file) for file in files if os.path.isfile(file)]
+    return tuple(dict.fromkeys(deed.text for one in found for deed in one.runs))
 
 
 def calls(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -326,8 +326,10 @@ class _Scanner:
         found = _Watched(self, chunk, start, base)
         if any(one.qualified == JOBLIB_ARRAY for one in found.machine.globals.values()):
             both = _Watched(self, chunk, start, base, as_joblib=True)
-            both.judge.worsen(found.judge.verdict)
-            both.judge.deeds += [d for d in found.judge.deeds if d.verdict == RUNS]
+            for deed in found.judge.deeds:  # of pickle.load, which stops at the raw bytes
+                if deed.verdict == RUNS:
+                    both.judge.worsen(RUNS)
+                    both.judge.deeds.append(deed)
             return both
         return found
 

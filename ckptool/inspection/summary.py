@@ -25,6 +25,7 @@ from ckptool.inspection.obstacles import (
     outdated_names,
     restored_devices,
     unnamed,
+    would_run,
 )
 from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
@@ -108,6 +109,8 @@ class Info:
     commands: Mapping[str, str]
     """Shell commands that make it load, by machine: `one_gpu`, `cpu`; and for all that a training
     needs to resume: `resume`."""
+    would_run: tuple[str, ...] = ()
+    """The calls that unpickling it would make, as Python, beyond known constructors of data."""
     part: str = ""
     """What the file holds instead of a model, where the weights are in other files too."""
 
@@ -132,6 +135,7 @@ class Info:
             "devices": dict(self.devices),
             "dtypes": dict(self.dtypes),
             "globals": list(self.globals),
+            "would_run": list(self.would_run),
             "weights_only": self.weights_only,
             "weights_only_blockers": list(self.blockers),
             "storage_bytes": self.storage_bytes,
@@ -200,6 +204,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
             *_unread(sections),
         ),
         commands={} if stuck or (part is not None and part.certain) else load_commands(needs),
+        would_run=would_run(checkpoint),
         part=part.text if part is not None and part.certain else "",
     )
 

@@ -36,10 +36,9 @@ def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) 
         if explain and (remark := format_of(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
         return
-    worst = diagnosis.complaints[0]
-    if worst.kind == "malicious":
-        yield f"{look.bold(name)}: {look.alarm(clean(worst.what.partition(':')[0]))}"
     yield f"{look.bold(name)}: {_summary(diagnosis)}"
+    if diagnosis.would_run:
+        yield look.alarm(clean(f"would run {listed(diagnosis.would_run)}"))
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
         yield from _block(number, complaint, look, explain)

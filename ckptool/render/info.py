@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptool.inspection.obstacles import dangerous
 from ckptool.inspection.summary import Info, SectionInfo
 from ckptool.render.table import table
 from ckptool.render.terminal import Look
 from ckptool.render.text import count, runnable, shorten, size
-from ckptool.words import clean
+from ckptool.words import clean, listed
 
 __all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
 
@@ -28,8 +27,9 @@ def info_lines(info: Info, look: Look) -> Iterator[str]:
     if look.fmt:
         yield from _sections(info.sections, look)
         return
-    runs = ", ".join(dangerous(info.globals)[:_MOST_LISTED])
-    yield look.bold(clean(info.file)) + (f": {look.alarm(clean(f'would run {runs}'))}" * bool(runs))
+    yield look.bold(clean(info.file))
+    if info.would_run:
+        yield look.alarm(_fact("would run", listed(info.would_run)))
     yield _fact("format", format_text(info))
     yield _fact("size", size_text(info))
     yield _fact("devices", counts_text(info.devices))
