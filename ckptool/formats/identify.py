@@ -174,20 +174,11 @@ MAGICS: tuple[Magic, ...] = (
         "coremltools reads the one, TensorFlow (tf.saved_model.load) the other",
         is_pattern=True,
     ),
-    # A map whose first key is a text.
-    Magic(
-        0,
-        rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]",
-        "a MessagePack file, as Flax writes (flax_model.msgpack)",
-        "flax.serialization.msgpack_restore reads it",
-        is_pattern=True,
-    ),
 )
 ENDINGS = {
     ".h5": "HDF5",
     ".hdf5": "HDF5",
     ".keras": "Keras",
-    ".msgpack": "Flax",
     ".npy": "NumPy",
     ".onnx": "ONNX",
     ".pb": "TensorFlow",

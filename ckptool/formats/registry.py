@@ -69,6 +69,7 @@ REGISTRY = (
     Entry("torch-legacy", "torch_legacy", writable=True, endings=TORCH_ENDINGS),
     Entry("torch-tar", "torch_tar"),
     Entry("pickle", "pickle_file", endings=(".pkl",)),
+    Entry("flax", "flax", endings=(".msgpack",)),
     Entry("safetensors-sharded", "sharded", indexed=True, writable=True, shard="safetensors"),
     Entry("torch-sharded", "sharded", indexed=True, writable=True, shard="torch-zip"),
 )

@@ -271,11 +271,6 @@ def test_protocol_buffers(content):
     assert is_a(content(saved_model), UnsupportedFormat, "SavedModel")
 
 
-def test_message_pack(content):
-    assert is_a(content(b"\x81\xa6params\x82\xa5Dense\xc7\xff\xfe"), UnsupportedFormat, "Flax")
-    assert is_a(content(b"\xde\x00\x10\xa4bert\xc7\xff\xfe\xfe"), UnsupportedFormat, "Flax")
-
-
 # Archives
 
 

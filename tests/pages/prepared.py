@@ -41,6 +41,7 @@ COPIES = {
     "hub": FIXTURES / "shards" / "hub_safetensors",
     "deepspeed-run": FIXTURES / "zero" / "z3-bf16",
     "model.gguf": FIXTURES / "gguf" / "quantised.gguf",
+    "flax_model.msgpack": FIXTURES / "flax" / "variables.msgpack",
     "v4-8.pth": FIXTURES / "xla" / "xser-2.9.0.pth",
     "v4-8.pth.tensors": FIXTURES / "xla" / "xser-2.9.0.pth.tensors",
     "tpu-ranks": FIXTURES / "xla" / "flat-2.9.0",

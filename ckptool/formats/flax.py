@@ -1,0 +1,248 @@
+"""MessagePack as Flax writes it: nested dicts of arrays, read as state dicts of dotted names.
+
+Sources: the MessagePack specification, and flax/serialization.py (`_ndarray_to_bytes`, `_chunk`):
+an array is an extension of type 1, a scalar of type 3, that packs its shape, the name of its type
+and its bytes; one of more than 1 GiB is a dict of its chunks.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.files import ByteRange, Source
+from ckptool.files.computed import joined
+from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.limits import Limits
+from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.words import printable
+
+__all__ = ["FLAX"]
+
+_MAP_OF_NAMES = re.compile(
+    rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]", re.DOTALL
+)
+_CHUNKED = "__msgpack_chunked_array__"
+_TRAINING = "opt_state"
+"""What a TrainState has beside its parameters."""
+_ARRAYS, _COMPLEX = (1, 3), 2
+_WINDOW = 64 << 10
+_NUMBERS = {
+    0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h",
+    0xD2: ">i", 0xD3: ">q",
+}  # fmt: skip
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_LENGTHS = {
+    0xD9: ("text", ">B"), 0xDA: ("text", ">H"), 0xDB: ("text", ">I"), 0xC4: ("bytes", ">B"),
+    0xC5: ("bytes", ">H"), 0xC6: ("bytes", ">I"), 0xDC: ("list", ">H"), 0xDD: ("list", ">I"),
+    0xDE: ("map", ">H"), 0xDF: ("map", ">I"), 0xC7: ("extension", ">B"), 0xC8: ("extension", ">H"),
+    0xC9: ("extension", ">I"),
+}  # fmt: skip
+
+
+class Flax(Format):
+    """The format `flax`: read only."""
+
+    name = "flax"
+    refusal = Refusal(
+        "flax",
+        "it is a MessagePack file, as Flax writes (flax_model.msgpack)",
+        "torch.load says: Weights only load failed; flax.serialization.msgpack_restore reads it",
+        "it is a MessagePack file of Flax's, which flax.serialization.msgpack_restore reads",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it begins as a map whose first key is a name."""
+        return _MAP_OF_NAMES.match(probe.head) is not None
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """One state dict of dotted names; of a TrainState one for each of its entries.
+
+        Raises:
+            CorruptFile: it is no MessagePack, or an array is not as long as it says.
+            LimitExceeded: it is nested deeper, or has more entries, than `probe.limits` allows.
+        """
+        source = probe.opened()
+        reader = _Reader(source, probe.limits)
+        tree = reader.value(0)
+        if reader.position != source.size:
+            rest = source.size - reader.position
+            raise CorruptFile(f"has {rest:,} bytes behind its end", file=source.name)
+        if not isinstance(tree, dict):
+            raise CorruptFile("holds no dict of arrays", file=source.name)
+        root: dict[Any, Any] = _named(tree, source.name)
+        if _TRAINING in tree:
+            root = {
+                key: _named(one, source.name) if isinstance(one, dict) else one
+                for key, one in tree.items()
+            }
+        details = Details(
+            size=source.size,
+            writer="Flax",
+            storage_bytes=sum(one.nbytes for one in find_tensors([root])),
+            left_behind=tuple(reader.unknown),
+        )
+        return Checkpoint(root, self.name, probe.path, details, sources=(source,))
+
+
+FLAX = Flax()
+
+
+def _named(tree: dict[str, Any], file: str) -> OrderedMap:
+    """Return the leaves of a tree by dotted names."""
+    found = OrderedMap()
+    for name, one in _flattened(tree, ""):
+        if name in found:
+            raise CorruptFile(f"two arrays are called {printable(name)!r}", file=file)
+        found[name] = one
+    return found
+
+
+def _flattened(node: Any, front: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield front, node
+        return
+    for key, one in node.items():
+        yield from _flattened(one, f"{front}.{key}" if front else str(key))
+
+
+class _Reader:
+    """The values of a file, from front to back; arrays stay where they are."""
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        self._source, self._limits = source, limits
+        self._window, self._start = b"", 0
+        self._left = limits.max_records
+        self.position = 0
+        self.unknown: list[str] = []
+        """Sentences on arrays that torch has no type for."""
+
+    def value(self, depth: int) -> Any:
+        """Return the next value: dicts for maps and lists, a TensorRef for an array."""
+        self._left -= 1
+        if self._left < 0 or depth > self._limits.max_depth:
+            raise LimitExceeded("has too many values, or nested too deep", file=self._source.name)
+        code = self._take(1)[0]
+        if code in _CONSTANTS:
+            return _CONSTANTS[code]
+        if code <= 0x7F or code >= 0xE0:
+            return code - 256 * (code >= 0xE0)
+        if code in _NUMBERS:
+            return self._number(_NUMBERS[code])
+        if code <= 0xBF:
+            kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
+            return self._of_length(kind, code & (0x1F if kind == "text" else 0x0F), depth)
+        if 0xD4 <= code <= 0xD8:
+            return self._extension(1 << (code - 0xD4), depth)
+        if code not in _LENGTHS:
+            raise self._damaged(f"byte {code:#x} begins no value")
+        kind, layout = _LENGTHS[code]
+        return self._of_length(kind, self._number(layout), depth)
+
+    def _of_length(self, kind: str, length: int, depth: int) -> Any:
+        if kind == "text":
+            return self._take(length).decode("utf-8", "replace")
+        if kind == "bytes":
+            return self._take(length)
+        if kind == "extension":
+            return self._extension(length, depth)
+        if kind == "list":
+            return {str(number): self.value(depth + 1) for number in range(length)}
+        found: dict[str, Any] = {}
+        for _ in range(length):
+            key = self.value(depth + 1)
+            if isinstance(key, (dict, TensorRef)) or str(key) in found:
+                raise self._damaged("a key is no text, or there twice")
+            found[str(key)] = self.value(depth + 1)
+        return self._whole(found) if found.get(_CHUNKED) is True else found
+
+    def _extension(self, length: int, depth: int) -> Any:
+        code = self._take(1)[0]
+        end = self.position + length
+        if end > self._source.size:
+            raise self._damaged("the file ends within an array")
+        if code not in (*_ARRAYS, _COMPLEX):
+            self.position = end
+            return f"extension {code}"
+        if code == _COMPLEX:
+            parts = self.value(depth + 1)
+            pair = tuple(parts.values()) if isinstance(parts, dict) else ()
+            if len(pair) != 2 or not all(isinstance(one, (int, float)) for one in pair):
+                raise self._damaged("a complex number is not of two numbers")
+            found: Any = complex(*pair)
+        else:
+            found = self._array(depth)
+        if self.position != end:
+            raise self._damaged("an array is not as long as it says")
+        return found
+
+    def _array(self, depth: int) -> Any:
+        """Return the array whose shape, type and bytes come next."""
+        if self._take(1) != b"\x93":
+            raise self._damaged("an array has no shape, type and bytes")
+        sizes, dtype = self.value(depth + 1), self.value(depth + 1)
+        kind, layout = _LENGTHS.get(self._take(1)[0], ("", ""))
+        shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
+        if kind != "bytes" or not all(type(one) is int and one >= 0 for one in shape):
+            raise self._damaged("an array has no shape, or no bytes")
+        length = self._number(layout)
+        begin, self.position = self.position, self.position + length
+        if self.position > self._source.size:
+            raise self._damaged("the file ends within an array")
+        if dtype not in BY_NAME:
+            named = printable(str(dtype))
+            text = f"array of shape {list(shape)} and numpy's type {named} is no tensor"
+            self.unknown.append(text)
+            return text
+        return _tensor(self._source, dtype, shape, ByteRange(self._source, begin, length), begin)
+
+    def _whole(self, found: dict[str, Any]) -> TensorRef:
+        """Return the array whose chunks are in a dict."""
+        sizes, chunks = found.get("shape"), found.get("chunks")
+        parts = list(chunks.values()) if isinstance(chunks, dict) else []
+        if not parts or not all(isinstance(one, TensorRef) for one in parts):
+            raise self._damaged("a chunked array has no chunks")
+        if len({one.dtype for one in parts}) > 1 or not isinstance(sizes, dict):
+            raise self._damaged("a chunked array has chunks of several types, or no shape")
+        data = joined([one.data for one in parts])
+        return _tensor(self._source, parts[0].dtype, tuple(sizes.values()), data, self.position)
+
+    def _number(self, layout: str) -> Any:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+
+    def _take(self, length: int) -> bytes:
+        if self.position + length > self._source.size:
+            raise self._damaged("the file ends within a value")
+        begin = self.position - self._start
+        if not 0 <= begin <= begin + length <= len(self._window):
+            size = max(length, min(_WINDOW, self._source.size - self.position))
+            if size > self._limits.max_header_bytes:
+                raise LimitExceeded(f"a text has {size:,} bytes", file=self._source.name)
+            self._window, self._start, begin = (
+                self._source.read(self.position, size),
+                self.position,
+                0,
+            )
+        self.position += length
+        return self._window[begin : begin + length]
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CorruptFile(f"{what}, at {self.position:,}", file=self._source.name)
+
+
+def _tensor(
+    source: Source, dtype: str, shape: tuple[int, ...], data: ByteRange, place: int
+) -> TensorRef:
+    if prod(shape) * BY_NAME[dtype].itemsize != data.length:
+        raise CorruptFile(
+            f"an array of {dtype} and shape {list(shape)} has {data.length:,} bytes, at {place:,}",
+            file=source.name,
+        )
+    storage = Storage(str(place), data, data.length)
+    return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, "cpu")

@@ -1,0 +1,118 @@
+"""MessagePack of Flax: read as its own reader does, and refused where it lies."""
+
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.formats import open_checkpoint
+from ckptool.limits import Limits
+
+
+def packed(node):
+    """MessagePack of dicts, lists, short texts, small numbers and ready-made bytes."""
+    if isinstance(node, bytes):
+        return node
+    if isinstance(node, str):
+        return bytes([0xD9, len(node)]) + node.encode()
+    if isinstance(node, int):
+        return struct.pack(">Bq", 0xD3, node)
+    if isinstance(node, list):
+        return struct.pack(">BH", 0xDC, len(node)) + b"".join(map(packed, node))
+    pairs = b"".join(packed(key) + packed(one) for key, one in node.items())
+    return bytes([0x80 + len(node)]) + pairs
+
+
+def array(shape=(2,), dtype="float32", raw=bytes(8), code=1):
+    inner = b"\x93" + packed(list(shape)) + packed(dtype) + bytes([0xC4, len(raw)]) + raw
+    return bytes([0xC7, len(inner), code]) + inner
+
+
+@pytest.fixture
+def made(tmp_path):
+    def write(node, behind=b""):
+        (tmp_path / "m.msgpack").write_bytes(packed(node) + behind)
+        return tmp_path / "m.msgpack"
+
+    return write
+
+
+def test_variables_are_one_state_dict_of_dotted_names(fixtures, tmp_path):
+    file = fixtures / "flax/variables.msgpack"
+    state = ckptool.load_state_dict(file)
+    assert state["params.Dense_0.kernel"].shape == (80, 3)
+    assert main(["convert", str(file), str(tmp_path / "m.safetensors")]) == 0
+    assert load_file(tmp_path / "m.safetensors").keys() == state.keys()
+    assert ckptool.diff(file, tmp_path / "m.safetensors").identical
+
+
+def test_of_a_train_state_the_parameters_are_a_state_dict_of_their_own(fixtures, tmp_path):
+    file = fixtures / "flax/training.msgpack"
+    assert main(["convert", str(file), str(tmp_path / "m.pth"), "--key", "params"]) == 0
+    assert "Dense_0.kernel" in torch.load(tmp_path / "m.pth")
+
+
+def test_numbers_and_arrays_of_no_torch_type(made):
+    tree = {"a": {"b": array()}, "n": 3, "date": array(dtype="datetime64[ns]"), "z": [1, array()]}
+    with open_checkpoint(made(tree)) as checkpoint:
+        assert checkpoint.root["a.b"].shape == (2,)
+        assert checkpoint.root["n"] == 3
+        assert checkpoint.root["z.1"].dtype == "float32"
+        assert "datetime64[ns]" in checkpoint.details.left_behind[0]
+
+
+def test_chunks_are_one_array(made):
+    chunks = {"__msgpack_chunked_array__": b"\xc3", "shape": {"0": 2, "1": 2}}
+    chunks["chunks"] = {"0": array(raw=struct.pack("<2f", 1, 2)), "1": array(raw=bytes(8))}
+    with open_checkpoint(made({"w": chunks})) as checkpoint:
+        assert checkpoint.root["w"].shape == (2, 2)
+        assert struct.unpack("<4f", checkpoint.root["w"].data.read()) == (1, 2, 0, 0)
+
+
+def nested(depth):
+    node = {"x": 1}
+    for _ in range(depth):
+        node = b"\x81" + packed("a") + packed(node)
+    return node
+
+
+@pytest.mark.parametrize(
+    ("node", "behind", "words"),
+    [
+        ({"w": array(shape=(3,))}, b"", r"float32 and shape \[3\] has 8 bytes"),
+        ({"w": array(shape=(-2,))}, b"", "no shape"),
+        ({"w": array(shape=(1 << 40, 1 << 40))}, b"", "has 8 bytes"),
+        ({"w": b"\xc7\x02\x01\x90\x90"}, b"", "no shape, type and bytes"),
+        ({"w": b"\xc7\x02\x02\x90\x90"}, b"", "not of two numbers|not as long"),
+        ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within an array"),
+        ({"w": b"\xdb\xff\xff\xff\xff"}, b"", "ends within a value"),
+        ({"w": b"\xdf\xff\xff\xff\xff"}, b"", "ends within a value"),
+        ({"w": b"\xc1"}, b"", "0xc1 begins no value"),
+        ({"w": 1}, b"\0", "1 bytes behind its end"),
+        (b"\x82" + packed("a") + packed(1) + packed("a") + packed(1), b"", "there twice"),
+        ({"a": {"b": 1}, "a.b": 2}, b"", "two arrays are called 'a.b'"),
+        ({"w": {"__msgpack_chunked_array__": b"\xc3"}}, b"", "has no chunks"),
+    ],
+)
+def test_a_file_that_lies(made, node, behind, words):
+    with pytest.raises(CorruptFile, match=words):
+        open_checkpoint(made(node, behind))
+
+
+def test_what_is_nested_too_deep_or_has_too_much(made):
+    with pytest.raises(LimitExceeded):
+        open_checkpoint(made(nested(300)))
+    with pytest.raises(LimitExceeded):
+        open_checkpoint(made({"a": [1] * 100}), limits=Limits(max_records=50))
+
+
+def test_a_file_cut_anywhere(fixtures, tmp_path):
+    whole = (fixtures / "flax/variables.msgpack").read_bytes()
+    for stop in range(20, len(whole), 13):
+        (tmp_path / "cut.msgpack").write_bytes(whole[:stop])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path / "cut.msgpack")
