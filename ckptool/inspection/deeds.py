@@ -118,8 +118,11 @@ class Judge:
         self.names: dict[str, None] = {}
         self.told = 0
         """Calls that run something, those that are not kept included."""
-        self.calls = 0
+        self.seen = 0
+        """Calls, and names in known libraries: what no other kind of file has by chance."""
         self.base = 0
+        self.doers = self.functions = False
+        """Whether something was named that may do harm, or of which that is not known."""
         self.parts_left = _MOST_PARTS * 10
 
     def observe(self, event: Event) -> None:
@@ -129,11 +132,14 @@ class Judge:
             found = DATA if _is_allowed(name) else NEEDS_CODE
             if found == NEEDS_CODE:
                 self.names.setdefault(name)
+                self.seen += name.partition(".")[0] in _LIBRARIES
+                self.doers |= _is_doer(event.what)
+                self.functions |= _is_doer(event.what, strict=True) or name in (*_FINDERS, _PARTIAL)
                 *owners, _ = event.what.name.split(".")
                 if not _LIBRARIES.isdisjoint(owners):
                     self.tell(RUNS, event, f"{name}  # through a module")
         elif event.kind in ("call", "new"):
-            self.calls += 1
+            self.seen += 1
             made = event.what
             found = self.call(made.func, made.args, made.kwargs, is_new=event.kind == "new")
             if found == RUNS and len(self.deeds) < _MOST_TOLD:
@@ -228,6 +234,8 @@ class Judge:
 
         `strict`: nor one of which that is not known, as some constructors call what they are given.
         """
+        if not (self.functions if strict else self.doers):
+            return True
         todo, seen = [args], set()
         while todo:
             node = todo.pop()

@@ -44,7 +44,11 @@ _HEADER_MARK = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
 _LOCAL, _CENTRAL = struct.Struct("<8xH8xI4xHH"), struct.Struct("<10xH8xI4xH12xI")
 """Of the headers of a zip: method, packed size, length of the name; of a local one, of its extra
 field; of the directory's, the offset of the local one."""
-_UNREAD = re.compile(r"a (7z|RAR) archive|encrypted|compressed with (zstd|lz4)")
+_UNREAD = [
+    (row.magic, row.what)
+    for row in MAGICS
+    if re.search(r"a (7z|RAR) archive|encrypted|compressed with (zstd|lz4)", row.what)
+]
 _ZIP_END = 0x10000 + 22
 """Bytes in which the end record of a zip is looked for."""
 _STORAGE_FOLDERS = ("data", "constants", "tensors")
@@ -208,18 +212,18 @@ class _Scanner:
         """Note something that may hold a pickle, and that is not read."""
         self.add(Stream(where, 0, CANNOT_TELL, fault=why))
 
-    def look(self, data: ByteRange, where: str, depth: int) -> None:
-        """Find what there is in `data`, by its content alone."""
-        if not data.length:
-            return
+    def look(self, data: ByteRange, where: str, depth: int) -> set[str]:
+        """Find what there is in `data`, by its content alone; the keys of storages it names."""
+        keys = set[str]()
         try:
             if depth > _DEEPEST:
                 raise LimitExceeded(f"archives are nested deeper than {_DEEPEST}")
             head = data.read(0, min(BLOCK, data.length))
-            self._pickles(data, where)
+            keys = self._pickles(data, where)
             self._carrier(data, head, where, depth)
         except CheckpointError as error:
             self.unread(where, error.message)
+        return keys
 
     def _carrier(self, data: ByteRange, head: bytes, where: str, depth: int) -> None:
         """Look into whatever `data` is an archive, an array or a compressed stream of."""
@@ -258,12 +262,9 @@ class _Scanner:
 
     def _named(self, head: bytes, data: ByteRange, where: str) -> None:
         """Name what is not read, and code that is no pickle."""
-        for row in MAGICS:
-            pattern = row.magic if row.is_pattern else re.escape(row.magic)
-            if row.offset >= 0 and re.match(pattern, head[row.offset :], re.DOTALL):
-                if _UNREAD.search(row.what):
-                    self.unread(where, f"{row.what}: not read")
-                break
+        for magic, what in _UNREAD:
+            if head.startswith(magic):
+                self.unread(where, f"{what}: not read")
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
         if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
@@ -292,7 +293,7 @@ class _Scanner:
                 continue
             judge = watched.judge
             is_one = watched.end is not None or _PROTOCOL.match(chunk, position - base) or must
-            if not is_one and not judge.calls:
+            if not is_one and not judge.seen:
                 break
             self._note(watched, where, position)
             if watched.end is None:
@@ -354,7 +355,7 @@ class _Scanner:
                 continue
             watched = self._watched(raw, found.start(), 0)
             left -= (watched.end or watched.machine_at) - found.start()
-            if watched.end is not None or watched.judge.calls:
+            if watched.end is not None or watched.judge.seen:
                 self._note(watched, where, found.start())
                 reached = watched.end or found.end()
 
@@ -393,7 +394,7 @@ class _Scanner:
             records += self._by_headers(data, where)
         seen = set()
         named = set[str]()
-        order = sorted(records, key=lambda record: not record[0].endswith("data.pkl"))
+        order = sorted(records, key=lambda record: not record[0].endswith(".pkl"))
         is_script = any(_SCRIPT.search(name) for name, _ in records)
         for name, record in order:
             place = (record.source.name, record.offset, record.length, id(record.source))
@@ -403,20 +404,12 @@ class _Scanner:
             folder, _, last = name.rpartition("/")
             if folder.rpartition("/")[2] in _STORAGE_FOLDERS and last in named:
                 continue
-            if name.endswith("data.pkl") or name.endswith("constants.pkl"):
-                named |= self._keys(record)
-            self.look(record, _below(where, name), depth + 1)
+            keys = self.look(record, _below(where, name), depth + 1)
+            if name.endswith(".pkl"):
+                named |= keys
         if is_script:
             self.code = [name for name in self.code if not _SCRIPT.search(name)]
             self.notes.append("it is a TorchScript: its code is not Python, and is not judged")
-
-    def _keys(self, record: ByteRange) -> set[str]:
-        """Return the keys of the storages that a pickle names; it is judged elsewhere."""
-        inner = _Scanner(self.file, self.limits)
-        try:
-            return inner._pickles(record, "")
-        except CheckpointError:
-            return set()
 
     def _by_headers(self, data: ByteRange, where: str) -> Iterator[tuple[str, ByteRange]]:
         """Yield the records that any header of a zip leads to, local or of the directory."""

@@ -225,16 +225,17 @@ _changing(b"\x90", "add", many=True, by="ADDITEMS")
 
 def _getting(code: bytes, index_of: Callable[[Watcher, int], tuple[int, int]], by: str) -> None:
     """Register an opcode that recalls from the memo, where something may be missing."""
+    base = HANDLERS[code[0]]
 
     @_watched(code)
     def get(machine: Watcher, position: int) -> int:
-        index, end = index_of(machine, position)
         try:
-            machine.stack.append(machine.recall(index))
+            return base(machine, position)
         except KeyError:
+            index, end = index_of(machine, position)
             why = f"memo {index} was never filled"
             machine.stack.append(machine.unknown(position, by, why))
-        return end
+            return end
 
 
 def _decimal(machine: Watcher, position: int) -> tuple[int, int]:

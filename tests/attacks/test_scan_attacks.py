@@ -89,8 +89,15 @@ GHSA-vv6j-3g6g-2pvj torch.utils._config_module:ConfigModule.load_config
 GHSA-vvpj-8cmc-gx39 pkgutil:resolve_name
 GHSA-x696-vm39-cp64 profile:Profile.run
 GHSA-xp4f-hrf8-rxw7 ensurepip:_run_pip
+GHSA-r7v6-mfhq-g3m2 pty:spawn
+GHSA-565g-hwwr-4pp3 marshal:loads types:FunctionType
+GHSA-wfq2-52f7-7qvj runpy:run_path
+GHSA-p523-jq9w-64x9 cProfile:run
+GHSA-5hvc-6wx8-mvv4 pydoc:locate ctypes:CDLL
+GHSA-q5qq-mvfm-j35x importlib:import_module code:InteractiveInterpreter
+GHSA-q5qq-mvfm-j35x multiprocessing.util:spawnv_passfds
 """
-"""Of picklescan: what its list of names lacked, or how a listed name was reached."""
+"""Of picklescan and, the last seven lines, fickling: what their lists of names lacked."""
 
 
 FUNCTIONS = """
