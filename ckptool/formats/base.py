@@ -69,6 +69,8 @@ class Checksum:
     place: str
     data: ByteRange
     crc32: int
+    castagnoli: bool = False
+    """Whether it is a CRC-32C: of another polynomial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class Probe:
         """Look at `path`, and open it if it is a file that is not open yet (`source`).
 
         Of a path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) it is the folder, in
-        which nothing but the names that match is seen.
+        which nothing but the names that match is seen; of a prefix of TensorFlow's its index.
 
         Raises:
             FileMissing: there is no such file or folder, or no name that matches.
@@ -141,6 +143,9 @@ class Probe:
         folder, name = os.path.split(self.path)
         if "*" in name and not os.path.lexists(self.path) and self.place.is_folder(folder or "."):
             self.path, self._pattern = folder or ".", name
+        index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
+        if not os.path.lexists(self.path) and self.place.is_file(index):
+            self.path = index
         self.is_folder = self.place.is_folder(self.path)
         self.source = source or (None if self.is_folder else self.place.open(self.path))
         if self._pattern != "*" and not self.entries:

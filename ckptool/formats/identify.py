@@ -1,7 +1,4 @@
-"""Say what a file is that no format takes: one sentence, and the step that helps.
-
-`refuse` comes before the formats, for what one of them would mistake; `explain` after them.
-"""
+"""Say what a file is that no format takes: one sentence, and the step that helps."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ __all__ = [
     "few",
     "looks_like_checkpoint",
     "quoted",
-    "refuse",
     "shell",
     "unused",
 ]
@@ -43,7 +39,6 @@ _KEPT_ENDING = 60
 """Characters at the end of a name that is too long: what it was called, and its endings."""
 _AGAIN = "download it again, by the link of the file itself, and look at its size"
 _ITSELF = "give the checkpoint itself"
-_TENSORFLOW = "TensorFlow reads it: tf.train.load_checkpoint({stem})"
 _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 """In a folder of its own: where the user is it would write over files without asking."""
 JOBLIB_HINT = (
@@ -144,7 +139,10 @@ MAGICS: tuple[Magic, ...] = (
     Magic(0, b"ftrt", "a TensorRT engine", "tensorrt.Runtime reads it"),
     # The table of LevelDB ends so, which TensorFlow writes as its index.
     Magic(
-        -8, bytes.fromhex("57fb808b247547db"), "the index of a TensorFlow checkpoint", _TENSORFLOW
+        -8,
+        bytes.fromhex("57fb808b247547db"),
+        "the index of a TensorFlow checkpoint under another name",
+        "call it as its data files are called, with the ending .index: model.ckpt-1.index",
     ),
     Magic(
         0,
@@ -171,7 +169,7 @@ MAGICS: tuple[Magic, ...] = (
         0,
         rb"\x08[\x01-\x20]\x12",
         "a Core ML model, or a TensorFlow SavedModel's graph",
-        "coremltools reads the one, TensorFlow (tf.saved_model.load) the other",
+        "coremltools reads the one; of the other give the folder: ckptool list {folder}",
         is_pattern=True,
     ),
 )
@@ -221,7 +219,7 @@ _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
     (
         r"model_checkpoint_path: ",
         "the note of a TensorFlow checkpoint on which of its files is the latest",
-        "TensorFlow reads it: tf.train.latest_checkpoint({place})",
+        "give the folder: ckptool list {folder}",
         UnsupportedFormat,
     ),
     (
@@ -245,34 +243,28 @@ _TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
 )
 
 
-def refuse(probe: Probe) -> CheckpointError | None:
-    """Return the error for a file that a format would take for something else, else None.
-
-    The data of TensorFlow's may be any bytes.
-    """
-    if probe.source is None:
-        return None
-    name = os.path.basename(probe.path)
-    finding = None
-    if re.search(r"\.data-\d{5}-of-\d{5}\Z", name):
-        stem = probe.path[: probe.path.rindex(".data-")]
-        if os.path.exists(f"{stem}.index"):
-            hint = _TENSORFLOW.format(stem=repr(stem))
-            finding = Finding("the data of a TensorFlow checkpoint", hint, UnsupportedFormat)
-    return None if finding is None else finding.error(probe.path)
-
-
 def explain(probe: Probe) -> CheckpointError:
     """Return the error for a file or folder that no format takes; it says what it is instead."""
     if probe.is_folder:
         return _folder(probe).error(probe.path)
     finding = (
-        _nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe)
-    ) or Finding(
-        f"of no kind that is known; its first bytes are {probe.head[:8].hex(' ')}",
-        f"file {shell(probe.path)}",
+        (_nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe))
+        or _data(probe)
+        or Finding(
+            f"of no kind that is known; its first bytes are {probe.head[:8].hex(' ')}",
+            f"file {shell(probe.path)}",
+        )
     )
     return finding.error(probe.path)
+
+
+def _data(probe: Probe) -> Finding | None:
+    """Return what a file is that only its name tells."""
+    if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
+        return None
+    what = "the data of a TensorFlow checkpoint whose index is missing or cut off"
+    name = f"{os.path.basename(probe.path)[:-20]}.index"
+    return Finding(what, f"copy {shell(name)} too", UnsupportedFormat)
 
 
 def _first(probe: Probe, count: int) -> bytes:
@@ -526,8 +518,8 @@ _RANK = (
 )
 _ITERATION = "give the folder of one iteration: ckptool list {folder}/iter_*"
 _PART = "one file opens by itself: ckptool list {entry}"
-_SAVED_MODEL = "TensorFlow reads it: tf.saved_model.load"
-_TENSORFLOW_FOLDER = "TensorFlow reads it: tf.train.load_checkpoint"
+_SAVED_MODEL = "copy its folder `variables` too, with variables.index and the data files"
+_TENSORFLOW_DATA = "copy the index too: the file that is called as {entry} up to .data-, and .index"
 _SHARDS = (
     "copy the index too (model.safetensors.index.json, pytorch_model.bin.index.json); "
     "one shard alone: ckptool list {entry}"
@@ -556,9 +548,13 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     NameKind(
         (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
     ),
-    NameKind((r"saved_model\.pb(?:txt)?",), "a TensorFlow SavedModel", _SAVED_MODEL),
     NameKind(
-        (r".*\.index", r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", _TENSORFLOW_FOLDER
+        (r"saved_model\.pb(?:txt)?",), "a TensorFlow SavedModel without variables", _SAVED_MODEL
+    ),
+    NameKind(
+        (r".*\.data-\d{5}-of-\d{5}",),
+        "a folder with the data of a TensorFlow checkpoint whose index is missing or cut off",
+        _TENSORFLOW_DATA,
     ),
     NameKind(
         (r"tensor_0\.pt",),

@@ -120,12 +120,6 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 
 def _read(probe: Probe) -> Checkpoint:
-    if ".data-" in probe.path:
-        from ckptool.formats.identify import refuse
-
-        refused = refuse(probe)
-        if refused is not None:
-            raise refused
     for known in candidates(probe):
         if known.recognise(probe):
             checkpoint = known.read(probe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ REGISTRY = (
     Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
     Entry("deepspeed", "zero", folder=True),
+    Entry("tensorflow", "tensorflow", folder=True),
     Entry("xla-fsdp", "xla", folder=True),
     Entry("xla-xser", "xla", zipped=True, beside=".tensors"),
     Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
@@ -74,6 +76,8 @@ REGISTRY = (
     Entry("torch-sharded", "sharded", indexed=True, writable=True, shard="torch-zip"),
 )
 ZIP_MAGIC = b"PK\x03\x04"
+_MEMBER = re.compile(r"\.(metadata|distcp|index|data-\d{5}-of-\d{5})\Z")
+"""How files are called that stand for the folder of DCP, or for a checkpoint of TensorFlow."""
 JSON_SPACE = b" \t\r\n"
 WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
 """What `--format` takes."""
@@ -103,7 +107,7 @@ def candidates(probe: Probe) -> Iterator[Format]:
 
 def folder_formats(probe: Probe) -> Iterator[Format]:
     """The formats of folders that a probe may be of."""
-    if probe.is_folder or probe.path.endswith((".metadata", ".distcp")):
+    if probe.is_folder or _MEMBER.search(probe.path):
         yield from (entry.load() for entry in REGISTRY if entry.folder)
 
 

@@ -20,6 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.files import InflatedSource, Source
 from ckptool.files.checksums import crc32s
+from ckptool.files.crc32c import crc32cs
 from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
@@ -280,7 +281,8 @@ class _Look:
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
         """Compute checksums; those that are not what they should be."""
         self.begin(sum(one.data.length for one in checksums))
-        found = crc32s([one.data for one in checksums], self.told)
+        sums = crc32cs if any(one.castagnoli for one in checksums) else crc32s
+        found = sums([one.data for one in checksums], self.told)
         wrong = []
         for one, crc in zip(checksums, found, strict=True):
             if isinstance(crc, CorruptFile):
@@ -339,7 +341,8 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings
     problems = []
     for checksum, found in wrong:
         data, stated = checksum.data, checksum.crc32
-        text = f"its bytes are not those that were written: CRC-32 {found:08x}, not {stated:08x}"
+        kind = "CRC-32C" if checksum.castagnoli else "CRC-32"
+        text = f"its bytes are not those that were written: {kind} {found:08x}, not {stated:08x}"
         inside = names.get((id(data.source), data.offset))
         text += f"; in it {are(len(inside))} {listed(inside, 3)}" if inside else ""
         problems.append(Problem("checksum", checksum.place, text))

@@ -17,6 +17,7 @@ from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, is_part_file
 from ckptool.formats.identify import looks_like_checkpoint
 from ckptool.formats.ranks import FSDP_RANKS, of_model
 from ckptool.formats.sharded import shards_named_by
+from ckptool.formats.tensorflow import is_index
 from ckptool.formats.torch_tar import BLOCK, is_tar
 from ckptool.formats.zero import is_part, is_step
 from ckptool.inspection.remains import should_be_one
@@ -136,6 +137,8 @@ def _may_be_one(path: str) -> bool:
     """Whether the name or the first bytes speak for it."""
     if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
+    if path.endswith(".index"):
+        return is_index(path)
     try:
         with closing(FileSource(path)) as source:
             head = source.read(0, min(BLOCK, source.size))

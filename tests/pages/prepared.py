@@ -44,6 +44,8 @@ COPIES = {
     "flax_model.msgpack": FIXTURES / "flax" / "variables.msgpack",
     "v4-8.pth": FIXTURES / "xla" / "xser-2.9.0.pth",
     "v4-8.pth.tensors": FIXTURES / "xla" / "xser-2.9.0.pth.tensors",
+    "run-tf": FIXTURES / "tensorflow" / "run",
+    "saved_model": FIXTURES / "tensorflow" / "saved_model",
     "tpu-ranks": FIXTURES / "xla" / "flat-2.9.0",
     "step-100": FIXTURES / "dcp" / "training-2.13.0",
     "actor": FIXTURES / "ranks" / "fsdp2-2.13.0",

@@ -1,0 +1,185 @@
+"""Tables of LevelDB and messages of protocol buffers, of which TensorFlow makes its index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.files import Source
+from ckptool.files.crc32c import crc32c, masked
+from ckptool.limits import Limits
+
+__all__ = ["MAGIC", "Message", "read_table", "varint"]
+
+MAGIC = bytes.fromhex("57fb808b247547db")
+"""The end of a table."""
+_FOOTER = 48
+_TRAILER = 5
+"""Bytes behind a block: how it is compressed, and its CRC-32C."""
+_PLAIN, _SNAPPY = 0, 1
+_WIDTHS = {1: 8, 5: 4}
+"""Bytes of a number of fixed size, by its wire type."""
+
+
+def varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins at `at`, seven bits a byte, and where it ends.
+
+    Raises:
+        CorruptFile: the number has no end, or more than 64 bits.
+    """
+    value = 0
+    for shift, byte in enumerate(raw[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    raise CorruptFile("a number in the index has no end")
+
+
+class Message(dict[int, list[int | bytes]]):
+    """The fields of a message by their numbers, each with all its values."""
+
+    def __init__(self, raw: bytes) -> None:
+        """Read the fields.
+
+        Raises:
+            CorruptFile: a field is cut off, or of a kind that is not used.
+        """
+        super().__init__()
+        at = 0
+        while at < len(raw):
+            tag, at = varint(raw, at)
+            value: int | bytes
+            if tag & 7 == 0:
+                value, at = varint(raw, at)
+            elif tag & 7 == 2:
+                size, at = varint(raw, at)
+                value, at = raw[at : at + size], at + size
+            elif width := _WIDTHS.get(tag & 7):
+                value, at = int.from_bytes(raw[at : at + width], "little"), at + width
+            else:
+                raise CorruptFile(f"a message in the index has a field of wire type {tag & 7}")
+            if at > len(raw):
+                raise CorruptFile("a message in the index ends within a field")
+            self.setdefault(tag >> 3, []).append(value)
+
+    def number(self, field: int, default: int = 0) -> int:
+        """Return the last value of a field as a signed number of 64 bits.
+
+        Raises:
+            CorruptFile: the field holds a text.
+        """
+        value = self.get(field, [default])[-1]
+        if isinstance(value, bytes):
+            raise CorruptFile(f"field {field} of a message in the index is no number")
+        return value - (1 << 64) if value >= 1 << 63 else value
+
+    def parts(self, field: int) -> list[Message]:
+        """Return the messages in a field.
+
+        Raises:
+            CorruptFile: the field holds a number, or no messages.
+        """
+        values = self.get(field, [])
+        if not all(isinstance(value, bytes) for value in values):
+            raise CorruptFile(f"field {field} of a message in the index is no message")
+        return [Message(value) for value in values if isinstance(value, bytes)]
+
+
+def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
+    """Return the entries of a table, in its order.
+
+    Raises:
+        CorruptFile: the table breaks a rule: a block outside of the file or with another CRC-32C,
+            keys out of order, a number without an end.
+        LimitExceeded: its blocks or keys take more than `limits.max_header_bytes`.
+    """
+    most = limits.max_header_bytes
+    if source.size > most:
+        raise LimitExceeded(f"the index has {source.size:,} bytes; {most:,} are allowed")
+    raw = source.read(0, source.size)
+    if len(raw) < _FOOTER or not raw.endswith(MAGIC):
+        raise CorruptFile("the end of the index is missing")
+    footer = raw[-_FOOTER:]
+    at = varint(footer, varint(footer, 0)[1])[1]  # behind a table of no use
+    entries: dict[bytes, bytes] = {}
+    last, end = b"", 0
+    for _, handle in _entries(_block(raw, footer[at:], 0, most)[0]):
+        block, end = _block(raw, handle, end, most)
+        for key, value in _entries(block):
+            if entries and key <= last:
+                raise CorruptFile("the keys of the index are out of order")
+            most -= len(key) + len(value)
+            if most < 0:
+                raise LimitExceeded("the names in the index take more memory than is allowed")
+            entries[key] = value
+            last = key
+    return entries
+
+
+def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int]:
+    """Return the block that a handle names, and where it ends; it lies behind `start`."""
+    offset, at = varint(handle, 0)
+    size = varint(handle, at)[0]
+    end = offset + size + _TRAILER
+    if offset < start or end > len(raw) - _FOOTER:
+        raise CorruptFile(
+            f"a block of {size:,} bytes at {offset:,} lies outside of the index of {len(raw):,}"
+        )
+    stated = int.from_bytes(raw[end - 4 : end], "little")
+    if masked(crc32c(raw[offset : end - 4])) != stated:
+        raise CorruptFile(f"the block at {offset:,} of the index has other bytes than were written")
+    block, kind = raw[offset : offset + size], raw[end - _TRAILER]
+    if kind not in (_PLAIN, _SNAPPY):
+        raise CorruptFile(f"the block at {offset:,} of the index is compressed in way {kind}")
+    return (block if kind == _PLAIN else _unsnapped(block, most)), end
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield key and value of the entries; a key begins as the one before it."""
+    end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
+    if len(block) < 4 or end < 0:
+        raise CorruptFile("a block of the index has no list of restarts")
+    key, at = b"", 0
+    while at < end:
+        shared, at = varint(block, at)
+        own, at = varint(block, at)
+        length, at = varint(block, at)
+        if shared > len(key) or at + own + length > end:
+            raise CorruptFile("an entry of the index reaches out of its block")
+        key = key[:shared] + block[at : at + own]
+        at += own + length
+        yield key, block[at - length : at]
+
+
+def _unsnapped(raw: bytes, most: int) -> bytes:
+    """Return what a block compressed with snappy inflates to."""
+    size, at = varint(raw, 0)
+    if size > most:
+        raise LimitExceeded(
+            f"a block of the index inflates to {size:,} bytes; {most:,} are allowed"
+        )
+    out = bytearray()
+    while at < len(raw) and len(out) <= size:
+        kind, length = raw[at] & 3, (raw[at] >> 2) + 1
+        at += 1
+        if kind == 0:  # bytes as they are
+            if length > 60:
+                width = length - 60
+                length = int.from_bytes(raw[at : at + width], "little") + 1
+                at += width
+            out += raw[at : at + length]
+            at += length
+            continue
+        width = (1, 2, 4)[kind - 1]
+        back = int.from_bytes(raw[at : at + width], "little")
+        if kind == 1:
+            back |= raw[at - 1] >> 5 << 8
+            length = (raw[at - 1] >> 2 & 7) + 4
+        at += width
+        if not 0 < back <= len(out):
+            break
+        run = out[-back:][:length]
+        out += (run * (length // len(run) + 1))[:length]
+    if at != len(raw) or len(out) != size:
+        raise CorruptFile("a block of the index is no stream of snappy")
+    return bytes(out)

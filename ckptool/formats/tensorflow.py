@@ -1,0 +1,445 @@
+"""Checkpoints of TensorFlow: an index that names variables, and files of their bytes.
+
+`model.ckpt-1.index` is a table as LevelDB writes it, of messages of protocol buffers; the bytes lie
+in `model.ckpt-1.data-00000-of-00001`. A SavedModel has both in its folder `variables`. Sources:
+tensorflow/core/util/tensor_bundle (tensor_bundle.cc, naming.cc), core/protobuf/tensor_bundle.proto,
+core/util/saved_tensor_slice_util.cc, core/lib/strings/ordered_code.cc.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileMissing,
+    LimitExceeded,
+    UnsupportedFormat,
+)
+from ckptool.files import ByteRange, MemorySource, Source
+from ckptool.files.crc32c import crc32c, masked, unmasked
+from ckptool.files.place import Place, place_of
+from ckptool.files.system import allow_open_files
+from ckptool.files.tiled import Tile, tiled
+from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal
+from ckptool.formats.identify import shell
+from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
+from ckptool.limits import Limits
+from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.statedict import OF_THE_MODEL
+from ckptool.words import listed, printable
+
+__all__ = ["TENSORFLOW", "is_index"]
+
+_PART = re.compile(r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})", re.DOTALL)
+_LATEST = re.compile(rb'^model_checkpoint_path: "([^"\n]+)"', re.MULTILINE)
+_NOTE = "checkpoint"
+_MOST_NOTE = 1 << 20
+_VARIABLES = "variables"
+_ATTRIBUTE = re.compile(r"/\.ATTRIBUTES/VARIABLE_VALUE$|/\.ATTRIBUTES(?=/)")
+_SLOT = "/.OPTIMIZER_SLOT/"
+_OF_OPTIMIZER = re.compile(
+    r"(\w*optimizer|opt)/(?!_trainable_variables/)|(.*/)?beta[12]_power(_\d+)?$"
+)
+"""Names of an optimizer's variables; Keras 3 stores the weights of its model under it as well."""
+_AVERAGE = "ExponentialMovingAverage"
+_OWN_RECORDS = ("_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
+_STRING = 7
+_STRINGS = Global("tensorflow", "string")
+_DTYPES = {
+    1: "float32",
+    2: "float64",
+    3: "int32",
+    4: "uint8",
+    5: "int16",
+    6: "int8",
+    8: "complex64",
+    9: "int64",
+    10: "bool",
+    14: "bfloat16",
+    17: "uint16",
+    18: "complex128",
+    19: "float16",
+    22: "uint32",
+    23: "uint64",
+    24: "float8_e5m2",
+    25: "float8_e4m3fn",
+}
+"""By their numbers in `DataType` (core/framework/types.proto)."""
+_LAYOUT = (
+    "kernels lie as TensorFlow has them: Dense [in, out], convolutions [height, width, in, out]; "
+    "torch has [out, in] and [out, in, height, width]"
+)
+_HINT = "copy the whole checkpoint again: the index and all data files of one save"
+
+
+class _Entry(NamedTuple):
+    """What the index says of a variable, or of one part of it."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc32c: int
+    """As it is stored, masked."""
+    slices: tuple[tuple[tuple[int, int], ...], ...]
+    """Of a partitioned variable the place of each part: first and count for each axis."""
+
+
+class _Index(NamedTuple):
+    path: str
+    source: Source
+    entries: Mapping[bytes, _Entry]
+    shards: int
+    byteorder: str
+
+
+class TensorFlow(Format):
+    """The format `tensorflow`: read only."""
+
+    name = "tensorflow"
+    refusal = Refusal(
+        "tensorflow",
+        "it is a checkpoint of TensorFlow, not a file of torch.save",
+        "torch.load refuses files that it did not write; ckptool convert makes one of it",
+        "it is a checkpoint of TensorFlow, which tf.train.load_checkpoint opens",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is an index, a data file beside one, or a folder with one."""
+        return any(_is_table(probe.place, path) for path in _indexes(probe))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return the variables by name, over the index alone; an optimizer's are a section.
+
+        Raises:
+            CorruptFile: the index breaks a rule, or a variable lies outside of its file.
+            FileMissing: a data file is missing.
+            UnsupportedFormat: the folder has several checkpoints, and no note of the latest.
+            LimitExceeded: the index is larger than `probe.limits` allow.
+        """
+        index, data = probe.ask(_index_of), probe.ask(_data_of)
+        model, optimizer = OrderedMap(), OrderedMap()
+        others: list[str] = []
+        names = {_name(key): key for key in index.entries if not key.startswith(b"\0")}
+        for name, key in names.items():
+            entry = index.entries[key]
+            if name in _OWN_RECORDS:
+                continue
+            leaf = data.leaf(key, entry)
+            if leaf is None:
+                others.append(
+                    f"variable {printable(name)!r} of shape {list(entry.shape)} and TensorFlow's "
+                    f"type {entry.dtype} is no tensor: torch has no such type"
+                )
+                continue
+            section = optimizer if _is_slot(name, names) else model
+            clean = _cleaned(name)
+            section[name if clean in section else clean] = leaf
+        if optimizer:
+            model.attributes[OF_THE_MODEL] = {}
+        return Checkpoint(
+            {"state_dict": model, "optimizer": optimizer} if optimizer else model,
+            self.name,
+            index.path,
+            Details(
+                size=index.source.size + sum(one.size for one in data.sources),
+                writer="TensorFlow",
+                byteorder=index.byteorder,
+                storage_bytes=sum(
+                    one.nbytes
+                    for one in (*model.values(), *optimizer.values())
+                    if isinstance(one, TensorRef)
+                ),
+                notes=tuple(_notes(names, model)),
+                left_behind=tuple(others),
+                late=any(isinstance(leaf, Opaque) for leaf in model.values()),
+            ),
+            sources=(index.source, *data.sources),
+        )
+
+    def findings(self, probe: Probe) -> Findings:
+        """Return the CRC-32C that the index states of each variable.
+
+        What the index gets wrong is told by opening it.
+        """
+        try:
+            return Findings(checksums=tuple(probe.ask(_data_of).checksums()))
+        except CheckpointError:
+            return Findings()
+
+
+TENSORFLOW = TensorFlow()
+
+
+def is_index(path: str) -> bool:
+    """Whether a file is the index of a checkpoint of TensorFlow, by its name and its end."""
+    return path.endswith(".index") and _is_table(place_of(path), path)
+
+
+def _name(key: bytes) -> str:
+    return key.decode("utf-8", "surrogateescape")
+
+
+def _cleaned(name: str) -> str:
+    """Return the name of a variable without the marks of the graph of objects.
+
+    `model/layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE -> layer_with_weights-0/kernel`
+    """
+    clean = _ATTRIBUTE.sub("", name.replace(_SLOT, "/"))
+    return name if clean == name else re.sub(r"\A(model|optimizer)/", "", clean)
+
+
+def _is_table(place: Place, path: str) -> bool:
+    if not place.is_file(path):
+        return False
+    source = place.open(path)
+    try:
+        return source.size >= len(MAGIC) and source.read(source.size - 8, 8) == MAGIC
+    finally:
+        source.close()
+
+
+def _indexes(probe: Probe) -> list[str]:
+    """Return the paths of the index that a probe means, of several in a folder each."""
+    if not probe.is_folder:
+        found = _PART.fullmatch(probe.path)
+        return [f"{found['prefix']}.index"] if found else []
+    folder, names = probe.path, probe.entries
+    if _VARIABLES in names and any(name.startswith("saved_model.pb") for name in names):
+        return [os.path.join(folder, _VARIABLES, f"{_VARIABLES}.index")]
+    paths = [os.path.join(folder, name) for name in sorted(names) if name.endswith(".index")]
+    if paths and _NOTE in names and probe.place.is_file(os.path.join(folder, _NOTE)):
+        source = probe.place.open(os.path.join(folder, _NOTE))
+        note = source.read(0, min(source.size, _MOST_NOTE))
+        source.close()
+        if latest := _LATEST.search(note):
+            # The folder may have been moved: of a whole path the name alone is taken.
+            name = _name(latest[1]).replace("\\", "/").split("/")[-1]
+            return [os.path.join(folder, f"{name}.index"), *paths]
+    return paths
+
+
+def _index_of(probe: Probe) -> _Index:
+    paths = _indexes(probe)
+    if _NOTE in probe.entries and not probe.place.is_file(paths[0]):
+        what = f"lacks {os.path.basename(paths[0])}, the latest by its file `{_NOTE}`"
+        hint = f"give another: ckptool list {shell(paths[-1])}"
+        raise FileMissing(what, file=probe.path, hint=hint)
+    if len(paths) > 1 and _NOTE not in probe.entries:
+        what = f"has several checkpoints: {listed([os.path.basename(one) for one in paths])}"
+        hint = f"give one: ckptool list {shell(paths[-1])}"
+        raise UnsupportedFormat(what, file=probe.path, hint=hint)
+    source = probe.source if probe.path == paths[0] else None
+    if source is None:
+        source = probe.place.open(paths[0])
+        probe.on_close(source.close)
+    try:
+        table = read_table(source, probe.limits)
+        header = Message(table.pop(b"", b""))
+        entries = {key: _entry(key, raw, probe.limits) for key, raw in table.items()}
+    except CheckpointError as error:
+        error.file = error.file or source.name
+        error.advise(error.hint or _HINT)
+        raise
+    order = "big" if header.number(2) else "little"
+    return _Index(paths[0], source, entries, header.number(1), order)
+
+
+def _entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
+    fields, what = Message(raw), f"variable {_shown(key)}"
+    shape = tuple(one.number(1) for shape in fields.parts(2) for one in shape.parts(2))
+    if len(shape) > limits.max_dimensions:
+        most = limits.max_dimensions
+        raise LimitExceeded(f"{what} has {len(shape):,} dimensions; {most} are allowed")
+    slices = tuple(
+        tuple((axis.number(1), axis.number(2, -1)) for axis in place.parts(1))
+        for place in fields.parts(7)
+    )
+    if any(len(place) != len(shape) for place in slices):
+        raise CorruptFile(f"{what} has parts of other dimensions than its own")
+    dtype, shard, offset, size, crc = (fields.number(one) for one in (1, 3, 4, 5, 6))
+    if min(*shape, shard, offset, size, 0) < 0:
+        raise CorruptFile(f"{what} has a size or a place below zero")
+    return _Entry(dtype, shape, shard, offset, size, crc, slices)
+
+
+def _shown(key: bytes) -> str:
+    """Return the name in a key for a message; that of a part is between two marks."""
+    name, _, part = key.lstrip(b"\0").partition(b"\0\1")
+    return f"{printable(name.decode('utf-8', 'replace'))!r}" + (" (a part)" if part else "")
+
+
+def _data_of(probe: Probe) -> _Data:
+    return _Data(probe, probe.ask(_index_of))
+
+
+class _Data:
+    """The data files of an index, and what lies in them."""
+
+    def __init__(self, probe: Probe, index: _Index) -> None:
+        """Open the files that the index refers to.
+
+        Raises:
+            FileMissing: one is missing.
+            CorruptFile: there can be no such file.
+        """
+        self._index = index
+        self._files: dict[int, Source] = {}
+        prefix = index.path.removesuffix(".index")
+        used = {entry.shard for entry in index.entries.values() if not entry.slices}
+        allow_open_files(len(used))
+        for shard in sorted(used):
+            path = f"{prefix}.data-{shard:05d}-of-{index.shards:05d}"
+            if shard >= index.shards:
+                what = f"the index names data file {shard:,} of {index.shards:,}"
+                raise CorruptFile(what, file=index.path, hint=_HINT)
+            if not probe.place.is_file(path):
+                what = f"lacks its data file {printable(os.path.basename(path))}"
+                raise FileMissing(what, file=index.path, hint=_HINT)
+            self._files[shard] = probe.place.open(path)
+            probe.on_close(self._files[shard].close)
+        self.sources = tuple(self._files.values())
+
+    def leaf(self, key: bytes, entry: _Entry) -> TensorRef | Opaque | None:
+        """Return a variable: a tensor, or a value that is read later; None: torch has no such type.
+
+        Raises:
+            CorruptFile: its bytes are not where the index says, or its parts do not cover it.
+        """
+        if entry.dtype == _STRING and not entry.slices:
+            place = "stored", os.path.basename(self._files[entry.shard].name)
+            return Opaque(_STRINGS, plain=place, find=cache(partial(self._texts, key, entry)))
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            return None
+        data = self._joined(key, entry, dtype) if entry.slices else self._run(key, entry, dtype)
+        stride, order = row_major_strides(entry.shape), self._index.byteorder
+        storage = Storage(_name(key), data, data.length, byteorder=order)
+        return TensorRef(dtype, entry.shape, stride, 0, storage, "cpu")
+
+    def _run(self, key: bytes, entry: _Entry, dtype: str = "") -> ByteRange:
+        """Return the bytes of a variable, or of one part of it."""
+        nbytes = prod(entry.shape) * BY_NAME[dtype].itemsize if dtype else entry.size
+        if nbytes != entry.size:
+            raise CorruptFile(
+                f"variable {_shown(key)} of {dtype} and shape {list(entry.shape)} takes {nbytes:,} "
+                f"bytes, and the index says {entry.size:,}",
+                file=self._index.path,
+                hint=_HINT,
+            )
+        return ByteRange(self._files[entry.shard], entry.offset, entry.size)
+
+    def _joined(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
+        """Return the bytes of a partitioned variable."""
+        tiles = []
+        try:
+            for place in entry.slices:
+                offsets = tuple(first for first, _ in place)
+                axes = zip(place, entry.shape, strict=True)
+                sizes = tuple(whole if count < 0 else count for (_, count), whole in axes)
+                part = self._index.entries.get(_part_key(key, place))
+                if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
+                    what = "is missing" if part is None else "is of another shape or type"
+                    raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
+                tiles.append(Tile(offsets, sizes, self._run(key, part, dtype)))
+            return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
+        except CorruptFile as error:
+            what = f"variable {_shown(key)}: {error.message}"
+            raise CorruptFile(what, file=error.file or self._index.path, hint=_HINT) from error
+
+    def _texts(self, key: bytes, entry: _Entry) -> Any:
+        """Return the texts of a variable, in lists as its shape says; bytes that are no text."""
+        lengths, summed = self._strings(key, entry)
+        if masked(crc32c(summed)) != entry.crc32c:
+            what = f"variable {_shown(key)} has other bytes than were written"
+            raise CorruptFile(what, file=self._files[entry.shard].name, hint=_HINT)
+        nodes: list[Any] = []
+        at = len(summed) - sum(lengths)
+        for length in lengths:
+            nodes.append(_text(summed[at : at + length]))
+            at += length
+        for size in reversed(entry.shape):
+            starts = range(0, len(nodes), size) if size else range(prod(entry.shape[:-1]))
+            nodes = [nodes[start : start + size] for start in starts]
+        return nodes[0] if nodes else []
+
+    def _strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
+        """Return the lengths of the texts of a variable, and the bytes that its CRC-32C is of.
+
+        A length is a varint in the file, and a number of four bytes for the CRC-32C.
+        """
+        data = self._run(key, entry)
+        raw, at, lengths = data.read(), 0, list[int]()
+        if prod(entry.shape) <= len(raw):
+            for _ in range(prod(entry.shape)):
+                length, at = varint(raw, at)
+                lengths.append(length)
+        if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
+            what = f"variable {_shown(key)} has other texts than its lengths say"
+            raise CorruptFile(what, file=data.source.name, hint=_HINT)
+        widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
+        return lengths, b"".join(widths) + raw[at:]
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the bytes of each variable, and the CRC-32C that the index states of them."""
+        for key, entry in self._index.entries.items():
+            if entry.slices:
+                continue
+            data = self._run(key, entry)
+            if entry.dtype == _STRING:
+                raw = self._strings(key, entry)[1]
+                data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
+            yield Checksum(_shown(key), data, unmasked(entry.crc32c), castagnoli=True)
+
+
+def _text(raw: bytes) -> str | bytes:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _part_key(key: bytes, place: tuple[tuple[int, int], ...]) -> bytes:
+    """Return the key of a part of a variable: name, dimensions, and first and count of each."""
+    ends = b"".join(_ordered(number) for axis in place for number in axis)
+    return b"\0" + key + b"\0\1" + bytes((1, len(place))) + ends
+
+
+def _ordered(number: int) -> bytes:
+    """Return a number as LevelDB's keys have it, so that bytes are in the order of the numbers."""
+    if number < 64:
+        return bytes((0x80 ^ number & 0xFF,))
+    width = (number.bit_length() + 7) // 7
+    if width > 8:
+        raise CorruptFile(f"a part begins or ends at {number:,}")
+    head = (0xFF << 8 - width & 0xFF) << 8 * (width - 1)
+    return (number ^ head).to_bytes(width, "big")
+
+
+def _is_slot(name: str, names: Collection[str]) -> bool:
+    """Whether a variable is of an optimizer; in TensorFlow 1 slots are named below a variable."""
+    if _SLOT in name or _OF_OPTIMIZER.match(name):
+        return True
+    owner, _, last = name.rpartition("/")
+    return owner in names and last != _AVERAGE
+
+
+def _notes(names: Collection[str], model: Mapping[str, Any]) -> Iterator[str]:
+    own = [name.partition("/")[0] for name in _OWN_RECORDS if name in names]
+    if own:
+        yield f"TensorFlow's own records are not listed: {listed(own)}"
+    if any(
+        name.endswith("kernel") and isinstance(leaf, TensorRef) and len(leaf.shape) > 1
+        for name, leaf in model.items()
+    ):
+        yield _LAYOUT
