@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.kept import Kept
-from benchmarks.peer_environment import PEERS, SCANNER, installed, versions
+from benchmarks.peer_environment import PEERS, SCANNERS, installed, versions
 from benchmarks.rows import Result, run_row
 from benchmarks.works import HOLLOW, Inputs, rows
 
@@ -94,6 +94,7 @@ def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
         make("zero", FOLDER / f"zero-{size}", size),
         FOLDER,
         make("folder", FOLDER / f"folder-{size}", size),
+        make("files", FOLDER / "files", 1000),
         size,
         peers,
     )
@@ -130,7 +131,7 @@ def main() -> int:
         misses = [f"{r.row.work}: {miss}" for r in results for miss in r.misses()]
         print("", *misses or ["Every bound was kept."], sep="\n")
         if python and not wanted.only:
-            peers = versions(python, [*PEERS.values(), SCANNER])
+            peers = versions(python, [*PEERS.values(), *SCANNERS])
             text = page(results, made.large.stat().st_size, repeats, peers)
             PAGE.write_text(text, encoding="utf-8")
             from benchmarks.plot import draw

@@ -217,3 +217,21 @@ from mergekit.io.loader import TensorLoader
 loader = TensorLoader.get(sys.argv[1], use_lazy_unpickle=True, device="cpu")
 state = {name: loader.get_tensor(name) for name in loader.keys()}
 """
+
+FICKLING = """
+import sys, zipfile
+from pathlib import Path
+from fickling.analysis import check_safety
+from fickling.fickle import StackedPickle
+for path in Path(sys.argv[1]).iterdir():
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+                pickles = StackedPickle.load(archive.read(name))
+        else:
+            pickles = StackedPickle.load(path.read_bytes())
+        severities = [check_safety(pickled).severity for pickled in pickles]
+    except Exception:
+        pass  # a kind that it does not read
+"""

@@ -158,6 +158,20 @@ def _save_part(rank: int, path: str, size: int) -> None:
         Path(f"{path}.store").unlink(missing_ok=True)
 
 
+def files(folder: Path, count: int) -> None:
+    """`count` files: the fixtures that are pickles or hold some, over and over."""
+    import shutil
+    from itertools import cycle, islice
+
+    fixtures = Path(__file__).parent.parent / "fixtures"
+    endings = {".bin", ".ckpt", ".npz", ".pkl", ".pt", ".pth"}
+    every = [path for path in sorted(fixtures.rglob("*")) if path.suffix in endings]
+    harmless = [path for path in every if path.is_file() and path.parent.name != "wrong"]
+    folder.mkdir()
+    for index, path in enumerate(islice(cycle(harmless), count)):
+        shutil.copy(path, folder / f"{index:04}-{path.name}")
+
+
 def _small(front: str, count: int) -> dict[str, Any]:
     import torch
 
@@ -193,6 +207,7 @@ def save_tagged(state: dict[str, Any], path: Path) -> None:
 if __name__ == "__main__":
     kind, target, amount = sys.argv[1:]
     kinds = {
+        "files": files,
         "folder": folder,
         "hollow": hollow,
         "large": large,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["ENVIRONMENT", "PEERS", "PROJECT", "SCANNER", "installed", "versions"]
+__all__ = ["ENVIRONMENT", "PEERS", "PROJECT", "SCANNERS", "installed", "versions"]
 
 PROJECT = Path(__file__).parent.parent
 ENVIRONMENT = PROJECT / "build" / "peers"
@@ -21,9 +21,9 @@ PEERS = {
     "sft convert": "sft-cli",
 }
 """What is asked, and the package that has it."""
-SCANNER = "picklescan"
-"""Lists what a pickle names, and reads no tensors."""
-ALSO = ("safetensors", "numpy", SCANNER)
+SCANNERS = ("picklescan", "fickling")
+"""They list what a pickle names, and read no tensors."""
+ALSO = ("safetensors", "numpy", "typing_extensions", *SCANNERS)
 
 
 def installed() -> str:

@@ -43,6 +43,8 @@ class Inputs:
     folder: Path
     dcp: Path
     """A folder of `torch.distributed.checkpoint`, by four processes."""
+    files: Path
+    """A folder of a thousand small files, as torch of many versions and numpy wrote them."""
     size: int
     """Bytes that the large files were made for."""
     peers: Path | None = None
@@ -400,6 +402,17 @@ def peer_rows(inputs: Inputs, programs: Path) -> Iterator[Row]:
             Command.ckptool("info", source),
             Command.system("ckptkit info", programs / "ckptkit", "info", source),
             Command.system("picklescan, the globals alone", programs / "picklescan", "-gp", source),
+        ),
+    )
+    whatever = '"$@" || true'  # an exit code other than 0 is an answer of theirs
+    scanner = ("sh", "-c", whatever, "sh", programs / "picklescan", "-p", inputs.files)
+    yield Row(
+        "`scan`, 1,000 files, beside other tools",
+        inputs.files,
+        (
+            Command.ckptool("scan", inputs.files),
+            Command.system("picklescan", *scanner),
+            Command.system("fickling, each data.pkl", python, "-c", idioms.FICKLING, inputs.files),
         ),
     )
     target = folder / "out.safetensors"

@@ -222,7 +222,7 @@ def test_every_row_compares_ckptool_with_something():
     edited = {MB: Path("small"), 2 * MB: Path("middle"), 10**12: Path("hollow")}
     many = {10: Path("few"), 100: Path("many")}
     files = map(Path, ("large", "twin", "single", "other"))
-    folders = map(Path, ("renamed", "zero", "out", "dcp"))
+    folders = map(Path, ("renamed", "zero", "out", "dcp", "files"))
     inputs = Inputs(*files, edited, many, *folders, 20 * MB, Path("peers"))
     for row in rows(inputs):
         assert len(row.commands) > 1
