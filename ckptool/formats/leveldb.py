@@ -17,6 +17,9 @@ _FOOTER = 48
 _TRAILER = 5
 """Bytes behind a block: how it is compressed, and its CRC-32C."""
 _PLAIN, _SNAPPY = 0, 1
+_WEIGHT, _ROW = 4, 16
+"""What a byte of a table costs next to one of JSON, and bytes that each entry is counted as."""
+_MOST_FIELDS = 1 << 16
 _WIDTHS = {1: 8, 5: 4}
 """Bytes of a number of fixed size, by its wire type."""
 
@@ -43,6 +46,7 @@ class Message(dict[int, list[int | bytes]]):
 
         Raises:
             CorruptFile: a field is cut off, or of a kind that is not used.
+            LimitExceeded: there are more fields than an index needs.
         """
         super().__init__()
         at = 0
@@ -60,7 +64,11 @@ class Message(dict[int, list[int | bytes]]):
                 raise CorruptFile(f"a message in the index has a field of wire type {tag & 7}")
             if at > len(raw):
                 raise CorruptFile("a message in the index ends within a field")
-            self.setdefault(tag >> 3, []).append(value)
+            held = self.setdefault(tag >> 3, [])
+            held.append(value)
+            if len(self) > _MOST_FIELDS or len(held) > _MOST_FIELDS:
+                what = f"a message in the index has more than {_MOST_FIELDS:,} fields"
+                raise LimitExceeded(what)
 
     def number(self, field: int, default: int = 0) -> int:
         """Return the last value of a field as a signed number of 64 bits.
@@ -91,9 +99,9 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     Raises:
         CorruptFile: the table breaks a rule: a block outside of the file or with another CRC-32C,
             keys out of order, a number without an end.
-        LimitExceeded: its blocks or keys take more than `limits.max_header_bytes`.
+        LimitExceeded: its blocks or keys take more memory than `limits` allow.
     """
-    most = limits.max_header_bytes
+    most = limits.max_header_bytes // _WEIGHT
     if source.size > most:
         raise LimitExceeded(f"the index has {source.size:,} bytes; {most:,} are allowed")
     raw = source.read(0, source.size)
@@ -108,7 +116,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
         for key, value in _entries(block):
             if entries and key <= last:
                 raise CorruptFile("the keys of the index are out of order")
-            most -= len(key) + len(value)
+            most -= len(key) + len(value) + _ROW
             if most < 0:
                 raise LimitExceeded("the names in the index take more memory than is allowed")
             entries[key] = value

@@ -29,7 +29,7 @@ from ckptool.files.crc32c import crc32c, masked, unmasked
 from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal
+from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal
 from ckptool.formats.identify import shell
 from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
@@ -173,9 +173,14 @@ class TensorFlow(Format):
         What the index gets wrong is told by opening it.
         """
         try:
-            return Findings(checksums=tuple(probe.ask(_data_of).checksums()))
+            data = probe.ask(_data_of)
         except CheckpointError:
             return Findings()
+        found = list(data.checksums())
+        return Findings(
+            tuple(one for one in found if isinstance(one, Problem)),
+            checksums=tuple(one for one in found if isinstance(one, Checksum)),
+        )
 
 
 TENSORFLOW = TensorFlow()
@@ -368,9 +373,8 @@ class _Data:
         for length in lengths:
             nodes.append(_text(summed[at : at + length]))
             at += length
-        for size in reversed(entry.shape):
-            starts = range(0, len(nodes), size) if size else range(prod(entry.shape[:-1]))
-            nodes = [nodes[start : start + size] for start in starts]
+        for size in reversed(entry.shape if nodes else ()):
+            nodes = [nodes[start : start + size] for start in range(0, len(nodes), size)]
         return nodes[0] if nodes else []
 
     def _strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
@@ -390,15 +394,19 @@ class _Data:
         widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
         return lengths, b"".join(widths) + raw[at:]
 
-    def checksums(self) -> Iterator[Checksum]:
-        """Yield the bytes of each variable, and the CRC-32C that the index states of them."""
+    def checksums(self) -> Iterator[Checksum | Problem]:
+        """Yield the CRC-32C that the index states of each text, tensor or part; why it has none."""
         for key, entry in self._index.entries.items():
             if entry.slices:
                 continue
-            data = self._run(key, entry)
-            if entry.dtype == _STRING:
-                raw = self._strings(key, entry)[1]
-                data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
+            try:
+                data = self._run(key, entry)
+                if entry.dtype == _STRING:
+                    raw = self._strings(key, entry)[1]
+                    data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
+            except CheckpointError as error:
+                yield Problem("corrupt", _shown(key), error.message, error.hint)
+                continue
             yield Checksum(_shown(key), data, unmasked(entry.crc32c), castagnoli=True)
 
 
