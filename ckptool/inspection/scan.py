@@ -49,6 +49,8 @@ _UNREAD = [
     for row in MAGICS
     if re.search(r"a (7z|RAR) archive|encrypted|compressed with (zstd|lz4)", row.what)
 ]
+_HEAD = 46 + 1024
+"""Bytes read of a header of a zip and its name; the rest of a longer name is not shown."""
 _ZIP_END = 0x10000 + 22
 """Bytes in which the end record of a zip is looked for."""
 _STORAGE_FOLDERS = ("data", "constants", "tensors")
@@ -305,6 +307,9 @@ class _Scanner:
             roots.append(watched.root)
             if len(roots) == _LEGACY_PICKLES:
                 if roots[0] == MAGIC_NUMBER:
+                    instead = self._watched(chunk, position - base, base)
+                    if instead.judge.seen:  # a pickle, where the storages should be
+                        self._note(instead, where, position)
                     position += sum(COUNT.size + nbytes for nbytes in legacy.values())
                     roots, legacy = [], {}
                 else:
@@ -420,7 +425,7 @@ class _Scanner:
             at = start - len(overlap)
             for found in _HEADER_MARK.finditer(block):
                 position = at + found.start()
-                head = data.read(position, min(46 + 0xFFFF, data.length - position))
+                head = data.read(position, min(_HEAD, data.length - position))
                 if found[0] == b"PK\x03\x04" and len(head) >= _LOCAL.size:
                     method, sizes[position], name, extra = _LOCAL.unpack_from(head)
                     label = head[_LOCAL.size :][:name].decode("utf-8", "backslashreplace")
@@ -439,15 +444,21 @@ class _Scanner:
             labelled.setdefault(local[header][0], []).append(header)
         shift, wanted = min(ordered, default=0), dict[tuple[str, int, int, int], None]()
         for position, label, method, offset, packed in central:
-            before = [one for one in labelled.get(label, ())[-1000:] if one < position]
-            near = before[-1:] if ends > 1 else {offset, offset + shift} & local.keys()
+            same = labelled.get(label, [])
+            before = bisect_left(same, position)
+            near = (
+                same[max(before - 1, 0) : before]
+                if ends > 1
+                else {offset, offset + shift} & local.keys()
+            )
             for header in near:
                 wanted.setdefault((label, method, local[header][2], packed))
                 sizes[header] = sizes[header] or packed
         for header, (label, method, begin) in local.items():
             wanted.setdefault((label, method, begin, sizes[header]))
         for label, method, begin, packed in wanted:
-            following = next(iter(ordered[bisect_left(ordered, begin) :]), data.length)
+            index = bisect_left(ordered, begin)
+            following = ordered[index] if index < len(ordered) else data.length
             length = packed if 0 < packed <= data.length - begin else following - begin
             if not 0 < length <= data.length - begin:
                 continue

@@ -82,6 +82,14 @@ class Watcher(Machine):
         self.observe(Event(kind, position - 1, by, result))
         return result
 
+    def line(self, position: int) -> tuple[bytes, int]:
+        """Return a line; the last one may lack its newline, as for pickle's code in Python."""
+        end = self.data.find(b"\n", position)
+        end = end if end >= 0 else len(self.data) - 1
+        if end < position:
+            raise EOFError
+        return self.data[position:end], end + 1
+
     def unknown(self, position: int, by: str, why: str) -> Opaque:
         """Report and return a symbol for what the file does not tell."""
         result = Opaque(None, (why,), maker=UNKNOWN)

@@ -11,6 +11,7 @@ import zipfile
 import zlib
 
 import pytest
+import torch
 
 from ckptool.inspection import scan as scanning
 from ckptool.inspection.scan import scan
@@ -321,6 +322,13 @@ def test_pickles_behind_the_first(before, tmp_path):
     assert is_found(found, CALL)
     assert found.streams[0].offset == len(before)
     assert is_found(judged(tmp_path, before + SYSTEM[2:]), CALL)  # of protocol 0
+
+
+def test_a_pickle_in_the_place_of_a_storage(tmp_path):
+    made = io.BytesIO()
+    torch.save({"w": torch.ones(30)}, made, _use_new_zipfile_serialization=False)
+    data = made.getvalue()[: -30 * 4 - 8]
+    assert is_found(judged(tmp_path, data + SYSTEM + bytes(60)), CALL)
 
 
 @pytest.mark.parametrize(
