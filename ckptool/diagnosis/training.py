@@ -72,9 +72,7 @@ def fit(patient: Patient) -> Iterator[Found]:
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost = len(missing) + len(report.mismatched)
     differs = difference(report, lost, unexpected)
-    # integers for fractions are quantised, and mean nothing without the scales beside them
-    quantised = any(is_floating(one.after) and not is_floating(one.before) for one in report.cast)
-    alone = not (lost or differs or quantised)
+    alone = not (lost or differs)
     if unexpected and alone:
         like["allow_unexpected"] = True
     rules = tuple(one.rule for one in report.proposed if one.rule)
