@@ -125,12 +125,6 @@ MAGICS: tuple[Magic, ...] = (
         "decrypt it with the cipher and the password that it was encrypted with: "
         "openssl enc -d -aes-256-cbc -pbkdf2 -in {file} -out {unpacked}",
     ),
-    Magic(
-        0,
-        b"\x89HDF\r\n\x1a\n",
-        "an HDF5 file (Keras, or .h5)",
-        "h5py reads the weights, Keras the whole model: keras.models.load_model",
-    ),
     Magic(0, b"lmgg", "a GGML model", _GGML),
     Magic(0, b"tjgg", "a GGML model (ggjt)", _GGML),
     Magic(0, b"\x93NUMPY", "a NumPy array (.npy)", "numpy.load reads it"),
@@ -174,9 +168,6 @@ MAGICS: tuple[Magic, ...] = (
     ),
 )
 ENDINGS = {
-    ".h5": "HDF5",
-    ".hdf5": "HDF5",
-    ".keras": "Keras",
     ".npy": "NumPy",
     ".onnx": "ONNX",
     ".pb": "TensorFlow",

@@ -42,6 +42,7 @@ COPIES = {
     "deepspeed-run": FIXTURES / "zero" / "z3-bf16",
     "model.gguf": FIXTURES / "gguf" / "quantised.gguf",
     "flax_model.msgpack": FIXTURES / "flax" / "variables.msgpack",
+    "model.keras": FIXTURES / "keras" / "model.keras",
     "v4-8.pth": FIXTURES / "xla" / "xser-2.9.0.pth",
     "v4-8.pth.tensors": FIXTURES / "xla" / "xser-2.9.0.pth.tensors",
     "run-tf": FIXTURES / "tensorflow" / "run",

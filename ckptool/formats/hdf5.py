@@ -1,0 +1,217 @@
+"""HDF5 as Keras writes it (.h5, .weights.h5, and inside .keras): datasets by their paths.
+
+h5py finds the datasets; the bytes of one that lies in a row are read without it. Sources:
+keras/src/saving/saving_lib.py (`H5IOStore`, bfloat16 as two bytes with an attribute), h5py's
+`DatasetID.get_offset`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Details
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.files import ByteRange, MemorySource, Source
+from ckptool.files.tiled import late
+from ckptool.formats.archive import open_archive
+from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.limits import Limits
+from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.words import listed, printable
+
+__all__ = ["HDF5", "KERAS"]
+
+_MAGIC = b"\x89HDF\r\n\x1a\n"
+_WEIGHTS = "model.weights.h5"
+_CONFIG = "config.json"
+_REFUSAL = Refusal(
+    "keras",
+    "it is a file of Keras (HDF5), not of torch.save",
+    "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
+    "it is a file of Keras, which keras.models.load_model reads",
+)
+
+
+class Hdf5(Format):
+    """The format `hdf5`: read only."""
+
+    name = "hdf5"
+    refusal = _REFUSAL
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it begins with the signature."""
+        return probe.head.startswith(_MAGIC)
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The datasets by their paths; the optimizer's, if there are any, apart.
+
+        Raises:
+            CorruptFile: h5py cannot read it, or a dataset reaches out of the file.
+            LimitExceeded: it has more datasets than `probe.limits` allows.
+            UnsupportedFormat: h5py is not installed, or a dataset lies in another file.
+        """
+        source = probe.opened()
+        whole = ByteRange(source, 0, source.size)
+        return _read(probe, self.name, whole, (source,), source.size)
+
+
+class Keras(Format):
+    """The format `keras`: a zip with a file of HDF5 in it."""
+
+    name = "keras"
+    refusal = _REFUSAL
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it is a zip of a model's configuration and its weights."""
+        archive = probe.ask(open_archive)
+        return archive is not None and {_WEIGHTS, _CONFIG} <= archive.records.keys()
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """The datasets by their paths, as `Hdf5.read`."""
+        archive = probe.ask(open_archive)
+        if archive is None:
+            raise CorruptFile("this is no zip", file=probe.path)
+        data = archive.records[_WEIGHTS].data
+        return _read(probe, self.name, data, archive.sources, archive.size)
+
+
+HDF5, KERAS = Hdf5(), Keras()
+
+
+class _Stream(io.RawIOBase):
+    """A range of bytes as the file object that h5py reads."""
+
+    def __init__(self, data: ByteRange) -> None:
+        self._data, self._position = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._data.length - self._position))
+        self._data.read_into(memoryview(buffer)[:count], self._position)
+        self._position += count
+        return count
+
+
+@contextmanager
+def _opened(data: ByteRange) -> Iterator[Any]:
+    """Open the file by h5py, whose errors are put into words."""
+    file = data.source.name
+    try:
+        import h5py
+    except ImportError as error:
+        hint = "pip install 'ckptool[hdf5]'"
+        raise UnsupportedFormat(
+            "is HDF5, and h5py is not installed", file=file, hint=hint
+        ) from error
+    try:
+        with h5py.File(_Stream(data), "r") as found:
+            yield found
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise CorruptFile(f"h5py cannot read it ({error})", file=file) from error
+
+
+def _read(
+    probe: Probe, format: str, data: ByteRange, sources: tuple[Source, ...], size: int
+) -> Checkpoint:
+    others: list[str] = []
+    with _opened(data) as found:
+        flat = OrderedMap(_tensors(found, data, others, probe.limits))
+        attributes = sorted(found.attrs)
+    tops = dict.fromkeys(name.partition("/")[0] for name in flat)
+    root: dict[Any, Any] = flat
+    if len(tops) > 1 and any(top.startswith("optimizer") for top in tops):
+        root = {top: OrderedMap() for top in tops}
+        for name, one in flat.items():
+            top, _, rest = name.partition("/")
+            root[top][rest] = one
+    if attributes:
+        others.append(f"attributes of the file: {listed(map(printable, attributes))}")
+    details = Details(
+        size=size,
+        writer="Keras (HDF5)",
+        storage_bytes=sum(one.nbytes for one in find_tensors([root])),
+        left_behind=tuple(others),
+    )
+    return Checkpoint(root, format, probe.path, details, sources=sources)
+
+
+def _tensors(
+    found: Any, data: ByteRange, others: list[str], limits: Limits
+) -> Iterator[tuple[str, TensorRef]]:
+    """Yield each dataset under its path; links that lead elsewhere are not followed."""
+    import h5py
+
+    todo, groups, count = [("", found)], {found.id.__hash__()}, 0
+    while todo:
+        front, group = todo.pop(0)
+        for name in group:
+            path = f"{front}{name}"
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                others.append(f"a link at {printable(path)!r}, which is not followed")
+                continue
+            node, count = group[name], count + 1
+            if count > limits.max_records:
+                raise LimitExceeded(f"has more than {limits.max_records:,} datasets and groups")
+            if isinstance(node, h5py.Group):
+                if node.id.__hash__() not in groups:  # a hard link may lead back
+                    groups.add(node.id.__hash__())
+                    todo.append((f"{path}/", node))
+                continue
+            tensor = _tensor(path, node, data, limits) if isinstance(node, h5py.Dataset) else None
+            if tensor is not None:
+                yield path, tensor
+            else:
+                others.append(f"{printable(path)!r} of type {node.dtype} is no tensor")
+
+
+def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
+    """Return a dataset as a tensor; None if torch has no such type."""
+    stated = node.attrs.get("dtype")
+    is_half = node.dtype.kind == "V" and node.dtype.itemsize == 2 and stated == "bfloat16"
+    dtype = "bfloat16" if is_half else str(node.dtype.newbyteorder("="))
+    if dtype not in BY_NAME or node.shape is None:
+        return None
+    file = data.source.name
+    if node.external or node.is_virtual:
+        raise UnsupportedFormat(f"{printable(path)!r} lies in another file", file=file)
+    size = prod(node.shape) * BY_NAME[dtype].itemsize
+    offset, stored = node.id.get_offset(), node.id.get_storage_size()
+    if size > max(limits.max_repeated_bytes, stored * limits.max_inflation):
+        what = f"{printable(path)!r} has {size:,} bytes, which {stored:,} in the file stand for"
+        raise LimitExceeded(what, file=file)
+    if size and (offset is None or stored != size):
+        content = late(data.source.name, size, partial(_content, data, path))
+    else:
+        content = data.slice(offset or 0, size)
+    order = {">": "big", "<": "little"}.get(node.dtype.byteorder, sys.byteorder)
+    storage = Storage(path, content, size, byteorder=order)
+    return TensorRef(dtype, node.shape, row_major_strides(node.shape), 0, storage, "cpu")
+
+
+def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:
+    """Return the elements of a dataset that lies in chunks, or is compressed: all of them."""
+    with _opened(data) as found:
+        raw = found[path][()].tobytes()
+    return ByteRange(MemorySource(raw, data.source.name), 0, len(raw)), None
