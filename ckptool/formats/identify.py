@@ -135,8 +135,9 @@ MAGICS: tuple[Magic, ...] = (
     Magic(
         -8,
         bytes.fromhex("57fb808b247547db"),
-        "the index of a TensorFlow checkpoint under another name",
-        "call it as its data files are called, with the ending .index: model.ckpt-1.index",
+        "a TensorFlow checkpoint of version 1, all in one file, or an index under another name",
+        "an index is called as its data files are, with the ending .index: model.ckpt-1.index; "
+        "version 1: TensorFlow restores it, and its Saver writes version 2",
     ),
     Magic(
         0,
@@ -251,6 +252,10 @@ def explain(probe: Probe) -> CheckpointError:
 
 def _data(probe: Probe) -> Finding | None:
     """Return what a file is that only its name tells."""
+    stem, ending = os.path.splitext(probe.path)
+    if ending == ".meta" and os.path.isfile(f"{stem}.index"):
+        hint = f"give its index: ckptool list {shell(f'{stem}.index')}"
+        return Finding("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
     if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
         return None
     what = "the data of a TensorFlow checkpoint whose index is missing or cut off"

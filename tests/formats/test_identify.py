@@ -251,7 +251,12 @@ def test_a_log_as_tensorboard_writes_it(tmp_path):
 def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
     table = bytes(range(128, 228)) + bytes.fromhex("57fb808b247547db")
     error = content(b"\0\0" + table, "model")
-    assert is_a(error, UnsupportedFormat, "the index of a TensorFlow checkpoint under another name")
+    assert is_a(
+        error,
+        UnsupportedFormat,
+        "a TensorFlow checkpoint of version 1",
+        "or an index under another name",
+    )
     noise = bytes(range(128, 256)) * 4
     error = content(noise, "other.data-00000-of-00001")
     assert is_a(
@@ -260,6 +265,10 @@ def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
         "the data of a TensorFlow checkpoint whose index is missing or cut off",
     )
     assert error.hint == "copy other.index too"
+    (tmp_path / "m.index").touch()
+    error = content(b"\x0a\x86\x08\x12\xdf" + noise, "m.meta")
+    assert is_a(error, UnsupportedFormat, "the graph of a TensorFlow checkpoint")
+    assert error.hint == f"give its index: ckptool list {tmp_path / 'm.index'}"
 
 
 def test_protocol_buffers(content):
