@@ -19,7 +19,7 @@ from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import place_of
-from ckptool.formats.archive import DEFLATED, STORED, zip_archive
+from ckptool.formats.archive import DEFLATED, REFUSED, STORED, zip_archive
 from ckptool.formats.base import Record
 from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
@@ -41,9 +41,9 @@ _MOST_STREAMS = 1000
 _MOST_SEARCHED = 64 << 20
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _HEADER_MARK = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
-_LOCAL, _CENTRAL = struct.Struct("<8xH8xI4xHH"), struct.Struct("<10xH8xI4xH12xI")
-"""Of the headers of a zip: method, packed size, length of the name; of a local one, of its extra
-field; of the directory's, the offset of the local one."""
+_LOCAL, _CENTRAL = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI")
+"""Of the headers of a zip: flags, method, packed size, length of the name; of a local one, of its
+extra field; of the directory's, the offset of the local one."""
 _UNREAD = [
     (row.magic, row.what)
     for row in MAGICS
@@ -182,12 +182,15 @@ def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
 
 
 def _inside(folder: str) -> Iterator[str]:
-    for here, folders, names in os.walk(folder):
+    """Yield the files in a folder, and the folders that cannot be listed: opening one says why."""
+    failed = list[OSError]()
+    for here, folders, names in os.walk(folder, onerror=failed.append):
         folders[:] = sorted(set(folders) - {".git", "__pycache__"})
         for name in sorted(names):
             path = os.path.join(here, name)
             if os.path.isfile(path) or os.path.islink(path):
                 yield path
+    yield from (os.fsdecode(error.filename) for error in failed)
 
 
 class _Scanner:
@@ -420,6 +423,7 @@ class _Scanner:
         """Yield the records that any header of a zip leads to, local or of the directory."""
         central, local = list[tuple[int, str, int, int, int]](), dict[int, tuple[str, int, int]]()
         sizes, ends, overlap = dict[int, int](), 0, b""
+        locked = dict[str, None]()
         for start in range(0, data.length, _WINDOW):
             block = overlap + data.read(start, min(_WINDOW, data.length - start))
             at = start - len(overlap)
@@ -427,18 +431,22 @@ class _Scanner:
                 position = at + found.start()
                 head = data.read(position, min(_HEAD, data.length - position))
                 if found[0] == b"PK\x03\x04" and len(head) >= _LOCAL.size:
-                    method, sizes[position], name, extra = _LOCAL.unpack_from(head)
+                    flags, method, sizes[position], name, extra = _LOCAL.unpack_from(head)
                     label = head[_LOCAL.size :][:name].decode("utf-8", "backslashreplace")
                     local[position] = (label, method, position + _LOCAL.size + name + extra)
                 elif found[0] == b"PK\x01\x02" and len(head) >= _CENTRAL.size:
-                    method, packed, name, offset = _CENTRAL.unpack_from(head)
+                    flags, method, packed, name, offset = _CENTRAL.unpack_from(head)
                     label = head[_CENTRAL.size :][:name].decode("utf-8", "backslashreplace")
                     central.append((position, label, method, offset, packed))
                 else:
-                    ends += found[0] == b"PK\x05\x06"
+                    flags, label, ends = 0, "", ends + (found[0] == b"PK\x05\x06")
+                if flags & REFUSED:
+                    locked[label] = None
             overlap = block[-3:]
             if len(local) + len(central) > self.limits.max_records:
                 raise LimitExceeded("its zip has more headers than the limit allows")
+        for label in locked:
+            self.unread(_below(where, label), "its flags say that it is encrypted, or a patch")
         ordered, labelled = sorted(local), dict[str, list[int]]()
         for header in ordered:
             labelled.setdefault(local[header][0], []).append(header)

@@ -401,6 +401,14 @@ def test_tricks_of_zips(trick, tmp_path):
     assert is_found(judged(tmp_path, ODD[trick]), CALL)
 
 
+def test_what_is_encrypted_is_no_pass(tmp_path):
+    locked = zipped({"data.pkl": bytes(range(7, 99))})
+    locked = edited(locked, (LOCAL, 6, b"\x01\x00"), (CENTRAL, 8, b"\x01\x00"))
+    found = judged(tmp_path, locked)
+    assert found.verdict == "cannot tell"
+    assert "encrypted" in found.streams[0].fault
+
+
 # Other carriers
 
 

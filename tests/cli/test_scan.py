@@ -1,5 +1,6 @@
 """`ckptool scan`: lines, exit codes, JSON, folders."""
 
+import os
 import pickle
 
 import torch
@@ -53,6 +54,22 @@ def test_a_folder_and_a_pattern_and_what_is_missing(ckptool, tmp_path):
     assert done.code == 2
     assert "there is no such file" in done.err
     assert "1 runs" in done.out
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(ckptool, tmp_path, monkeypatch):
+    (tmp_path / "secret").mkdir()
+    evil(tmp_path / "a.pkl")
+    listing = os.scandir
+
+    def refusing(path):
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    done = ckptool("scan", tmp_path)
+    assert done.code == 2
+    assert f"{tmp_path / 'secret'}: " in done.err
 
 
 def test_many_files_have_a_line_where_there_is_something_to_say(ckptool, tmp_path):
