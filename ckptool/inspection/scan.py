@@ -82,7 +82,7 @@ class Stream:
             "where": self.where,
             "offset": self.offset,
             "verdict": self.verdict,
-            "calls": [deed.to_dict() for deed in self.deeds],
+            "calls": [deed._asdict() for deed in self.deeds],
             "calls_in_all": self.told,
             "imports": list(self.imports),
             "fault": self.fault or None,
