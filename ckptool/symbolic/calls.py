@@ -77,6 +77,14 @@ def _load_from_bytes(machine: Machine, args: Any) -> Any:
     return found if isinstance(found, (StorageRef, TensorRef)) else NotImplemented
 
 
+def _paddle_array(machine: Machine, args: Any) -> Any:
+    """`eval('data', {'data': array})`: how PaddlePaddle pickles an array of a LoDTensor."""
+    match args:
+        case ("data", {"data": TensorRef() as array} as names) if len(names) == 1:
+            return array
+    return NotImplemented
+
+
 def _new_object_call(machine: Machine, args: Any) -> Any:
     """`copyreg.__newobj__(cls, ...)`: protocol 1's way to spell NEWOBJ."""
     return new_object(machine, args[0], tuple(args[1:]))
@@ -107,6 +115,7 @@ RECOGNISED: dict[str, Call] = {
     "torch.device": _device,
     "_codecs.encode": _encode,
     "builtins.bytes": _bytes,
+    "builtins.eval": _paddle_array,
     "builtins.complex": _complex,
     "copyreg.__newobj__": _new_object_call,
     "torch.storage._load_from_bytes": _load_from_bytes,

@@ -214,3 +214,29 @@ def test_a_damaged_pickle_is_not_one_of_joblib(tmp_path):
     (tmp_path / "a.joblib").write_bytes(JOBLIB.replace(b"joblib.", b"joblob."))
     with pytest.raises(CorruptFile, match="damaged at byte"):
         ckptool.open(tmp_path / "a.joblib")
+
+
+class OfPaddle:
+    """What PaddlePaddle pickles of a LoDTensor (framework/io.py, `reduce_LoDTensor`)."""
+
+    def __init__(self, array, text="data"):
+        self.array, self.text = array, text
+
+    def __reduce__(self):
+        return eval, (self.text, {"data": self.array})
+
+
+def test_arrays_that_paddle_pickles_by_a_call_are_tensors(tmp_path):
+    tree = {"fc.weight": numpy.ones((2, 3), numpy.float32), "fc.bias": OfPaddle(numpy.arange(3.0))}
+    path = tmp_path / "model.pdparams"
+    path.write_bytes(pickle.dumps(tree, protocol=2))
+    state = ckptool.load_state_dict(path)
+    assert state["fc.bias"].tolist() == [0, 1, 2]
+    assert list(state) == ["fc.weight", "fc.bias"]
+
+
+def test_any_other_call_of_eval_stays_a_call(tmp_path):
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps({"a": OfPaddle(numpy.ones(1), "print(1)"), "b": OfPaddle(1)}))
+    with ckptool.open(path) as checkpoint:
+        assert {type(one) for one in checkpoint.root.values()} == {Opaque}
