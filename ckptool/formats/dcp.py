@@ -358,11 +358,12 @@ def _item(folder: str, info: Any) -> Item:
     state = _state(info)
     name, offset, length = state["relative_path"], state["offset"], state["length"]
     parts = str(name).replace("\\", "/").split("/")
-    if not isinstance(name, str) or os.path.isabs(name) or ".." in parts or "\0" in name:
+    is_inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in parts
+    if not is_inside or b"\0" in os.fsencode(name):
         raise CorruptFile(f"the index names {printable(repr(name))}, outside of the folder")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise CorruptFile(f"the index has no bytes at {offset!r} of {printable(name)!r}")
-    packed = tuple(state.get("transform_descriptors") or ())
+    packed = tuple(map(str, state.get("transform_descriptors") or ()))
     return Item(os.path.join(folder, name), offset, length, packed)
 
 

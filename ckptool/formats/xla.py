@@ -26,7 +26,7 @@ from ckptool.model import Opaque, OrderedMap, Storage, TensorRef, find_tensors, 
 from ckptool.tree import everything, rebuild
 from ckptool.words import counted, listed, printable
 
-__all__ = ["XLA_FSDP", "XLA_XSER"]
+__all__ = ["XLA_FSDP", "XLA_XSER", "rank_files", "tensor_files"]
 
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 _RANK = re.compile(r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII)
@@ -112,7 +112,7 @@ class XlaFsdp(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is a folder of rank files, the first of which says how it was cut."""
-        paths = _paths(probe)
+        paths = rank_files(probe)
         if not paths:
             return False
         try:
@@ -130,7 +130,7 @@ class XlaFsdp(Format):
             CorruptFile: the files contradict each other, or do not hold all of a parameter.
             LimitExceeded: a file asks for more than `probe.limits`.
         """
-        paths = _paths(probe)
+        paths = rank_files(probe)
         with opened_together(paths, probe.limits, _FORMATS) as ranks:
             try:
                 root, notes = _whole(ranks, probe.path)
@@ -151,7 +151,14 @@ class XlaFsdp(Format):
 XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
 
 
-def _paths(probe: Probe) -> list[str]:
+def tensor_files(probe: Probe) -> list[str]:
+    """Return the files of tensors beside a file, in the order of their names."""
+    folder = f"{probe.path}.tensors"
+    names = probe.place.names(folder) if probe.place.is_folder(folder) else ()
+    return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pt")]
+
+
+def rank_files(probe: Probe) -> list[str]:
     """Return the rank files of a folder, in the order of the ranks."""
     found = [one for name in probe.entries if (one := _RANK.fullmatch(name))]
     found.sort(key=lambda one: int(one["rank"]))

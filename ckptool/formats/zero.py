@@ -557,8 +557,9 @@ def _weights(
     for name, kept in ties.items() if isinstance(ties, dict) else ():
         if kept in found:
             found[name] = found[kept]
+    kept = {*found, *(first.get("buffer_names") or ())}
     for name, one in module.items():
-        if isinstance(one, TensorRef) and one.shape == (0,) and name not in found:
+        if isinstance(one, TensorRef) and one.shape == (0,) and name not in kept:
             what = f"the weight {printable(str(name))!r} is in no file"
             raise CorruptFile(what, file=models[0].path, hint=_HINT)
     return remade(module, {**module, **found})
@@ -568,15 +569,22 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
     """Return what a universal folder has of each trained parameter."""
     top = os.path.join(folder, _UNIVERSAL)
     names, states = place_of(top).names(top), {}
+    hint = "make it again with ds_to_universal.py"
     for group in groups:
+        known: set[str] = set()
         for name, shape in group.shapes.items():
             if name not in names:
                 what = f"lacks the folder of {printable(name)!r}"
-                raise FileMissing(what, file=top, hint="make it again with ds_to_universal.py")
+                raise FileMissing(what, file=top, hint=hint)
             states[name] = {
                 os.path.basename(file)[: -len(".pt")]: _stored(name, file, shape, limits)
                 for file in _files_of(os.path.join(top, name))
             }
+            known = known or set(states[name])
+            for kind in sorted(known ^ set(states[name])):
+                what = f"{kind}.pt is there for one of {printable(name)!r} and"
+                other = printable(next(iter(group.shapes)))
+                raise FileMissing(f"{what} {other!r}, and not for both", file=top, hint=hint)
             states[name].update((k, _own(f"{name}/{k}", one)) for k, one in group.others.items())
     return states
 

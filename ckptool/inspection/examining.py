@@ -28,6 +28,8 @@ from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.ranks import FSDP_RANKS, rank_files
 from ckptool.formats.sharded import open_index
+from ckptool.formats.xla import XLA_FSDP, tensor_files
+from ckptool.formats.xla import rank_files as xla_rank_files
 from ckptool.formats.zero import DEEPSPEED, step_files
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
@@ -48,6 +50,7 @@ _SETS = (
     (DCP_SAFETENSORS, part_files),
     (FSDP_RANKS, rank_files),
     (DEEPSPEED, step_files),
+    (XLA_FSDP, xla_rank_files),
 )
 """Formats of several files that open by themselves, with what finds these."""
 
@@ -102,6 +105,8 @@ def examine(
                 look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
             else:
                 look.at_file(probe, values=values, hashes=hashes)
+                for one in tensor_files(probe):
+                    look.at_shard(one, os.path.basename(one))
         except CheckpointError as error:
             look.blame(error)
         except PermissionError as error:

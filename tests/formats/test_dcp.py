@@ -146,6 +146,10 @@ FAULTS = {
     "a file that is gone": lambda index: moved(index, "both", (0, 0), relative_path="__9_0.distcp"),
     "a file outside": lambda index: moved(index, "both", (0, 0), relative_path="../x"),
     "an absolute path": lambda index: moved(index, "both", (0, 0), relative_path="/etc/passwd"),
+    "a path of no text": lambda index: moved(index, "both", (0, 0), relative_path="\ud800"),
+    "descriptors of no text": lambda index: moved(
+        index, "both", (0, 0), transform_descriptors=[[1]]
+    ),
     "a negative offset": lambda index: moved(index, "both", (0, 0), offset=-1),
     "beyond the end": lambda index: moved(index, "both", (0, 0), offset=1 << 40),
     "another chunk's bytes": lambda index: moved(

@@ -63,6 +63,23 @@ def test_a_tensor_that_is_not_there_or_none(xser, tmp_path):
         open_checkpoint(xser)
 
 
+def flipped(path, value):
+    raw = path.read_bytes()
+    at = raw.index(value.numpy().tobytes())
+    path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+
+
+def test_verify_finds_a_bit_in_any_of_the_files(xser, folder, tmp_path):
+    assert ckptool.verify(folder).ok
+    tensor = tmp_path / "model.pth.tensors/tensor_0.pt"
+    flipped(tensor, torch.load(tensor))
+    flipped(rank(folder, 1), next(iter(torch.load(rank(folder, 1))["model"].values())))
+    for path, name in ((xser, tensor.name), (folder, rank(folder, 1).name)):
+        (problem,) = ckptool.verify(path).problems
+        assert problem.kind == "checksum"
+        assert problem.place.startswith(name)
+
+
 def test_verify_and_doctor_of_a_file_with_tensors_beside_it(xser, capfd):
     assert main(["verify", str(xser)]) == 0
     assert main(["doctor", str(xser)]) == 1

@@ -320,6 +320,24 @@ def test_a_parameter_that_a_universal_folder_lacks_is_named(run):
         ckptool.open(folder)
 
 
+def test_a_state_that_a_universal_folder_lacks_is_named(run):
+    folder = run("universal-z2-bf16")
+    (folder / "zero" / "up.bias" / "exp_avg.pt").unlink()
+    with pytest.raises(FileMissing, match=r"exp_avg.pt is there for one of .*'up\.bias'"):
+        ckptool.open(folder)
+
+
+def test_an_empty_buffer_is_no_weight_without_slices(run):
+    folder = run("z3-fp32")
+
+    def change(own):
+        own["module"]["nothing"] = torch.empty(0)
+        own["buffer_names"].append("nothing")
+
+    changed(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt", change)
+    assert ckptool.load(folder)["module"]["nothing"].shape == (0,)
+
+
 @pytest.mark.parametrize("tag", ["../z2-fp32/global_step3", "..", "", "global_step3/", "a\0b"])
 def test_a_tag_that_is_no_folder_of_the_run_is_not_followed(run, tag):
     folder = run("z1-fp32")
