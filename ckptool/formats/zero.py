@@ -276,7 +276,7 @@ def _joined(
 ) -> tuple[dict[Any, Any], list[str]]:
     """Return the tree of rank 0 with whole tensors, and what is to be said of it."""
     first = _mapping(models[0].root, models[0].path)
-    module, shapes = first.get("module"), _shapes(first.get("param_shapes"))
+    module = first.get("module")
     if not isinstance(module, dict):
         raise UnsupportedFormat("has no weights under 'module'", file=models[0].path)
     own = [_mapping(one.root, one.path, "optimizer_state_dict") for one in optims]
@@ -285,7 +285,9 @@ def _joined(
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
         own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
-        return first, ["no file of the optimizer is in the folder"]
+        told = ["no file of the optimizer is in the folder"]
+        return first, [] if first.get("optimizer") else told
+    shapes = _shapes(first.get("param_shapes"))
     if not step.is_universal:
         _check_alike(step, own, files)
     groups = _groups(own, files, shapes, vectors=not step.is_universal)

@@ -217,6 +217,18 @@ def test_weights_without_the_optimizer_are_read(run):
     assert hashes(folder) == {k: v for k, v in before.items() if k.startswith("module")}
 
 
+def test_a_run_without_zero_is_read(run):
+    folder = run("z2-fp32")
+    state = torch.load(file(folder, "mp_rank_00_model_states.pt"), weights_only=False)
+    for path in folder.rglob("*.pt"):
+        path.unlink()
+    state.update(param_shapes=None, optimizer={"state": {0: {"step": 3}}})
+    torch.save(state, folder / "global_step3" / "mp_rank_00_model_states.pt")
+    loaded = ckptool.load(folder)
+    assert loaded["optimizer"] == state["optimizer"]
+    assert loaded["module"].keys() == state["module"].keys()
+
+
 def test_a_rank_too_many_is_named(run):
     folder = run("z1-fp32")
     path = file(folder, "rank_1_mp_rank_00_optim_states.pt")
