@@ -116,7 +116,7 @@ class TensorFlow(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Whether it is an index, a data file beside one, or a folder with one."""
-        return any(_is_table(probe.place, path) for path in _indexes(probe))
+        return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the variables by name, over the index alone; an optimizer's are a section.
@@ -215,35 +215,46 @@ def _is_table(place: Place, path: str) -> bool:
 
 
 def _indexes(probe: Probe) -> list[str]:
-    """Return the paths of the index that a probe means, of several in a folder each."""
+    """Return the path of the index that a probe means, of several in a folder each."""
     if not probe.is_folder:
         found = _PART.fullmatch(probe.path)
-        return [f"{found['prefix']}.index"] if found else []
-    folder, names = probe.path, probe.entries
-    if _VARIABLES in names and any(name.startswith("saved_model.pb") for name in names):
-        return [os.path.join(folder, _VARIABLES, f"{_VARIABLES}.index")]
-    paths = [os.path.join(folder, name) for name in sorted(names) if name.endswith(".index")]
-    if paths and _NOTE in names and probe.place.is_file(os.path.join(folder, _NOTE)):
-        source = probe.place.open(os.path.join(folder, _NOTE))
-        note = source.read(0, min(source.size, _MOST_NOTE))
+        paths = [f"{found['prefix']}.index"] if found else []
+    elif _VARIABLES in probe.entries and "saved_model.pb" in probe.entries:
+        paths = [os.path.join(probe.path, _VARIABLES, f"{_VARIABLES}.index")]
+    else:
+        names = sorted(name for name in probe.entries if name.endswith(".index"))
+        paths = [os.path.join(probe.path, name) for name in names]
+    paths = [path for path in paths if _is_table(probe.place, path)]
+    latest = _latest(probe) if paths else None
+    return [latest] if latest else paths
+
+
+def _latest(probe: Probe) -> str | None:
+    """Return the path of the latest index of a folder, by its note."""
+    path = os.path.join(probe.path, _NOTE)
+    if _NOTE not in probe.entries or not probe.place.is_file(path):
+        return None
+    source = probe.place.open(path)
+    try:
+        found = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
+    finally:
         source.close()
-        if latest := _LATEST.search(note):
-            # The folder may have been moved: of a whole path the name alone is taken.
-            name = _name(latest[1]).replace("\\", "/").split("/")[-1]
-            return [os.path.join(folder, f"{name}.index"), *paths]
-    return paths
+    if found is None:
+        return None
+    # The folder may have been moved: of a whole path the name alone is taken.
+    name = _name(found[1]).replace("\\", "/").split("/")[-1]
+    return os.path.join(probe.path, f"{name}.index")
 
 
 def _index_of(probe: Probe) -> _Index:
     paths = _indexes(probe)
-    if _NOTE in probe.entries and not probe.place.is_file(paths[0]):
-        what = f"lacks {os.path.basename(paths[0])}, the latest by its file `{_NOTE}`"
-        hint = f"give another: ckptool list {shell(paths[-1])}"
-        raise FileMissing(what, file=probe.path, hint=hint)
-    if len(paths) > 1 and _NOTE not in probe.entries:
+    if len(paths) > 1:
         what = f"has several checkpoints: {listed([os.path.basename(one) for one in paths])}"
         hint = f"give one: ckptool list {shell(paths[-1])}"
         raise UnsupportedFormat(what, file=probe.path, hint=hint)
+    if not probe.place.is_file(paths[0]):
+        what = f"lacks {os.path.basename(paths[0])}, the latest by its file `{_NOTE}`"
+        raise FileMissing(what, file=probe.path, hint="copy it too, or give another by its name")
     source = probe.source if probe.path == paths[0] else None
     if source is None:
         source = probe.place.open(paths[0])

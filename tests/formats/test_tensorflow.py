@@ -126,13 +126,20 @@ def test_a_note_with_the_path_of_another_machine(tensorflow):
         FileMissing, match=r"run: lacks ckpt-9.index, the latest by its file"
     ) as info:
         open_checkpoint(tensorflow / "run")
-    assert info.value.hint == f"give another: ckptool list {tensorflow / 'run/ckpt-2.index'}"
+    assert info.value.hint == "copy it too, or give another by its name"
 
 
 def test_several_checkpoints_without_a_note(tensorflow):
-    (tensorflow / "run/checkpoint").unlink()
-    with pytest.raises(UnsupportedFormat, match=r"several checkpoints: ckpt-1.index, ckpt-2.index"):
+    (tensorflow / "run/faiss.index").write_bytes(b"IxF2" * 9)
+    (tensorflow / "run/checkpoint").write_text("of no use\n")
+    words = r"several checkpoints: ckpt-1.index, ckpt-2.index\n"
+    with pytest.raises(UnsupportedFormat, match=words):
         open_checkpoint(tensorflow / "run")
+    (tensorflow / "run/checkpoint").unlink()
+    with pytest.raises(UnsupportedFormat, match=words):
+        open_checkpoint(tensorflow / "run")
+    (tensorflow / "run/ckpt-1.index").unlink()
+    assert names_of(tensorflow / "run")[0].endswith("ckpt-2.index")
 
 
 # Names and values
@@ -175,6 +182,14 @@ def test_texts_are_values(fixtures, tmp_path):
     assert root["texts"] == [["a", ""], ["b" * 300, b"\xff"]]
     with open_checkpoint(fixtures / "tensorflow/saved_model") as checkpoint:
         assert sorted(checkpoint.settled().root["words/table-keys"]) == ["one", "zwei"]
+
+
+def test_a_name_that_is_no_text(written, tmp_path, capfd):
+    prefix = str(written({b"\xff": entry_of(), b"a": entry_of()}))
+    for verb in (["list"], ["verify"], ["convert", "a.pth"], ["convert", "a.safetensors"]):
+        target = [str(tmp_path / one) for one in verb[1:]]
+        assert main([verb[0], prefix, *target]) in (0, 1, 2)
+        assert "unexpected" not in capfd.readouterr().err
 
 
 def test_averages_are_weights_and_what_else_is_below_a_variable_is_not(written):
