@@ -409,12 +409,13 @@ class _Scanner:
             if place in seen:
                 continue
             seen.add(place)
-            folder, _, last = name.rpartition("/")
-            if folder.rpartition("/")[2] in _STORAGE_FOLDERS and last in named:
+            if name in named:
                 continue
             keys = self.look(record, _below(where, name), depth + 1)
             if name.endswith(".pkl"):
-                named |= keys
+                folder = name[: name.rfind("/") + 1]
+                stored = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
+                named.update(one for one in stored if not one.endswith(".pkl"))
         if is_script:
             self.code = [name for name in self.code if not _SCRIPT.search(name)]
             self.notes.append("it is a TorchScript: its code is not Python, and is not judged")

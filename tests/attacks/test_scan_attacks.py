@@ -401,6 +401,30 @@ def test_tricks_of_zips(trick, tmp_path):
     assert is_found(judged(tmp_path, ODD[trick]), CALL)
 
 
+def test_a_pickle_that_another_names_as_a_storage(tmp_path):
+    """torch takes the folder of the first record for the archive's."""
+    pid = (
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text("data.pkl")
+        + text("cpu")
+        + b"K\x01tQ"
+    )
+    entries = {
+        "data/version": b"3\n",
+        "b/data.pkl": b"\x80\x02" + pid + b".",
+        "data/data.pkl": SYSTEM,
+    }
+    assert is_found(judged(tmp_path, zipped(entries)), CALL)
+    other = {
+        "version": b"3\n",
+        "b/data.pkl": entries["b/data.pkl"].replace(b"data.pkl", b"evil.bin"),
+        "c/data/evil.bin": SYSTEM,
+    }
+    assert is_found(judged(tmp_path, zipped(other)), CALL)
+
+
 def test_what_is_encrypted_is_no_pass(tmp_path):
     locked = zipped({"data.pkl": bytes(range(7, 99))})
     locked = edited(locked, (LOCAL, 6, b"\x01\x00"), (CENTRAL, 8, b"\x01\x00"))
