@@ -18,10 +18,10 @@ from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.identify import shell
 from ckptool.formats.opening import opened_together
-from ckptool.formats.placements import parts_of
+from ckptool.formats.placements import Part, parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, few, listed, printable
 
 __all__ = ["FSDP_RANKS", "of_model", "rank_files", "set_of"]
 
@@ -66,11 +66,14 @@ class FsdpRanks(Format):
         """
         formats = ("torch-zip", "torch-legacy")
         with opened_together(rank_files(probe), probe.limits, formats) as ranks:
-            root = _joined(ranks, probe.path)
+            root, differing = _joined(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
         sources = tuple(source for one in ranks for source in one.sources)
-        return Checkpoint(root, self.name, probe.path, _details(ranks, others), sources=sources)
+        left = [f"the rank files of other states: {listed(others)}"] if others else []
+        if differing:
+            left.append(f"copies in other ranks' files that differ: {few(differing)}")
+        return Checkpoint(root, self.name, probe.path, _details(ranks, left), sources=sources)
 
 
 FSDP_RANKS = FsdpRanks()
@@ -125,8 +128,9 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
     return tuple(files[rank] for rank in range(world))
 
 
-def _joined(ranks: Sequence[Checkpoint], folder: str) -> Any:
-    """Return the tree of rank 0 with whole tensors in the place of their parts."""
+def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
+    """Return the tree of rank 0 with whole tensors, and the tensors whose copies differ."""
+    differing: list[str] = []
     leaves = [dict(walk(one.root)) for one in ranks]
     whole: dict[int, TensorRef] = {}
     storages: dict[Any, Storage] = {}
@@ -141,8 +145,16 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> Any:
             for one, found in zip(ranks, leaves, strict=True):
                 _check_alike(ranks, one, leaves[0].get(path, found), found.get(path, leaves[0]))
             first = leaves[0][path]
-            if isinstance(first, TensorRef) and first.is_spread:
-                whole[id(first)] = _whole(ranks, [found[path] for found in leaves], storages)
+            if not isinstance(first, TensorRef):
+                continue
+            every = [found[path] for found in leaves]
+            copies: list[tuple[Any, TensorRef]] = [((), one) for one in every]
+            if first.is_spread:
+                parts = parts_of(every)
+                copies = [(one.rows, one.local) for held in parts for one in held]
+                whole[id(first)] = _whole(ranks, first, parts, storages)
+            if _differ(copies):
+                differing.append(name_of(path))
         except CheckpointError as error:
             error.message = f"{printable(name_of(path))!r}: {error.message}"
             error.file = error.file or folder
@@ -151,7 +163,18 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> Any:
     if not whole and len(ranks) > 1:
         what = "has rank files that do not say which part of a tensor is in which (DTensor)"
         raise UnsupportedFormat(what, file=folder, hint=_FULL)
-    return _replaced(ranks[0].root, whole)
+    return _replaced(ranks[0].root, whole), differing
+
+
+def _differ(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
+    """Return whether copies of the same rows differ, by the checksums that their files state."""
+    known: dict[Any, Any] = {}
+    for rows, one in copies:
+        if one.numel and one.storage is not None and one.storage.crc32 is not None:
+            layout = rows, one.shape, one.stride, one.offset, one.storage.nbytes
+            if known.setdefault(layout, one.storage.crc32) != one.storage.crc32:
+                return True
+    return False
 
 
 def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other: Any) -> None:
@@ -170,14 +193,16 @@ def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other
 
 
 def _whole(
-    ranks: Sequence[Checkpoint], every: Sequence[TensorRef], storages: dict[Any, Storage]
+    ranks: Sequence[Checkpoint],
+    first: TensorRef,
+    every: Sequence[Sequence[Part]],
+    storages: dict[Any, Storage],
 ) -> TensorRef:
     """Return a tensor joined from what each rank holds of it; ties share a storage."""
-    first = every[0]
     shape = tuple(size or 0 for size in first.shape)
     tiles: dict[tuple[Any, Any], Tile] = {}
     seen: list[Any] = [first.dtype, shape]
-    for one, parts in zip(ranks, parts_of(every), strict=True):
+    for one, parts in zip(ranks, every, strict=True):
         for part in parts:
             local = part.local
             if local.dtype != first.dtype:
@@ -213,7 +238,7 @@ def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
     return made
 
 
-def _details(ranks: Sequence[Checkpoint], others: Sequence[str]) -> Details:
+def _details(ranks: Sequence[Checkpoint], left: Sequence[str]) -> Details:
     every = [one.details for one in ranks]
     what = f"{counted(len(ranks), 'rank file')}, joined; plain tensors and values are of rank 0"
     return replace(
@@ -224,5 +249,5 @@ def _details(ranks: Sequence[Checkpoint], others: Sequence[str]) -> Details:
         storage_bytes=sum(one.storage_bytes for one in every),
         dead_bytes=sum(one.dead_bytes for one in every),
         notes=(what, *every[0].notes),
-        left_behind=(f"the rank files of other states: {listed(others)}",) if others else (),
+        left_behind=tuple(left),
     )

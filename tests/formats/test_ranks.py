@@ -255,3 +255,17 @@ def test_a_file_with_a_star_in_its_name_is_that_file(folder):
     starred = shutil.copy(file(folder, 0), folder / "rank_*.pt")
     with open_checkpoint(starred) as checkpoint:
         assert checkpoint.format == "torch-zip"
+
+
+def test_copies_that_differ_are_told(fixtures, tmp_path):
+    folder = shutil.copytree(fixtures / "ranks/hsdp-2.13.0", tmp_path / "run")
+    path = folder / "model_world_size_4_rank_2.pt"
+    state = torch.load(path, weights_only=False)
+    state["up.weight"]._local_tensor.add_(1)
+    state["norm.running_mean"].add_(1)
+    torch.save(state, path)
+    told = "copies in other ranks' files that differ: 'up.weight', 'norm.running_mean'"
+    with ckptool.open(folder) as checkpoint:
+        assert checkpoint.details.left_behind == (told,)
+    assert ckptool.verify(folder).notes == (told,)
+    assert not ckptool.verify(fixtures / "ranks/hsdp-2.13.0").notes

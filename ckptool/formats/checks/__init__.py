@@ -55,6 +55,8 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
             return found + torch_zip_findings(
                 contents.storages.archive, contents, unzipped=probe.is_folder
             )
+        case "fsdp-ranks":
+            return found + Findings(notes=checkpoint.details.left_behind)
         case "safetensors-sharded" | "torch-sharded":
             return found + Findings(tuple(_total_size(checkpoint, probe)))
         case "torch-legacy" if source is not None:
