@@ -1,0 +1,63 @@
+"""The machine with an observer: which steps it reports, where, and what it leaves."""
+
+import pickle
+import pickletools
+
+import pytest
+
+from ckptool.inspection.deeds import as_python
+from ckptool.limits import DEFAULT_LIMITS
+from ckptool.symbolic.machine import Machine
+from ckptool.symbolic.opcodes import HANDLERS
+from ckptool.symbolic.watching import Watcher, is_unknown
+
+
+def watched(data):
+    events = []
+    machine = Watcher(data, file="x", limits=DEFAULT_LIMITS, observe=events.append)
+    return machine.run(0)[0], events
+
+
+class Thing:
+    def __init__(self):
+        self.a = 1
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_each_step_is_reported_where_its_opcode_stands(protocol):
+    data = pickle.dumps([Thing(), range(3), complex(1, 2)], protocol)
+    _, events = watched(data)
+    named = {position: opcode.name for opcode, _, position in pickletools.genops(data)}
+    assert all(named[event.offset] == event.opcode for event in events)
+    assert {event.kind for event in events} >= {"import", "call", "build"}
+
+
+def test_what_is_not_in_the_file_is_a_symbol():
+    root, events = watched(b"\x80\x04h\x05.")
+    assert is_unknown(root)
+    assert [(event.kind, event.items) for event in events] == [
+        ("unknown", "memo 5 was never filled")
+    ]
+
+
+def test_changes_of_what_is_not_plain_data_are_reported():
+    _, events = watched(b"\x80\x02cos\nenviron\nU\x01aU\x01bs0]K\x01a0csys\npath\nK\x01a.")
+    changes = [(event.kind, as_python(event.what), event.items) for event in events]
+    assert [change for change in changes if change[0] != "import"] == [
+        ("set", "os.environ", [("a", "b")]),
+        ("append", "sys.path", [1]),
+    ]
+
+
+def test_ordinary_reads_have_the_table_without_an_observer():
+    assert Machine.handlers is HANDLERS
+    assert sum(a is not b for a, b in zip(Watcher.handlers, HANDLERS, strict=True)) == 22
+
+
+def test_a_value_is_spelled_as_python_and_cut():
+    deep = [[[[[[[[[[1]]]]]]]]]]
+    assert as_python({"a": (1,), "b": [b"x", None, 1.5]}) == "{'a': (1,), 'b': [b'x', None, 1.5]}"
+    assert as_python(deep).count("[") == 9
+    assert as_python("x" * 1000) == repr("x" * 120) + "..."
+    assert as_python(list(range(1000))) == "[0, 1, 2, 3, 4, 5, ...]"
+    assert len(as_python([["x" * 100] * 100] * 100)) < 50_000
