@@ -635,6 +635,9 @@ def _other_folder(path: str, names: list[str]) -> Finding:
     """A folder of no known kind: whoever gave it may mean a file in it."""
     if not names:
         return Finding("an empty folder", None)
+    if all(".ckptool-" in name for name in names):
+        what = "a folder that ckptool has begun to write, and not finished"
+        return Finding(what, "write it again: the next run removes what is left of this one")
     what = f"a folder that is no checkpoint: it holds {few(names)}"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:

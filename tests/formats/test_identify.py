@@ -403,6 +403,11 @@ def test_the_hints_for_folders_are_commands(folder, tmp_path):
     assert error.hint.endswith(f"ckptool list '{path}/model-00001-of-00002.safetensors'")
 
 
+def test_a_folder_whose_writing_was_stopped(folder):
+    names = (f".model.safetensors.index.json.ckptool-{12 * '0'}-00001.part", ".m.ckptool-lock")
+    assert is_a(folder(*names), NotACheckpoint, "ckptool has begun to write, and not finished")
+
+
 def test_a_folder_that_holds_checkpoints(folder, tmp_path):
     path = tmp_path / "run 1"
     assert is_a(folder(), NotACheckpoint, "an empty folder")
