@@ -62,6 +62,10 @@ each is asked for is in `benchmarks/peer_readers.py`.
 """
 
 
+OTHERS = (".safetensors", ".pkl", ".pt2", ".gguf", ".h5", ".keras", ".msgpack", ".index")
+"""Endings of fixtures that `torch.save` did not write; nor did it all of a file of torch_xla's."""
+
+
 def fixtures() -> dict[str, Path]:
     """Oracles by the file that they judge: one of `torch.save`'s, no other arrays than tensors."""
     found = {}
@@ -72,10 +76,11 @@ def fixtures() -> dict[str, Path]:
         arrays = any(kind == "numpy.ndarray" for _, kind in told["objects"])
         by_save = (
             told.get("by", "torch").startswith("torch")
-            and not name.endswith((".safetensors", ".pkl", ".pt2"))
+            and not name.endswith(OTHERS)
             and "torchscript" not in told
         )
-        if plain and not arrays and told["tensors"] and by_save and (FIXTURES / name).is_file():
+        alone = (FIXTURES / name).is_file() and not (FIXTURES / f"{name}.tensors").is_dir()
+        if plain and not arrays and told["tensors"] and by_save and alone:
             found[name] = oracle
     return found
 
