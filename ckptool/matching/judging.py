@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from ckptool.dtypes import BY_NAME
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
@@ -324,9 +323,7 @@ def difference(
     if has_adapter(unexpected, known):
         return MERGE
     # Integers for fractions mean nothing without the scales beside them.
-    if unexpected and any(
-        BY_NAME[one.after].floating and "int" in one.before for one in report.cast
-    ):
+    if unexpected and any("float" in one.after and "int" in one.before for one in report.cast):
         return "the file's weights are quantised: integers, and their scales under other names"
     if lost > most:
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"

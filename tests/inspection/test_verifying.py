@@ -455,9 +455,9 @@ def test_what_keeps_a_file_from_opening_is_a_problem(tmp_path, model):
 def test_what_keeps_a_file_from_being_looked_at_is_an_error(tmp_path, model):
     with pytest.raises(FileMissing):
         verify(tmp_path / "nothing.pth")
-    (tmp_path / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    (tmp_path / "model.pte").write_bytes(bytes(4) + b"ET12" + bytes(100))
     with pytest.raises(UnsupportedFormat):
-        verify(tmp_path / "model.h5")
+        verify(tmp_path / "model.pte")
     with pytest.raises(UnreadableFile, match="changed while it was read"):
         verify(model, progress=lambda done, total: os.utime(model, ns=(done, done)))
 
