@@ -33,13 +33,14 @@ _DATA = re.compile(
     r"builtins\.(slice|range|object|bytes|bytearray|complex|frozenset|set|list|tuple|dict|int|float"
     r"|str|bool|StopIteration|KeyboardInterrupt|SystemExit)|"
     r"[\w.]+\.[A-Z]\w*(Error|Exception|Warning)|builtins\.(Exception|Warning)|"
-    r"collections\.(deque|OrderedDict|Counter|defaultdict)|_codecs\.encode|"
+    r"collections\.(deque|OrderedDict|Counter|defaultdict|UserDict|UserList)|ipaddress\.IPv\w+|"
+    r"configparser\.((Raw)?ConfigParser|SectionProxy|ConverterMapping|\w*Interpolation)|_codecs\.encode|"
     r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path|decimal\.Decimal|fractions\.Fraction|"
     r"datetime\.(date|datetime|time|timedelta|timezone)|zoneinfo\.ZoneInfo\._unpickle|"
     r"uuid\.(UUID|SafeUUID)|re\._compile|_sre\.compile|logging\.getLogger|random\.Random|"
     r"argparse\.Namespace|types\.SimpleNamespace|array\._array_reconstructor|signal\.Signals|"
-    r"numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|_?core\.numeric\._frombuffer|"
-    r"dtype|ndarray|(rec\.)?(matrix|record|recarray)|random\.bit_generator\.__pyx_unpickle_SeedSequence|ma\.core\._mareconstruct|(_?core\.)?_ufunc_reconstruct|random\.\w*\.?_pickle\.\w+|"
+    r"numpy\.(_?core\.(multiarray|_internal)\.(_reconstruct|scalar)|_?core\.numeric\._frombuffer|"
+    r"dtype|ndarray|((rec|matrixlib\.defmatrix|_?core\.records)\.)?(matrix|record|recarray)|random\.bit_generator\.__pyx_unpickle_SeedSequence|ma\.core\._mareconstruct|random\.\w*\.?_pickle\.\w+|"
     r"(dtypes|core\.multiarray)\.\w+DType)|"
     r"pandas\.(\w+Dtype|Period|Interval|Timestamp|Timedelta|"
     r"core\.(indexes\.(\w+\._new_\w*Index|range\.RangeIndex)|internals\.(managers\."
@@ -89,6 +90,7 @@ _RERUN = frozenset(
 _CLASS = re.compile(r"_*[A-Z]\w*(\._*[A-Z]\w*)*", re.ASCII)
 _APPLIERS = re.compile(r"torch\._?tensor\._rebuild_from_type(_v2)?")
 _PARTIAL = "functools.partial"
+_UFUNCS = tuple(f"numpy.{where}_ufunc_reconstruct" for where in ("", "core.", "_core."))
 _LOADER = "torch.storage._load_from_bytes"
 _MOST_TOLD, _MOST_PARTS = 100, 1_000_000
 
@@ -175,8 +177,10 @@ class Judge:
             return special(self, parts)
         if _APPLIERS.fullmatch(name) and parts:
             return self.call(parts[0], parts[2] if len(parts) > 2 else ())
-        if _is_allowed(name):
-            return DATA
+        if _is_allowed(name):  # which may go through what it is given
+            made = [part for part in parts if isinstance(part, Opaque)]
+            fine = self.is_harmless(made, strict=not func.name.startswith("_"))
+            return DATA if fine else RUNS
         if _is_data(name):
             return NEEDS_CODE if self.is_harmless(parts, strict=True) else RUNS
         if is_new and not parts and not kwargs:
@@ -219,6 +223,8 @@ class Judge:
         if kind == "build" and _name_of(target) == _PARTIAL:
             return self._partial(items if isinstance(items, tuple) else ())
         if kind == "build":
+            if _is_standard(target) and not self.is_harmless(items, strict=True):
+                return RUNS
             return DATA if _is_allowed(_name_of(target)) else NEEDS_CODE
         name = _name_of(target)
         library = name.partition(".")[0] in sys.stdlib_module_names
@@ -267,11 +273,18 @@ class Judge:
         match args:
             case (Global() as owner, str() as name, *_):
                 fine = bool(_CLASS.match(owner.name)) or not _is_doer(owner)
-            case (_, str() as name, *_):
-                fine = True
+            case (owner, str() as name, *_):
+                fine = not _is_standard(owner)
             case _:
                 return RUNS
         return NEEDS_CODE if fine and not name.startswith("__") else RUNS
+
+    def _ufunc(self, args: tuple[Any, ...]) -> str:
+        """Judge what finds a function of numpy or scipy, as of any other module."""
+        match args:
+            case (str() as module, str()) if module.partition(".")[0] in ("numpy", "scipy"):
+                return NEEDS_CODE
+        return RUNS
 
     def _getitem(self, args: tuple[Any, ...]) -> str:
         match args:
@@ -299,6 +312,8 @@ class Judge:
     def _reconstructor(self, args: tuple[Any, ...]) -> str:
         cls, base, state = (*args, None, None, None)[:3]
         if isinstance(base, Global) and base.qualified in _PLAIN_BASES:
+            if not self.is_harmless((state,), strict=True):
+                return RUNS
             return self.call(cls, (), is_new=True)
         return self.call(base, (state,))
 
@@ -344,6 +359,7 @@ _SPECIAL: dict[str, Callable[[Judge, tuple[Any, ...]], str]] = {
     "copyreg.__newobj__": Judge._newobj,
     "copyreg.__newobj_ex__": Judge._newobj_ex,
     _LOADER: Judge._load,
+    **dict.fromkeys(_UFUNCS, Judge._ufunc),
 }
 
 
@@ -370,12 +386,24 @@ def _is_doer(func: Global, *, strict: bool = False) -> bool:
 
 def _is_found(node: Any) -> bool:
     """Return whether an object was not made by the file, but found in a module."""
-    found = isinstance(node, Opaque) and isinstance(node.func, Global)
-    return found and node.func.qualified in _FINDERS
+    if not isinstance(node, Opaque) or not isinstance(node.func, Global):
+        return False
+    func: Any = node.func
+    args = node.args
+    if _APPLIERS.fullmatch(func.qualified) and isinstance(args, tuple):
+        func = next(iter(args), None)
+    return isinstance(func, Global) and func.qualified in _FINDERS
+
+
+def _is_standard(node: Any) -> bool:
+    """Return whether an object is of a class of the standard library that is not in the table."""
+    name = _name_of(node)
+    tabled = _is_allowed(name) or _is_data(name) or name in _FINDERS
+    return name.partition(".")[0] in sys.stdlib_module_names and not tabled
 
 
 _FINDERS = frozenset(
-    {"builtins.getattr", "_operator.getitem", "operator.getitem", "logging.getLogger"}
+    {"builtins.getattr", "_operator.getitem", "operator.getitem", "logging.getLogger", *_UFUNCS}
 )
 
 

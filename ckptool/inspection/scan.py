@@ -58,6 +58,8 @@ _SCRIPT = re.compile(r"(^|[/ ])code/__torch__\b|(^|[/ ])code/[^/]+\.(py|ts)$")
 """Records of TorchScript's own language."""
 _LAMBDA = re.compile(rb'"class_name"\s*:\s*"Lambda"|__lambda__')
 _LEGACY_PICKLES = 5
+_ZFILE = re.compile(rb"ZF[\s\da-fA-FxX_+]{19} ?")
+"""What old joblib writes before a stream of zlib; it still reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +237,14 @@ class _Scanner:
         packed = _inflater(head)
         is_raw = not isinstance(data.source, InflatedSource)  # whose end costs all of it
         tail = data.read(max(data.length - _ZIP_END, 0)) if is_raw else b""
+        zfile = _ZFILE.match(head)
+        if zfile:
+            data, packed = data.slice(zfile.end(), data.length - zfile.end()), zlib.decompressobj
         if head.startswith(b"PK\x03\x04") or b"PK\x05\x06" in tail:
             self._zip(data, where, depth)
-        elif is_tar(head):
+        if head.startswith(b"PK\x03\x04"):
+            return
+        if is_tar(head):
             if data.length != data.source.size:
                 if data.length > _MOST_INFLATED:
                     raise LimitExceeded("a tar inside an archive is too large to be read")
@@ -249,8 +256,9 @@ class _Scanner:
                     self._search(member, inner)
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
-            if "O" in header.descr:
-                self._pickles(data, where, start=header.length, must=True)
+            if re.search(r"O|object|\\", header.descr):
+                is_object = header.descr.strip("|") == "O"
+                self._pickles(data, where, start=header.length, must=is_object)
         elif packed is not None:
             try:
                 raw, whole = _inflated(data, packed)
@@ -298,6 +306,7 @@ class _Scanner:
                 continue
             judge = watched.judge
             is_one = watched.end is not None or _PROTOCOL.match(chunk, position - base) or must
+            is_one = is_one or watched.limited
             if not is_one and not judge.seen:
                 break
             self._note(watched, where, position)
@@ -506,14 +515,14 @@ class _Watched:
         self.pids = self.machine.pids
         self.root: Any = None
         self.end: int | None = None
-        self.fault, self.short = "", False
+        self.fault, self.short, self.limited = "", False, False
         self.machine_at = len(chunk)
         try:
             self.root, self.end = self.machine.run(start)
         except TruncatedFile as error:
             self.fault, self.short = error.message, True
         except CheckpointError as error:
-            self.fault = error.message
+            self.fault, self.limited = error.message, isinstance(error, LimitExceeded)
 
 
 def _below(where: str, name: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque
+from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS, Handler, decimal, opcode
 from ckptool.symbolic.text import parse_text_pid
@@ -115,17 +115,42 @@ class Watcher(Machine):
         code = dtype.args[0] if isinstance(dtype, Opaque) and dtype.args else None
         if not isinstance(code, str) or not isinstance(shape, tuple):
             raise ValueError("an array of joblib's has no shape or no element type")
-        if code.startswith("O"):
+        if _holds_objects(dtype):
             inner = Watcher(self.data, file=self.file, limits=self.limits, observe=self.observe)
             return inner.run(position)[1]
         if state.get("numpy_array_alignment_bytes") is not None:
             position += 1 + self.data[position]
-        digits = re.search(r"\d+", code)
-        width = int(digits[0]) if digits else 1
-        end = position + math.prod(shape) * (width * 4 if code.startswith("U") else width)
+        end = position + math.prod(shape) * _width(code, dtype)
         if not position <= end <= len(self.data):
             raise EOFError
         return int(end)
+
+
+def _holds_objects(dtype: Any) -> bool:
+    """Return whether an element type, or one of a field, is of objects."""
+    todo, seen = [dtype], set[int]()
+    while todo:
+        node = todo.pop()
+        match node:
+            case Opaque(args=(str() as code, *_)) if not re.search("O|object", code):
+                pass
+            case Opaque():
+                return True
+        if isinstance(node, (Opaque, tuple, dict)) and id(node) not in seen:
+            seen.add(id(node))
+            todo += node.values() if isinstance(node, dict) else children(node)
+    return False
+
+
+def _width(code: str, dtype: Any) -> int:
+    """Return the bytes of one element, which the state of a type of text may change."""
+    found = re.fullmatch(r"[<>=|]?([biufcmMSUV])(\d+)", code)
+    if found is None:
+        raise ValueError(f"nobody writes the element type {code[:80]!r}")
+    match found[1], dtype.steps:
+        case "S" | "U" | "V", [*_, ("build", (_, _, _, _, _, int() as size, *_))] if size >= 0:
+            return size
+    return int(found[2]) * (4 if found[1] == "U" else 1)
 
 
 def _watched(code: bytes) -> Callable[[Callable[[Watcher, int], int]], Handler]:
@@ -204,7 +229,7 @@ def _obj(machine: Watcher, position: int) -> int:
 @_watched(b"b")
 def _build(machine: Watcher, position: int) -> int:
     state = machine.stack.pop()
-    if not machine.changed("build", position, "BUILD", state):
+    if not machine.changed("build", position, "BUILD", state) and state not in (None, (None, {})):
         raise TypeError(f"state is given to a {type(machine.stack[-1]).__name__}")
     return machine.behind_array(position) if machine.as_joblib else position
 
@@ -215,11 +240,17 @@ def _changing(code: bytes, kind: str, *, many: bool, by: str) -> None:
 
     @_watched(code)
     def change(machine: Watcher, position: int) -> int:
+        if many and not machine.stack:  # of no items, pickle does not ask what they are added to
+            machine.pop_mark()
+            return position
         target = machine.marks[-1][-1] if many else machine.stack[-taken - 1]
-        if not isinstance(target, (Global, Opaque)):
+        is_list = kind == "set" and isinstance(target, list)
+        if not is_list and not isinstance(target, (Global, Opaque)):
             return base(machine, position)
         items = machine.pop_mark() if many else [machine.stack.pop() for _ in range(taken)][::-1]
         pairs = list(zip(items[::2], items[1::2], strict=True)) if kind == "set" else items
+        for index, item in pairs if is_list else ():
+            target[index] = item
         machine.changed(kind, position, by, pairs)
         return position
 
@@ -229,6 +260,16 @@ _changing(b"u", "set", many=True, by="SETITEMS")
 _changing(b"a", "append", many=False, by="APPEND")
 _changing(b"e", "append", many=True, by="APPENDS")
 _changing(b"\x90", "add", many=True, by="ADDITEMS")
+
+
+@_watched(b"I")
+@_watched(b"L")
+def _number(machine: Watcher, position: int) -> int:
+    """Push an integer: pickle takes 0x10, too."""
+    text, end = machine.line(position)
+    has_base = text.strip().lstrip(b"+-")[1:2].isalpha()
+    machine.stack.append(int(text.removesuffix(b"L"), 0 if has_base else 10))
+    return end
 
 
 def _getting(code: bytes, index_of: Callable[[Watcher, int], tuple[int, int]], by: str) -> None:

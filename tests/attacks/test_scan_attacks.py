@@ -268,6 +268,60 @@ TRICKS = {
     "a class by INST": b"(S'x'\nisubprocess\nPopen\n.",
 }
 
+WRAPPER = (
+    b"cwsgiref.util\nFileWrapper\n)\x81}("
+    + text("filelike")
+    + b"cargparse\nNamespace\n)\x81}"
+    + text("read")
+    + b"cos\nsystem\nsb"
+    + text("blksize")
+    + text(COMMAND)
+    + b"ub"
+)
+"""An iterator each step of which calls `os.system`."""
+ENVIRON = call("numpy.core", "_ufunc_reconstruct", text("os"), text("environ"))
+TRICKS |= {
+    "an attribute that a stdlib class computes": b"\x80\x02"
+    + GETATTR
+    + b"(cctypes\nLibraryLoader\n)\x81}"
+    + text("_dlltype")
+    + b"cos\nsystem\nsb"
+    + text(COMMAND)
+    + b"tR.",
+    "a function of numpy's that finds any function": b"\x80\x02"
+    + call(
+        "numpy.random._pickle",
+        "__generator_ctor",
+        text(COMMAND),
+        call("numpy.core", "_ufunc_reconstruct", text("os"), text("system")),
+    )
+    + b".",
+    "items of what such a function finds": b"\x80\x02" + ENVIRON + text("A") + text("b") + b"s.",
+    "items of what getattr finds for a tensor's type": b"\x80\x02"
+    + b"ctorch._tensor\n_rebuild_from_type_v2\n("
+    + GETATTR
+    + b"cos\n_Environ\n("
+    + call("builtins", "getattr", b"ctorch\nserialization\n", text("os"))
+    + text("environ")
+    + b"t}tR"
+    + text("A")
+    + text("b")
+    + b"s.",
+    "an iterator, for a list by _reconstructor": b"\x80\x02"
+    + call("copyreg", "_reconstructor", *[b"cbuiltins\nlist\n"] * 2, WRAPPER)
+    + b".",
+    "an iterator whose parts are filled later": b"\x80\x02cargparse\nNamespace\n)\x81q\x000"
+    + b"cwsgiref.util\nFileWrapper\n)\x81}"
+    + text("filelike")
+    + b"h\x00sbq\x010h\x00}"
+    + text("read")
+    + b"cos\nsystem\nsb0cbuiltins\nset\n(h\x01tR.",
+}  # each of these was loaded, and did run
+for consumer in ("builtins.set", "builtins.bytearray", "collections.OrderedDict", "torch.Size"):
+    TRICKS[f"an iterator, for {consumer}"] = (
+        b"\x80\x02" + call(*consumer.split("."), WRAPPER) + b"."
+    )
+
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_tricks_of_opcodes(trick, tmp_path):
@@ -314,6 +368,24 @@ def test_what_ran_before_a_fault_is_said(fault, tmp_path):
     assert found.streams[0].fault
     found = judged(tmp_path, b"\x80\x02]" + fault)
     assert found.verdict == "cannot tell"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        *(b"I0x10\n", b"L0x10L\n", b"I-007\n", b"L0x" + b"f" * 9000 + b"L\n"),
+        *(b"}Nb", b"I1\n(N}tb", b"]NaI0\nNs", b"]Na(I0\nNu", b"N(e", b"N(u", b"N(\x90"),
+    ],
+)
+def test_what_pickle_takes_in_front_of_a_call(first, tmp_path):
+    assert is_found(judged(tmp_path, first + b"0" + SYSTEM[2:]), CALL)
+
+
+@pytest.mark.parametrize(
+    "first", [b"\x8b" + struct.pack("<i", 9000) + b"\1" * 9000, b"}(" + b"N" * 99 + b"tNs"]
+)
+def test_what_is_beyond_a_limit_is_no_pass(first, tmp_path):
+    assert judged(tmp_path, first + b"0" + SYSTEM[2:]).verdict == "cannot tell"
 
 
 @pytest.mark.parametrize("before", [b"\x80\x02N.", b"N.", pickle.dumps({"a": 1}, 4) * 3])
@@ -446,12 +518,38 @@ def tarred(entries):
     return made.getvalue()
 
 
-def array(payload):
-    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
+def array(payload, descr=b"'|O'"):
+    header = b"{'descr': %s, 'fortran_order': False, 'shape': (1,), }\n" % descr
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + payload
 
 
+def joblibs(dtype):
+    """An array of joblib's whose objects are a pickle, harmless without a memo of its own."""
+    recalled = b"00h\x00h\x01\x93"
+    inner = text("os") + b"\x94" + text("system") + b"\x94" + recalled + ARGUMENT + b"."
+    state = text("shape") + b"(K" + bytes([len(inner)]) + b"t" + text("dtype") + dtype
+    start = b"\x80\x04" + text("collections") + b"\x94" + text("OrderedDict") + b"\x9400"
+    start += b"cjoblib.numpy_pickle\nNumpyArrayWrapper\n)\x81}("
+    return start + state + b"ub" + inner + b"."
+
+
+def dtype(code):
+    return call("numpy", "dtype", text(code), b"\x89", b"\x88")
+
+
+FIELDS = b"}" + text("a") + b"(" + dtype("O8") + b"K\x00ts"
+RECORDS = dtype("V1") + b"(K\x03U\x01|NU\x01a\x85" + FIELDS + b"K\x08K\x01K\x1btb"
+END_RECORD = b"PK\x05\x06" + bytes(18)
+ZFILE = b"ZF" + hex(len(SYSTEM)).ljust(19).encode() + zlib.compress(SYSTEM)
 CARRIERS = {
+    "npy of objects, spelled out": array(SYSTEM[2:], b"'object'"),
+    "npy of objects, escaped": array(SYSTEM[2:], b"'\\x4f'"),
+    "npy of fields": array(SYSTEM[2:], b"[('a', 'object')]"),
+    "npy before the end record of a zip": array(SYSTEM) + END_RECORD,
+    "zlib before the end record of a zip": zlib.compress(SYSTEM) + END_RECORD,
+    "joblib of 0.9": ZFILE,
+    "joblib, objects spelled out": joblibs(dtype("object")),
+    "joblib, objects in fields": joblibs(RECORDS),
     "tar": tarred({"model.ckpt": SYSTEM}),
     "a nemo's tar with a zip": tarred({"model_config.yaml": b"a: 1", "model_weights.ckpt": EVIL}),
     "torch's tar of 2017": tarred(
