@@ -177,6 +177,8 @@ class Judge:
             return special(self, parts)
         if _APPLIERS.fullmatch(name) and parts:
             return self.call(parts[0], parts[2] if len(parts) > 2 else ())
+        if _consumes(name, parts):
+            return RUNS
         if _is_allowed(name):  # which may go through what it is given
             made = [part for part in parts if isinstance(part, Opaque)]
             fine = self.is_harmless(made, strict=not func.name.startswith("_"))
@@ -312,7 +314,7 @@ class Judge:
     def _reconstructor(self, args: tuple[Any, ...]) -> str:
         cls, base, state = (*args, None, None, None)[:3]
         if isinstance(base, Global) and base.qualified in _PLAIN_BASES:
-            if not self.is_harmless((state,), strict=True):
+            if _consumes(base.qualified, (state,)) or not self.is_harmless((state,), strict=True):
                 return RUNS
             return self.call(cls, (), is_new=True)
         return self.call(base, (state,))
@@ -393,6 +395,14 @@ def _is_found(node: Any) -> bool:
     if _APPLIERS.fullmatch(func.qualified) and isinstance(args, tuple):
         func = next(iter(args), None)
     return isinstance(func, Global) and func.qualified in _FINDERS
+
+
+def _consumes(name: str, parts: tuple[Any, ...]) -> bool:
+    """Return whether a container goes through an object whose class is a library's own code."""
+    return name.startswith(("builtins.", "collections.", "torch.Size")) and any(
+        owner.partition(".")[0] in _LIBRARIES and not _is_allowed(owner) and not _is_data(owner)
+        for owner in map(_name_of, parts)
+    )
 
 
 def _is_standard(node: Any) -> bool:

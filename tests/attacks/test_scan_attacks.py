@@ -321,6 +321,11 @@ for consumer in ("builtins.set", "builtins.bytearray", "collections.OrderedDict"
     TRICKS[f"an iterator, for {consumer}"] = (
         b"\x80\x02" + call(*consumer.split("."), WRAPPER) + b"."
     )
+    files = b"cfileinput\nFileInput\n)\x81}(" + text("_files") + text("x") + b"\x85"
+    files += text("_inplace") + b"\x88ub"  # which renames x, and begins it anew
+    TRICKS[f"an iterator without a function, for {consumer}"] = (
+        b"\x80\x02" + call(*consumer.split("."), files) + b"."
+    )
 
 
 @pytest.mark.parametrize("trick", TRICKS)
