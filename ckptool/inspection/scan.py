@@ -523,6 +523,7 @@ class _Watched:
             self.fault, self.short = error.message, True
         except CheckpointError as error:
             self.fault, self.limited = error.message, isinstance(error, LimitExceeded)
+            self.short = self.machine.cut
 
 
 def _below(where: str, name: str) -> str:

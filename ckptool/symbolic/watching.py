@@ -48,7 +48,7 @@ def is_unknown(node: Any) -> bool:
 class Watcher(Machine):
     """A machine that recognises no calls: each is an event, and leaves an `Opaque`."""
 
-    __slots__ = ("as_joblib", "observe", "pids")
+    __slots__ = ("as_joblib", "cut", "observe", "pids")
     handlers: ClassVar = list(HANDLERS)
 
     def __init__(
@@ -65,6 +65,8 @@ class Watcher(Machine):
         self.observe = observe
         self.as_joblib = as_joblib
         self.pids: list[Any] = []
+        self.cut = False
+        """Whether a line was read that ends with the data, and may go on behind it."""
 
     def named(self, module: str, name: str, position: int, by: str) -> Global:
         """Return the `Global` of that name, which is reported when it is first named."""
@@ -85,6 +87,7 @@ class Watcher(Machine):
     def line(self, position: int) -> tuple[bytes, int]:
         """Return a line; the last one may lack its newline, as for pickle's code in Python."""
         end = self.data.find(b"\n", position)
+        self.cut = end < 0
         end = end if end >= 0 else len(self.data) - 1
         if end < position:
             raise EOFError

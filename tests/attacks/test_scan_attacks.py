@@ -386,6 +386,11 @@ def test_what_pickle_takes_in_front_of_a_call(first, tmp_path):
     assert is_found(judged(tmp_path, first + b"0" + SYSTEM[2:]), CALL)
 
 
+def test_a_line_may_stand_across_the_end_of_what_is_read_at_once(tmp_path):
+    before = b"N0" * ((1 << 19) - 5)
+    assert is_found(judged(tmp_path, before + b"S'" + b"x" * 99 + b"'\n0" + SYSTEM[2:]), CALL)
+
+
 @pytest.mark.parametrize(
     "first", [b"\x8b" + struct.pack("<i", 9000) + b"\1" * 9000, b"}(" + b"N" * 99 + b"tNs"]
 )
