@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "convert", "without_objects"]
 
-SAFETENSORS = "safetensors"
 """How the names of its formats begin, in one file and in shards."""
 _Item = TypeVar("_Item")
 Like: TypeAlias = (

@@ -117,7 +117,6 @@ class Gguf(Format):
             probe.path,
             Details(
                 size=source.size,
-                writer="GGUF",
                 storage_bytes=source.size - min(start, source.size),
                 notes=tuple(_notes(entries)),
                 header=texts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -163,9 +164,9 @@ def _tensors(
     """Yield each dataset under its path; links that lead elsewhere are not followed."""
     import h5py
 
-    todo, groups, count = [("", found)], {found.id.__hash__()}, 0
+    todo, groups, count = deque([("", found)]), {hash(found.id)}, 0
     while todo:
-        front, group = todo.pop(0)
+        front, group = todo.popleft()
         for name in group:
             path = f"{front}{name}"
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
@@ -175,8 +176,8 @@ def _tensors(
             if count > limits.max_records:
                 raise LimitExceeded(f"has more than {limits.max_records:,} datasets and groups")
             if isinstance(node, h5py.Group):
-                if node.id.__hash__() not in groups:  # a hard link may lead back
-                    groups.add(node.id.__hash__())
+                if hash(node.id) not in groups:  # a hard link may lead back
+                    groups.add(hash(node.id))
                     todo.append((f"{path}/", node))
                 continue
             tensor = _tensor(path, node, data, limits) if isinstance(node, h5py.Dataset) else None

@@ -70,7 +70,7 @@ def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
     from ckptool.inspection.scan import scan  # few files need it
 
     files = dict.fromkeys(source.name for source in checkpoint.sources)
-    found = [scan(file) for file in files if os.path.isfile(file)]
+    found = [scan(file, hidden=False) for file in files if os.path.isfile(file)]
     return tuple(dict.fromkeys(deed.text for one in found for deed in one.runs))
 
 

@@ -142,7 +142,9 @@ class Scan:
         }
 
 
-def scan(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Scan:
+def scan(
+    path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS, hidden: bool = True
+) -> Scan:
     """Find what loading a file would run: every call in every pickle in it, none carried out.
 
     The verdict is `data`, `needs code` (classes are imported and filled), `runs` (something else is
@@ -152,6 +154,8 @@ def scan(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Sc
     Args:
         path: A file of any kind. Of the files in a folder, `files_below` yields the paths.
         limits: Bounds for what the file may cost.
+        hidden: Look in an odd zip for records that its directory does not name, too, which reads
+            all of the file; what loads the file does not read them.
 
     Raises:
         FileMissing: the file does not exist.
@@ -160,7 +164,7 @@ def scan(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> Sc
     """
     name = os.fsdecode(path)
     with closing(place_of(path).open(name)) as source:
-        scanner = _Scanner(name, limits)
+        scanner = _Scanner(name, limits, hidden=hidden)
         scanner.look(ByteRange(source, 0, source.size), "", 0)
         worst = max((s.verdict for s in scanner.streams), key=VERDICTS.index, default=DATA)
         notes, code = tuple(dict.fromkeys(scanner.notes)), tuple(scanner.code)
@@ -198,15 +202,15 @@ def _inside(folder: str) -> Iterator[str]:
 class _Scanner:
     """The pickles of one file, found and judged."""
 
-    def __init__(self, file: str, limits: Limits) -> None:
+    def __init__(self, file: str, limits: Limits, *, hidden: bool = True) -> None:
         self.file = file
         self.limits = limits
+        self.hidden = hidden
         self.streams: list[Stream] = []
         self.notes: list[str] = []
         self.code: list[str] = []
         self.pickles = 0
         self.depth = 0
-        self.nested_left = 0
         self.judged: dict[bytes, tuple[str, tuple[Deed, ...]]] = {}
 
     def add(self, stream: Stream) -> None:
@@ -407,14 +411,14 @@ class _Scanner:
             if "one behind another" not in error.message:
                 self.notes.append(_below(where, error.message))
             is_odd, records = True, list[tuple[str, ByteRange]]()
-        if is_odd:
+        if is_odd and self.hidden:
             records += self._by_headers(data, where)
         seen = set()
         named = set[str]()
         order = sorted(records, key=lambda record: not record[0].endswith(".pkl"))
         is_script = any(_SCRIPT.search(name) for name, _ in records)
         for name, record in order:
-            place = (record.source.name, record.offset, record.length, id(record.source))
+            place = (id(record.source), record.offset, record.length)
             if place in seen:
                 continue
             seen.add(place)

@@ -186,29 +186,21 @@ def _stack_global(machine: Watcher, position: int) -> int:
     return position
 
 
-@_watched(b"R")
-def _reduce(machine: Watcher, position: int) -> int:
-    args = machine.stack.pop()
-    func = machine.stack[-1]
-    machine.stack[-1] = machine.made("call", position, "REDUCE", func, args, None)
-    return position
+def _making(code: bytes, kind: str, by: str, *, named: bool = False) -> None:
+    """Register an opcode that calls what lies below the arguments (`named`: and keywords)."""
+
+    @_watched(code)
+    def make(machine: Watcher, position: int) -> int:
+        kwargs = machine.stack.pop() if named else None
+        args = machine.stack.pop()
+        func = machine.stack[-1]
+        machine.stack[-1] = machine.made(kind, position, by, func, args, kwargs)
+        return position
 
 
-@_watched(b"\x81")
-def _newobj(machine: Watcher, position: int) -> int:
-    args = machine.stack.pop()
-    cls = machine.stack[-1]
-    machine.stack[-1] = machine.made("new", position, "NEWOBJ", cls, args, None)
-    return position
-
-
-@_watched(b"\x92")
-def _newobj_ex(machine: Watcher, position: int) -> int:
-    kwargs = machine.stack.pop()
-    args = machine.stack.pop()
-    cls = machine.stack[-1]
-    machine.stack[-1] = machine.made("new", position, "NEWOBJ_EX", cls, args, kwargs)
-    return position
+_making(b"R", "call", "REDUCE")
+_making(b"\x81", "new", "NEWOBJ")
+_making(b"\x92", "new", "NEWOBJ_EX", named=True)
 
 
 @_watched(b"i")
