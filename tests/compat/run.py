@@ -36,7 +36,7 @@ import saved  # noqa: E402
 import ckptool  # noqa: E402
 from ckptool.checkpoint import Checkpoint  # noqa: E402
 from ckptool.files.editing import apply_patch  # noqa: E402
-from ckptool.formats import editor  # noqa: E402
+from ckptool.formats import EditableFormat, format_of  # noqa: E402
 from ckptool.inspection import list_tensors  # noqa: E402
 from ckptool.model import TensorRef  # noqa: E402
 
@@ -118,8 +118,8 @@ def edit(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with ckptool.open(target) as checkpoint:
         changed = checkpoint.strip_module().remap({"*": "cpu"})
-        known = editor(checkpoint.format)
-        plan = known and known.plan_edit(changed)
+        known = format_of(checkpoint.format)
+        plan = known.plan_edit(changed) if isinstance(known, EditableFormat) else None
         if checkpoint.format != "torch-zip" or not plan:
             raise ckptool.NotRepresentable("no torch zip that can be edited")
         apply_patch(changed.sources[0], plan.patch)
