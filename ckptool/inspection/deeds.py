@@ -29,11 +29,16 @@ six sklearn torch
 _LIBRARIES = frozenset({*sys.stdlib_module_names, *IMPORT_MAPPING, *_OTHERS.split()})
 _NUMERIC = frozenset({"numpy", "pandas", "scipy", "sklearn", "torch"})
 """Libraries of which a function may be an argument: it computes with what it is given."""
+_SYSTEM = _LIBRARIES - _NUMERIC
+"""Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
 _DATA = re.compile(
     r"builtins\.(slice|range|object|bytes|bytearray|complex|frozenset|set|list|tuple|dict|int|float"
-    r"|str|bool|StopIteration|KeyboardInterrupt|SystemExit)|"
+    r"|str|bool|iter|StopIteration|KeyboardInterrupt|SystemExit)|"
     r"[\w.]+\.[A-Z]\w*(Error|Exception|Warning)|builtins\.(Exception|Warning)|"
-    r"collections\.(deque|OrderedDict|Counter|defaultdict|UserDict|UserList)|ipaddress\.IPv\w+|"
+    r"collections\.(deque|OrderedDict|Counter|defaultdict|User(Dict|List|String))|ipaddress\.IPv\w+|"
+    r"_?io\.(Bytes|String)IO|UserString\.UserString|string\.Template|"
+    r"logging\.((Root)?Logger|Manager|PlaceHolder|LogRecord)|"
+    r"dataclasses\.(_MISSING_TYPE|_HAS_DEFAULT_FACTORY_CLASS)|"
     r"configparser\.((Raw)?ConfigParser|SectionProxy|ConverterMapping|\w*Interpolation)|_codecs\.encode|"
     r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path|decimal\.Decimal|fractions\.Fraction|"
     r"datetime\.(date|datetime|time|timedelta|timezone)|zoneinfo\.ZoneInfo\._unpickle|"
@@ -68,11 +73,6 @@ _PLAIN_BASES = frozenset(
         "bytearray", "complex",
     )
 )  # fmt: skip
-_GROWING = re.compile(
-    r"collections\.(OrderedDict|defaultdict|Counter|deque|UserDict|UserList)|builtins\.\w+|"
-    r"copyreg\._reconstructor|argparse\.Namespace"
-)
-"""What of the standard library is filled with items by honest pickles."""
 _RERUN = frozenset(
     {
         "Popen",
@@ -185,9 +185,9 @@ class Judge:
             return DATA if fine else RUNS
         if _is_data(name):
             return NEEDS_CODE if self.is_harmless(parts, strict=True) else RUNS
-        if is_new and not parts and not kwargs:
-            return NEEDS_CODE
         owner = func.qualified.partition(".")[0]
+        if is_new and not parts and not kwargs and owner not in _SYSTEM:
+            return NEEDS_CODE
         is_class = bool(_CLASS.fullmatch(func.name)) and func.name not in _RERUN
         is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
         is_made = is_class and (is_new or is_counted) and owner in _NUMERIC  # or an enum
@@ -224,14 +224,11 @@ class Judge:
             return RUNS
         if kind == "build" and _name_of(target) == _PARTIAL:
             return self._partial(items if isinstance(items, tuple) else ())
-        if kind == "build":
-            if _is_standard(target) and not self.is_harmless(items, strict=True):
-                return RUNS
-            return DATA if _is_allowed(_name_of(target)) else NEEDS_CODE
         name = _name_of(target)
-        library = name.partition(".")[0] in sys.stdlib_module_names
-        if library and not _GROWING.fullmatch(name) and not _is_allowed(name):
+        if name.partition(".")[0] in _SYSTEM and not (_is_allowed(name) or _is_data(name)):
             return RUNS
+        if kind == "build":
+            return DATA if _is_allowed(_name_of(target)) else NEEDS_CODE
         return DATA
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
@@ -275,8 +272,8 @@ class Judge:
         match args:
             case (Global() as owner, str() as name, *_):
                 fine = bool(_CLASS.match(owner.name)) or not _is_doer(owner)
-            case (owner, str() as name, *_):
-                fine = not _is_standard(owner)
+            case (_, str() as name, *_):
+                fine = True
             case _:
                 return RUNS
         return NEEDS_CODE if fine and not name.startswith("__") else RUNS
@@ -378,12 +375,12 @@ def _is_data(name: str) -> bool:
 def _is_doer(func: Global, *, strict: bool = False) -> bool:
     """Return whether a name may be a function or class that does more than compute."""
     name = func.qualified
-    if _is_allowed(name) or _is_data(name) or name in _PLAIN_BASES:
+    if _is_allowed(name) or _is_data(name):
         return False
     owner = name.partition(".")[0]
     if _CLASS.fullmatch(func.name):
-        return func.name in _RERUN or (owner in _LIBRARIES and owner not in _NUMERIC)
-    return strict or (owner in _LIBRARIES and owner not in _NUMERIC)
+        return func.name in _RERUN or (owner in _SYSTEM)
+    return strict or (owner in _SYSTEM)
 
 
 def _is_found(node: Any) -> bool:
@@ -403,13 +400,6 @@ def _consumes(name: str, parts: tuple[Any, ...]) -> bool:
         owner.partition(".")[0] in _LIBRARIES and not _is_allowed(owner) and not _is_data(owner)
         for owner in map(_name_of, parts)
     )
-
-
-def _is_standard(node: Any) -> bool:
-    """Return whether an object is of a class of the standard library that is not in the table."""
-    name = _name_of(node)
-    tabled = _is_allowed(name) or _is_data(name) or name in _FINDERS
-    return name.partition(".")[0] in sys.stdlib_module_names and not tabled
 
 
 _FINDERS = frozenset(

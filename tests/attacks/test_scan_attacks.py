@@ -327,12 +327,47 @@ for consumer in ("builtins.set", "builtins.bytearray", "collections.OrderedDict"
         b"\x80\x02" + call(*consumer.split("."), files) + b"."
     )
 
+CLOSER = text("name") + text("/tmp/x") + text("delete") + b"\x88" + text("close_called") + b"\x89"
+"""The state of an object that deletes a file when it goes."""
+MAKERS = {
+    "NEWOBJ": b"ctempfile\n_TemporaryFileCloser\n)\x81",
+    "NEWOBJ_EX": b"ctempfile\n_TemporaryFileCloser\n)}\x92",
+    "OBJ": b"(ctempfile\n_TemporaryFileCloser\no",
+    "INST": b"(itempfile\n_TemporaryFileCloser\n",
+    "_reconstructor": b"ccopyreg\n_reconstructor\n(ctempfile\n_TemporaryFileCloser\n"
+    b"cbuiltins\nobject\nNtR",
+    "__newobj__": b"ccopyreg\n__newobj__\nctempfile\n_TemporaryFileCloser\n\x85R",
+    "a base class of Python 2": b"ccopy_reg\n_reconstructor\n(ctempfile\n_TemporaryFileCloser\n"
+    b"c__builtin__\nobject\nNtR",
+}
+for how, made in MAKERS.items():
+    TRICKS[f"a file that is deleted by what {how} makes"] = (
+        b"\x80\x02" + made + b"}(" + CLOSER + b"ub."
+    )
+
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_tricks_of_opcodes(trick, tmp_path):
     found = judged(tmp_path, TRICKS[trick])
     assert found.verdict == "runs", found
     assert texts(found)
+
+
+STATES = """
+dbm.dumb._Database shelve.Shelf zipfile.ZipFile subprocess.Popen tempfile._TemporaryFileWrapper
+tempfile.SpooledTemporaryFile weakref.finalize multiprocessing.util.Finalize wave.Wave_write
+urllib.request.URLopener asyncio.base_events.BaseEventLoop fileinput.FileInput ssl.SSLContext
+multiprocessing.pool.Pool telnetlib.Telnet joblib.memory.Memory aiohttp.client.ClientSession
+"""
+"""Classes with a `__del__` or a `__setstate__` that does something, a few of them."""
+
+
+@pytest.mark.parametrize("name", STATES.split())
+def test_a_class_of_the_standard_library_runs_by_its_state_alone(name, tmp_path):
+    module, cls = split(name)
+    state = b"}" + text("_datfile") + text("/tmp/x") + b"sb."
+    found = judged(tmp_path, b"\x80\x02" + f"c{module}\n{cls}\n".encode() + b")\x81" + state)
+    assert is_found(found, f"{name}.__new__().__setstate__({{'_datfile': '/tmp/x'}})")
 
 
 def test_a_pickle_in_an_argument_is_looked_into(tmp_path):
