@@ -191,13 +191,14 @@ def zero_row(inputs: Inputs) -> Row:
     """The slices of two ranks into one file; DeepSpeed's script too where DeepSpeed is there."""
     output = inputs.folder / "zero.safetensors"
     copy = Command.copy(inputs.single, output)
-    commands = [Command.ckptool("convert", inputs.zero, output, "--model-only"), copy]
+    convert = Command.ckptool("convert", inputs.zero, output, "--model-only", "--master")
+    commands = [convert, copy]
     if find_spec("deepspeed"):
         module = "deepspeed.utils.zero_to_fp32"
         words = (sys.executable, "-m", module, inputs.zero.parent, output, "--safe_serialization")
         commands.append(Command.system("zero_to_fp32", *words, "--tag", inputs.zero.name))
     return Row(
-        "`convert` of ZeRO-3, two ranks, to a new `.safetensors`",
+        "`convert --master` of ZeRO-3, two ranks, to a new `.safetensors`",
         inputs.zero,
         tuple(commands),
         output=output,

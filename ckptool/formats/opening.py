@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tree import walk
 
-__all__ = ["Source", "open_checkpoint", "opened", "opened_together", "read_probe"]
+__all__ = ["Source", "of_files", "open_checkpoint", "opened", "opened_together", "read_probe"]
 
 _ATTEMPTS = 3
 """How often a file is read that is changed meanwhile."""
@@ -66,6 +67,24 @@ def opened(source: Source) -> Iterator[Checkpoint]:
         return
     with open_checkpoint(source) as checkpoint:
         yield checkpoint
+
+
+def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Checkpoint:
+    """Return the checkpoint `made` of several files, with the details of the first and totals.
+
+    `told` are details that are otherwise.
+    """
+    every = [one.details for one in files]
+    sums = {
+        key: sum(getattr(one, key) for one in every)
+        for key in ("size", "storage_bytes", "dead_bytes")
+    }
+    names = {
+        key: tuple(dict.fromkeys(name for one in every for name in getattr(one, key)))
+        for key in ("globals", "opcodes")
+    }
+    sources = tuple(source for one in files for source in one.sources)
+    return replace(made, details=replace(every[0], **{**sums, **names, **told}), sources=sources)
 
 
 @contextmanager

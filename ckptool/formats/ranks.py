@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.identify import shell
-from ckptool.formats.opening import opened_together
+from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.placements import Part, parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
@@ -69,11 +69,16 @@ class FsdpRanks(Format):
             root, differing = _joined(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
-        sources = tuple(source for one in ranks for source in one.sources)
         left = [f"the rank files of other states: {listed(others)}"] if others else []
         if differing:
             left.append(f"copies in other ranks' files that differ: {few(differing)}")
-        return Checkpoint(root, self.name, probe.path, _details(ranks, left), sources=sources)
+        what = f"{counted(len(ranks), 'rank file')}, joined; plain tensors and values are of rank 0"
+        return of_files(
+            ranks,
+            Checkpoint(root, self.name, probe.path),
+            notes=(what, *ranks[0].details.notes),
+            left_behind=tuple(left),
+        )
 
 
 FSDP_RANKS = FsdpRanks()
@@ -236,18 +241,3 @@ def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
         if isinstance(leaf, TensorRef) and leaf.is_spread:
             raise UnsupportedFormat(f"{printable(name_of(path))!r} is in no dict, and not joined")
     return made
-
-
-def _details(ranks: Sequence[Checkpoint], left: Sequence[str]) -> Details:
-    every = [one.details for one in ranks]
-    what = f"{counted(len(ranks), 'rank file')}, joined; plain tensors and values are of rank 0"
-    return replace(
-        every[0],
-        size=sum(one.size for one in every),
-        globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
-        opcodes=tuple(dict.fromkeys(name for one in every for name in one.opcodes)),
-        storage_bytes=sum(one.storage_bytes for one in every),
-        dead_bytes=sum(one.dead_bytes for one in every),
-        notes=(what, *every[0].notes),
-        left_behind=tuple(left),
-    )

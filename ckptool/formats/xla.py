@@ -19,7 +19,7 @@ from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
-from ckptool.formats.opening import opened_together
+from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
@@ -137,15 +137,9 @@ class XlaFsdp(Format):
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 what = f"breaks a rule of torch_xla's: {type(error).__name__}, {error}"
                 raise CorruptFile(what, file=probe.path, hint=_HINT) from error
-        every = [one.details for one in ranks]
-        details = replace(
-            every[0],
-            size=sum(one.size for one in every),
-            storage_bytes=sum(one.nbytes for one in find_tensors([root])),
-            notes=(f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined", *notes),
-        )
-        sources = tuple(source for one in ranks for source in one.sources)
-        return Checkpoint(root, self.name, probe.path, details, sources=sources)
+        what = f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined"
+        made = Checkpoint(root, self.name, probe.path)
+        return of_files(ranks, made, notes=(what, *notes))
 
 
 XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()

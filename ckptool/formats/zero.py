@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Change, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange
@@ -27,7 +27,7 @@ from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
 from ckptool.formats.dcp import row_major_data
 from ckptool.formats.identify import shell
-from ckptool.formats.opening import opened_together
+from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
@@ -146,19 +146,14 @@ class DeepSpeed(Format):
             rest = step.models[1:] if frozen else ()  # which have nothing else
             with opened_together(rest, probe.limits, _FORMATS) as others:
                 models, files = [first, *others], [first, *others, *optims]
-                root, notes = _checked(step, models, optims, probe.limits)
-        every = [one.details for one in files]
-        details = Details(
+                made = _checked(step, models, optims, probe.limits)
+        return of_files(
+            files,
+            replace(made, path=probe.path),
             size=sum(map(probe.place.size, step.files)),
-            writer=" ".join(("DeepSpeed", str(root.get("ds_version", "")))).strip(),
-            protocol=every[0].protocol,
-            globals=tuple(dict.fromkeys(name for one in every for name in one.globals)),
-            opcodes=tuple(dict.fromkeys(name for one in every for name in one.opcodes)),
-            storage_bytes=sum(one.storage_bytes for one in every),
-            notes=tuple(notes),
+            writer=" ".join(("DeepSpeed", str(made.root.get("ds_version", "")))).strip(),
+            notes=made.details.notes,
         )
-        sources = tuple(source for one in files for source in one.sources)
-        return Checkpoint(root, self.name, probe.path, details, sources=sources)
 
 
 DEEPSPEED = DeepSpeed()
@@ -260,7 +255,7 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
 
 def _checked(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
-) -> tuple[dict[Any, Any], list[str]]:
+) -> Checkpoint:
     """Return what `_joined` does; the error of a damaged file if the files are of no known form."""
     try:
         return _joined(step, models, optims, limits)
@@ -273,8 +268,8 @@ def _checked(
 
 def _joined(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
-) -> tuple[dict[Any, Any], list[str]]:
-    """Return the tree of rank 0 with whole tensors, and what is to be said of it."""
+) -> Checkpoint:
+    """Return the tree of rank 0 with whole tensors, with notes and the casts of its weights."""
     first = _mapping(models[0].root, models[0].path)
     module = first.get("module")
     if not isinstance(module, dict):
@@ -285,8 +280,8 @@ def _joined(
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
         own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
-        told = ["no file of the optimizer is in the folder"]
-        return first, [] if first.get("optimizer") else told
+        told = ("no file of the optimizer is in the folder",)
+        return _noted(first, () if first.get("optimizer") else told)
     shapes = _shapes(first.get("param_shapes"))
     if not step.is_universal:
         _check_alike(step, own, files)
@@ -306,16 +301,21 @@ def _joined(
     left = {str(key) for items in held for key, one in items if _is_long(one) and key not in kept}
     if left and optims:
         notes.append(f"8-bit states of the optimizer are left out: {listed(sorted(left))}")
-    changes: dict[Any, Any] = {"optimizer": optimizer}
-    if step.has_slices:
-        types = {module[name].dtype for name in states if isinstance(module.get(name), TensorRef)}
-        changes["module"] = _weights(first, models, states)
-        notes.append(
-            "the weights are fp32 masters, as ZeRO-3 stores no others; the type in training was "
-            + listed(sorted(types))
-        )
     whole = {key: one for key, one in first.items() if key not in _PARTS}
-    return remade(first, {**whole, **changes}), notes
+    whole["optimizer"] = optimizer
+    if not step.has_slices:
+        return _noted(remade(first, whole), notes)
+    weights = _trained(module, states)
+    whole["module"] = _weights(first, models, weights.root["module"])
+    return replace(
+        _noted(remade(first, whole), (*notes, *weights.details.notes)),
+        changes=weights.changes,
+        reports=weights.reports,
+    )
+
+
+def _noted(root: Any, notes: Sequence[str]) -> Checkpoint:
+    return Checkpoint(root, DEEPSPEED.name, "", Details(notes=tuple(notes)))
 
 
 def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
@@ -540,12 +540,44 @@ def _own(name: str, node: Any) -> Any:
     return node
 
 
+def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
+    """Return the weights of stage 3 as in training: fp32 masters, cast when they are read.
+
+    The placeholder of a weight in the file of rank 0 has its type. A master that is of this type
+    is the weight, and no longer in the state of the optimizer; so is one whose type is not known.
+    """
+    types: dict[str | None, dict[str, TensorRef]] = {}
+    for name, state in states.items():
+        dtype = one.dtype if isinstance(one := module.get(name), TensorRef) else None
+        known = dtype is not None and BY_NAME[dtype].floating
+        types.setdefault(dtype if known else None, {})[name] = state[MASTER]
+    found, made, notes = dict[str, TensorRef](), _noted({}, ()), list[str]()
+    changes = list[Change]()
+    for dtype, masters in types.items():
+        weights = counted(len(masters), "weight")
+        if dtype is None:
+            what = "fp32, as the masters: no file says the type in training"
+            notes.append(f"{weights} stay {what}: {few(list(masters))}")
+        elif any(one.dtype != dtype for one in masters.values()):
+            what = f"rounded to {dtype} from the fp32 masters, as in training"
+            notes.append(f"{weights} {what}; --master (master=True) takes the masters")
+            changes.append(Change("cast", notes[-1], len(masters)))
+            made = made.with_root({"module": masters}).cast(
+                dtype, everything=True, allow_overflow=True, raw=True
+            )
+            masters = made.root["module"]
+        found |= masters
+    for name, state in states.items():
+        if found[name] is state[MASTER]:
+            del state[MASTER]
+    return replace(_noted({"module": found}, notes), changes=tuple(changes), reports=made.reports)
+
+
 def _weights(
-    first: Mapping[Any, Any], models: Sequence[Checkpoint], states: Mapping[str, dict[Any, Any]]
+    first: Mapping[Any, Any], models: Sequence[Checkpoint], trained: Mapping[str, TensorRef]
 ) -> dict[Any, Any]:
-    """Return the state dict of stage 3: masters, frozen parameters, ties, and its buffers."""
-    module = first["module"]
-    found = {name: state.pop(MASTER) for name, state in states.items()}
+    """Return the state dict of stage 3: `trained` weights, frozen ones, ties, and its buffers."""
+    module, found = first["module"], dict(trained)
     frozen = first.get("frozen_param_shapes")
     if isinstance(frozen, dict):
         parts = [_mapping(one.root, one.path, "frozen_param_fragments") for one in models]

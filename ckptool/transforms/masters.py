@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -16,8 +17,8 @@ __all__ = ["with_masters"]
 def with_masters(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint of DeepSpeed with its fp32 masters in the place of the weights.
 
-    Frozen parameters and buffers, which have no masters, stay as they are. Of stage 3 the weights
-    are masters already.
+    Frozen parameters and buffers, which have no masters, stay as they are, and so do weights of
+    stage 3 that are masters already. What the reader cast is not cast.
 
     Raises:
         NotFound: the checkpoint has no masters, or one of a weight that the model has not.
@@ -52,7 +53,9 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
         "module": remade(module, weights),
         "optimizer": remade(optimizer, {**optimizer, "state": kept}),
     }
-    return checkpoint.with_root(remade(root, {**root, **changes}), Change("master", text, count))
+    made = checkpoint.with_root(remade(root, {**root, **changes}), Change("master", text, count))
+    told = tuple(change for change in made.changes if change.kind != "cast")
+    return replace(made, changes=told, reports=())
 
 
 def _mapping(node: Any) -> dict[Any, Any]:

@@ -98,6 +98,80 @@ def test_masters_are_those_of_the_script_of_deepspeed(name):
     assert masters == {key: (tuple(SCRIPT[name][key][0]), SCRIPT[name][key][1]) for key in masters}
 
 
+def set_type(folder, dtype, *names):
+    """Give the placeholders of weights another type in the file of rank 0; None: leave them out."""
+
+    def change(own):
+        for name in names or [k for k, one in own["module"].items() if one.shape == (0,)]:
+            del own["module"][name]
+            if dtype is not None:
+                own["module"][name] = torch.empty(0, dtype=dtype)
+
+    changed(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt", change)
+
+
+def test_weights_of_stage_3_are_rounded_as_in_training_and_that_is_reported(tmp_path):
+    masters = ckptool.load(ZERO / "z3-bf16")["optimizer"]["state"]
+    receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.safetensors", model_only=True)
+    made = ckptool.load(tmp_path / "m.safetensors")
+    for name, state in masters.items():
+        assert torch.equal(made[name], state["fp32"].bfloat16())
+    (change,) = receipt.changes
+    assert (change.kind, change.count) == ("cast", 7)
+    assert "rounded to bfloat16" in change.text
+    assert "--master" in change.text
+    lost = {name: int((made[name].float() != masters[name]["fp32"]).sum()) for name in masters}
+    told = {c.text.partition(":")[0]: c.count for c in receipt.outcomes if c.kind == "precision"}
+    assert told == {f"module/{name}": count for name, count in lost.items() if count}
+
+
+def test_every_answer_has_the_type_of_the_training(tmp_path):
+    folder, part = ZERO / "z3-bf16", tmp_path / "part.pth"
+    listed = {row["name"]: row["dtype"] for row in list_tensors(folder).to_dict()["tensors"]}
+    state = ckptool.load_state_dict(folder)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert all(listed[f"module/{name}"] in str(one.dtype) for name, one in state.items())
+    with ckptool.open(folder) as checkpoint:
+        checkpoint.extract(model_only=True).save(part)
+        masters = checkpoint["optimizer"]["state"]["up.bias"]["fp32"].torch()
+    assert ckptool.diff(folder, part, key="module").equal
+    with ckptool.open(folder, master=True) as exact:
+        for source, want in ((folder, state["up.bias"].float()), (exact, masters)):
+            model = torch.nn.ModuleDict({"up": torch.nn.Linear(5, 9)})
+            ckptool.load_into(model, source, allow_unexpected=True)
+            assert torch.equal(model["up"].bias, want)
+    assert not torch.equal(state["up.bias"].float(), masters)
+
+
+def test_masters_of_the_type_of_the_training_are_the_weights():
+    with ckptool.open(ZERO / "z3-fp32") as checkpoint:
+        assert not checkpoint.changes
+        assert "fp32" not in checkpoint["optimizer"]["state"]["up.bias"]
+
+
+def test_weights_whose_type_no_file_says_stay_masters(run):
+    folder = run("z3-bf16")
+    set_type(folder, None, "up.bias")
+    with ckptool.open(folder) as checkpoint:
+        assert checkpoint["module/up.bias"].dtype == "float32"
+        assert checkpoint["module/up.weight"].dtype == "bfloat16"
+        assert "1 weight stay" in checkpoint.details.notes[-1]
+
+
+def test_a_weight_that_was_infinite_in_training_is_written_and_reported(run, tmp_path):
+    folder = run("z3-bf16")
+    set_type(folder, torch.float16)
+
+    def grow(own):
+        own["fp32_flat_groups"][-1].detach()[0] = 1e6
+
+    changed(folder, "rank_0_mp_rank_00_optim_states.pt", grow)
+    receipt = ckptool.convert(folder, tmp_path / "m.pth", model_only=True)
+    (lost,) = (one for one in receipt.outcomes if one.kind == "overflow")
+    assert lost.count == 1
+    assert sum(int(one.isinf().sum()) for one in torch.load(tmp_path / "m.pth").values()) == 1
+
+
 def test_the_tag_may_be_any_name(run):
     folder = run("z2-bf16")
     before = hashes(folder)

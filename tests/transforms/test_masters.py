@@ -45,8 +45,13 @@ def test_what_was_done_is_told(tmp_path):
         (change,) = checkpoint.changes
     assert (change.kind, change.count) == ("master", 8)
     assert change.text.endswith("; 3 tensors without one stay as they are")
-    with ckptool.open(ZERO / "z3-bf16", master=True) as checkpoint:
+    with ckptool.open(ZERO / "z3-fp32", master=True) as checkpoint:
         assert not checkpoint.changes
+    with ckptool.open(ZERO / "z3-bf16") as checkpoint:
+        assert [one.kind for one in checkpoint.changes] == ["cast"]
+    receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.pth", master=True)
+    assert [one.kind for one in receipt.changes] == ["master"]
+    assert not receipt.outcomes
 
 
 @pytest.mark.parametrize("name", ["torch-2.13.0/dp_full_cuda3.pth", "numpy/jax.npz"])
