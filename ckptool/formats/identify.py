@@ -395,9 +395,13 @@ def _text(probe: Probe) -> Finding | None:
         return _page(text)
     if text.startswith(("[", "{")):
         return _json(probe)
+    line = next(iter(text.splitlines()), "").strip()
+    first = quoted(line)
+    if probe.path.endswith(".symlink") and line and line.isprintable():
+        what = f"a link by composer, a text that names the checkpoint {first}"
+        return Finding(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
     for pattern, what, hint, kind in _TEXTS:
         if re.match(pattern, text):
-            first = quoted(next(iter(text.splitlines()), "").strip())
             return Finding(what.format(first=first), _filled(hint, probe), kind)
     return None
 

@@ -347,6 +347,13 @@ def test_a_tar(content, tmp_path):
     assert is_a(content(cut), TruncatedFile, "a damaged tar archive", "4,512 of its 9,000 bytes")
 
 
+def test_a_link_of_composer_names_the_checkpoint(tmp_path):
+    (tmp_path / "latest-rank0.pt.symlink").write_text("my run/ep0-ba10/ep0-ba10-rank0.pt")
+    with pytest.raises(UnsupportedFormat, match="a link by composer") as caught:
+        open_checkpoint(tmp_path / "latest-rank0.pt.symlink")
+    assert caught.value.hint == "open that one: ckptool list 'my run/ep0-ba10/ep0-ba10-rank0.pt'"
+
+
 # Folders
 
 
