@@ -1,7 +1,7 @@
 """What a step of a pickle does, judged by what is called with which arguments.
 
 The only table of names is that of known constructors of data (`_DATA`): everything else of the
-standard library and of the libraries in `_LIBRARIES` counts as running.
+standard library and of the libraries in `_TOOLS` and `_NUMERIC` counts as running.
 """
 
 from __future__ import annotations
@@ -9,28 +9,26 @@ from __future__ import annotations
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
 from ckptool.symbolic.watching import Event, is_unknown
+from ckptool.tree import everything
 
-__all__ = ["CANNOT_TELL", "DATA", "NEEDS_CODE", "RUNS", "VERDICTS", "Judge", "as_python"]
+__all__ = ["CANNOT_TELL", "DATA", "NEEDS_CODE", "RUNS", "VERDICTS", "Judge", "as_python", "worst"]
 
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
 """From the best to the worst."""
-_OTHERS = """
-aiohttp cloudpickle dill distutils joblib numpy pandas pip pkg_resources requests scipy setuptools
-six sklearn torch
-"""
-_LIBRARIES = frozenset({*sys.stdlib_module_names, *IMPORT_MAPPING, *_OTHERS.split()})
+_TOOLS = "aiohttp cloudpickle dill distutils joblib pip pkg_resources requests setuptools six"
+_SYSTEM = frozenset({*sys.stdlib_module_names, *IMPORT_MAPPING, *_TOOLS.split()})
+"""Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
 _NUMERIC = frozenset({"numpy", "pandas", "scipy", "sklearn", "torch"})
 """Libraries of which a function may be an argument: it computes with what it is given."""
-_SYSTEM = _LIBRARIES - _NUMERIC
-"""Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
 _DATA = re.compile(
     r"builtins\.(slice|range|object|bytes|bytearray|complex|frozenset|set|list|tuple|dict|int|float"
     r"|str|bool|iter|StopIteration|KeyboardInterrupt|SystemExit)|"
@@ -66,32 +64,21 @@ _DATA = re.compile(
     r"torch\.\w+_format"
 )
 """Qualified names of functions and classes that make data of their arguments, and do no more."""
-_PLAIN_BASES = frozenset(
-    f"builtins.{name}"
-    for name in (
-        "object", "dict", "list", "tuple", "int", "float", "str", "set", "frozenset", "bytes",
-        "bytearray", "complex",
-    )
-)  # fmt: skip
-_RERUN = frozenset(
-    {
-        "Popen",
-        "CDLL",
-        "PyDLL",
-        "WinDLL",
-        "OleDLL",
-        "FileIO",
-        "InteractiveConsole",
-        "Process",
-        "Timer",
-    }
+_CLASS = re.compile(
+    r"(?!_*(Popen|\w+DLL|FileIO|InteractiveConsole|Process|Timer)\b)_*[A-Z]\w*(\._*[A-Z]\w*)*",
+    re.ASCII,
 )
-"""Classes of the standard library that do something when made; any module may import them."""
-_CLASS = re.compile(r"_*[A-Z]\w*(\._*[A-Z]\w*)*", re.ASCII)
-_APPLIERS = re.compile(r"torch\._?tensor\._rebuild_from_type(_v2)?")
-_PARTIAL = "functools.partial"
+"""How classes are spelled; those are left out that do something when made, wherever imported."""
+_METHOD = re.compile(rf"{_CLASS.pattern}(\.(?!__)\w+)?", re.ASCII)
+_PARTIAL, _LOADER = "functools.partial", "torch.storage._load_from_bytes"
 _UFUNCS = tuple(f"numpy.{where}_ufunc_reconstruct" for where in ("", "core.", "_core."))
-_LOADER = "torch.storage._load_from_bytes"
+_FINDERS = frozenset(
+    {"builtins.getattr", "_operator.getitem", "operator.getitem", "logging.getLogger", _PARTIAL}
+    | {*_UFUNCS}
+)
+"""Functions whose result may be a function, or an object that the file did not make."""
+_APPLIERS = re.compile(r"torch\._?tensor\._rebuild_from_type(_v2)?")
+_MAPPING = re.compile(r"(builtins|collections)\.\w*([Dd]ict|Counter)")
 _MOST_TOLD, _MOST_PARTS = 100, 1_000_000
 
 
@@ -105,12 +92,18 @@ class Deed(NamedTuple):
     verdict: str
 
 
+def worst(*verdicts: str) -> str:
+    """Return the worst of some verdicts."""
+    return max(verdicts, key=VERDICTS.index, default=DATA)
+
+
 class Judge:
     """The verdict on one pickle, while its steps come in."""
 
-    def __init__(self, nested: Callable[[bytes], tuple[str, tuple[Deed, ...]]]) -> None:
-        """Judge bytes in arguments, which may be pickles, by `nested`."""
+    def __init__(self, nested: Callable[[bytes], tuple[str, tuple[Deed, ...]]], base: int) -> None:
+        """Judge bytes in arguments by `nested`, as they may be pickles; count from `base`."""
         self.nested = nested
+        self.base = base
         self.verdict = DATA
         self.deeds: list[Deed] = []
         self.names: dict[str, None] = {}
@@ -118,125 +111,153 @@ class Judge:
         """Calls that run something, those that are not kept included."""
         self.seen = 0
         """Calls, and names in known libraries: what no other kind of file has by chance."""
-        self.base = 0
-        self.doers = self.functions = False
-        """Whether something was named that may do harm, or of which that is not known."""
+        self.danger = 0
+        """1: something is named of which it is not known what it does; 2: that may do harm."""
         self.parts_left = _MOST_PARTS
 
     def observe(self, event: Event) -> None:
         """Take one step into account."""
-        if event.kind == "import":
-            name = event.what.qualified
-            found = DATA if _is_allowed(name) else NEEDS_CODE
-            if found == NEEDS_CODE:
-                self.names.setdefault(name)
-                self.seen += name.partition(".")[0] in _LIBRARIES
-                self.doers |= _is_doer(event.what)
-                self.functions |= _is_doer(event.what, strict=True) or name in (*_FINDERS, _PARTIAL)
-                *owners, _ = event.what.name.split(".")
-                if not _LIBRARIES.isdisjoint(owners):
-                    self.tell(RUNS, event, f"{name}  # through a module")
-        elif event.kind in ("call", "new"):
+        kind, _, _, what, items = event
+        if kind == "import":
+            self._name(what, event)
+        elif kind in ("call", "new"):
             self.seen += 1
-            made = event.what
-            found = self.call(made.func, made.args, made.kwargs, is_new=event.kind == "new")
-            if found == RUNS and len(self.deeds) < _MOST_TOLD:
-                self._look_inside(made, event)
-        elif event.kind == "unknown":
-            found = CANNOT_TELL
-        else:
-            found = self.change(event.kind, event.what, event.items)
-        if found in (RUNS, CANNOT_TELL):
+            found = self.call(what.func, what.args, what.kwargs, is_new=kind == "new")
+            if found == RUNS or what.class_name == _LOADER:
+                self._look_inside(what, event)
             self.tell(found, event)
         else:
-            self.worsen(found)
+            self.tell(self.change(kind, what, items), event)
+
+    def _name(self, what: Global, event: Event) -> None:
+        """Take a class or function into account that is named."""
+        name = what.qualified
+        kind = _kind(name)
+        if kind == DATA or name in self.names:
+            return
+        self.names[name] = None
+        self.seen += kind != "unknown"
+        unclear = name in _FINDERS or _is_doer(what, strict=True)
+        self.danger = max(self.danger, 2 * _is_doer(what), unclear)
+        is_through = any(_kind(owner) != "unknown" for owner in what.name.split(".")[:-1])
+        self.tell(RUNS if is_through else NEEDS_CODE, event, f"{name}  # through a module")
 
     def tell(self, verdict: str, event: Event, text: str = "") -> None:
-        """Note a step for the user."""
-        self.worsen(verdict)
+        """Note a step, for the user too if it runs something or cannot be told."""
+        if verdict != self.verdict:
+            self.verdict = worst(self.verdict, verdict)
         self.told += verdict == RUNS
-        if len(self.deeds) < _MOST_TOLD:
+        if verdict in (RUNS, CANNOT_TELL) and len(self.deeds) < _MOST_TOLD:
             text = text or _told(event)
             self.deeds.append(Deed(text, self.base + event.offset, event.opcode, verdict))
 
-    def worsen(self, verdict: str) -> None:
-        """Let the verdict be no better than `verdict`."""
-        if verdict != self.verdict:
-            self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
+    def _look_inside(self, made: Opaque, event: Event) -> None:
+        """Judge pickles among the arguments of a call."""
+        room = _MOST_TOLD - len(self.deeds)
+        for raw in _bytes_in(made.args) if room > 0 else ():
+            verdict, deeds = self.nested(raw)
+            self.verdict = worst(self.verdict, verdict)
+            self.told += sum(deed.verdict == RUNS for deed in deeds)
+            place = f"in a pickle at {self.base + event.offset:,}: "
+            self.deeds += [deed._replace(opcode=place + deed.opcode) for deed in deeds[:room]]
 
     def call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
         """Return the verdict on a call, or on `func.__new__` (`is_new`)."""
-        parts = args if isinstance(args, tuple) else (args,)
-        if isinstance(func, Opaque):
-            return self._call_of_result(func, parts, is_new=is_new)
-        if not isinstance(func, Global):
-            return CANNOT_TELL  # pickle stops here: it is no function
-        name = func.qualified
-        special = _SPECIAL.get(name)
-        if special is not None:
-            return special(self, parts)
-        if _APPLIERS.fullmatch(name) and parts:
-            return self.call(parts[0], parts[2] if len(parts) > 2 else ())
-        if _consumes(name, parts):
-            return RUNS
-        if _is_allowed(name):  # which may go through what it is given
-            made = [part for part in parts if isinstance(part, Opaque)]
-            fine = self.is_harmless(made, strict=not func.name.startswith("_"))
-            return DATA if fine else RUNS
-        if _is_data(name):
-            return NEEDS_CODE if self.is_harmless(parts, strict=True) else RUNS
-        owner = func.qualified.partition(".")[0]
-        if is_new and not parts and not kwargs and owner not in _SYSTEM:
-            return NEEDS_CODE
-        is_class = bool(_CLASS.fullmatch(func.name)) and func.name not in _RERUN
-        is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
-        is_made = is_class and (is_new or is_counted) and owner in _NUMERIC  # or an enum
-        if (owner in _LIBRARIES and not is_made) or func.name in _RERUN:
-            return RUNS
-        if not (is_class or is_new):
-            return RUNS
-        return NEEDS_CODE if self.is_harmless((*parts, kwargs)) else RUNS
-
-    def _call_of_result(self, func: Opaque, args: tuple[Any, ...], *, is_new: bool) -> str:
-        """Return the verdict on a call of something that a call made."""
-        if is_unknown(func):
-            return CANNOT_TELL
         match func:
+            case Global():
+                pass
             case Opaque(
-                func=Global(module="builtins" | "__builtin__", name="getattr"),
-                args=(Global() as owner, str() as name),
-            ) if _CLASS.fullmatch(owner.name) and not name.startswith("__"):
-                inner = Global(owner.module, f"{owner.name}.{name}")
-                if is_new or _CLASS.fullmatch(name):
-                    return self.call(inner, args, is_new=is_new)
-                library = owner.qualified.partition(".")[0] in _LIBRARIES
-                tabled = _is_data(inner.qualified)
-                return NEEDS_CODE if (tabled or not library) and self.is_harmless(args) else RUNS
-        return RUNS
+                func=Global(qualified="builtins.getattr"), args=(Global() as owner, str() as name)
+            ) if _CLASS.fullmatch(owner.name):
+                func = Global(owner.module, f"{owner.name}.{name}")
+            case Opaque():
+                return CANNOT_TELL if is_unknown(func) else RUNS
+            case _:  # pickle stops here: it is no function
+                return CANNOT_TELL
+        parts = args if isinstance(args, tuple) else (args,)
+        name = func.qualified
+        found = self._by_arguments(name, parts)
+        if found:
+            return found
+        kind = _kind(name)
+        if kind in (DATA, NEEDS_CODE):
+            items = [one for part in parts if isinstance(part, (list, tuple)) for one in part]
+            gone_through = [*parts, *items] if _MAPPING.fullmatch(name) else parts
+            objects = [part for part in gone_through if isinstance(part, Opaque)]
+            strict = not func.name.startswith("_rebuild")
+            is_fine = self.is_harmless(parts if kind == NEEDS_CODE else objects, strict=strict)
+            return kind if is_fine and not _goes_through(name, objects) else RUNS
+        is_class = bool(_CLASS.fullmatch(func.name))
+        if kind == "numeric":
+            is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
+            is_fine = (is_class and (is_new or is_counted)) or (is_new and not (parts or kwargs))
+        else:
+            is_fine = kind == "unknown" and (is_new or bool(_METHOD.fullmatch(func.name)))
+        return NEEDS_CODE if is_fine and self.is_harmless((*parts, kwargs)) else RUNS
+
+    def _by_arguments(self, name: str, parts: tuple[Any, ...]) -> str:
+        """Return the verdict on a call whose arguments decide; nothing for any other."""
+        match name, parts:
+            case "builtins.getattr", (owner, str() as attribute, *_):
+                is_plain = not isinstance(owner, Global) or _CLASS.match(owner.name)
+                fine = not attribute.startswith("__") and (is_plain or not _is_doer(owner))
+            case "_operator.getitem" | "operator.getitem", (Global() as owner, key):
+                fine = bool(_CLASS.fullmatch(owner.name)) and isinstance(key, (Global, str, int))
+            case "operator.itemgetter" | "operator.attrgetter" | "_operator.itemgetter", _:
+                fine = all(isinstance(one, (str, int)) and "__" not in str(one) for one in parts)
+            case "builtins.iter", _:
+                fine = len(parts) == 1 and isinstance(parts[0], (list, tuple, str, bytes, dict))
+            case "builtins.type", (one,):
+                fine = not isinstance(one, Global)
+            case "builtins.eval", ("data", {"data": Opaque(), **more}):  # an array of Paddle's
+                fine = not more
+            case "functools.partial", (func, *rest):
+                is_function = isinstance(func, Opaque) or (
+                    isinstance(func, Global) and not _is_doer(func)
+                )
+                fine = is_function and self.is_harmless((func, rest))
+            case "torch.storage._load_from_bytes", (one,):  # what is in the bytes decides
+                fine = _raw(one) is not None
+            case "copyreg._reconstructor", (cls, base, *state):
+                return worst(self.call(base, (*state,)), self.call(cls, (), is_new=True))
+            case "copyreg.__newobj__", (cls, *rest):
+                return self.call(cls, (*rest,), is_new=True)
+            case "copyreg.__newobj_ex__", (cls, tuple() as rest, dict() as kwargs):
+                return self.call(cls, rest, kwargs, is_new=True)
+            case _, (str() as module, str()) if name in _UFUNCS:
+                fine = module.partition(".")[0] in ("numpy", "scipy")
+            case _, (func, *rest) if _APPLIERS.fullmatch(name):
+                return self.call(func, rest[1] if len(rest) > 1 else ())
+            case _:
+                return ""
+        return NEEDS_CODE if fine else RUNS
 
     def change(self, kind: str, target: Any, items: Any) -> str:
         """Return the verdict on items or a state given to `target`."""
+        if isinstance(target, Global):
+            return RUNS
         if is_unknown(target):
             return CANNOT_TELL
-        if isinstance(target, Global) or _is_found(target):
-            return RUNS
+        parts = items if isinstance(items, tuple) else (items,)
+        name = target.class_name
         if target.steps and target.steps[-1][0] == "build":  # which may have set what is called now
             return RUNS
-        if kind == "build" and _name_of(target) == _PARTIAL:
-            return self._partial(items if isinstance(items, tuple) else ())
-        name = _name_of(target)
-        if name.partition(".")[0] in _SYSTEM and not (_is_allowed(name) or _is_data(name)):
+        if kind == "build" and name == _PARTIAL:
+            return self._by_arguments(name, parts) or RUNS
+        if _is_found(target) or _kind(name) == "system":
             return RUNS
-        if kind == "build":
-            return DATA if _is_allowed(_name_of(target)) else NEEDS_CODE
-        return DATA
+        if kind != "build":
+            return DATA
+        if _goes_through(name, parts):
+            return RUNS
+        return DATA if _kind(name) == DATA else NEEDS_CODE
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
         """Return whether nothing in the arguments is a function that may do harm when called.
 
         `strict`: nor one of which that is not known, as some constructors call what they are given.
         """
-        if not (self.functions if strict else self.doers):
+        if self.danger + strict < 2:
             return True
         todo, seen = [args], set()
         while todo:
@@ -244,7 +265,7 @@ class Judge:
             if isinstance(node, Global):
                 if _is_doer(node, strict=strict):
                     return False
-            elif strict and (_is_found(node) or _name_of(node) == _PARTIAL):
+            elif strict and _is_found(node):
                 return False
             elif isinstance(node, (Opaque, list, tuple, dict)) and id(node) not in seen:
                 seen.add(id(node))
@@ -255,192 +276,70 @@ class Judge:
                 todo += inside[isinstance(node, Opaque) :]  # whose own call has been judged
         return True
 
-    def _look_inside(self, made: Opaque, event: Event) -> None:
-        """Judge pickles among the arguments of a call that runs something."""
-        for raw in _bytes_in(made.args):
-            verdict, deeds = self.nested(raw)
-            self.worsen(verdict)
-            room = max(_MOST_TOLD - len(self.deeds), 0)
-            self.deeds += [
-                deed._replace(opcode=f"in a pickle at {self.base + event.offset:,}: {deed.opcode}")
-                for deed in deeds[:room]
-            ]
 
-    # Calls whose arguments decide
-
-    def _getattr(self, args: tuple[Any, ...]) -> str:
-        match args:
-            case (Global() as owner, str() as name, *_):
-                fine = bool(_CLASS.match(owner.name)) or not _is_doer(owner)
-            case (_, str() as name, *_):
-                fine = True
-            case _:
-                return RUNS
-        return NEEDS_CODE if fine and not name.startswith("__") else RUNS
-
-    def _ufunc(self, args: tuple[Any, ...]) -> str:
-        """Judge what finds a function of numpy or scipy, as of any other module."""
-        match args:
-            case (str() as module, str()) if module.partition(".")[0] in ("numpy", "scipy"):
-                return NEEDS_CODE
-        return RUNS
-
-    def _getitem(self, args: tuple[Any, ...]) -> str:
-        match args:
-            case (Global() as owner, Global() | str() | int()) if _CLASS.fullmatch(owner.name):
-                return NEEDS_CODE
-        return RUNS
-
-    def _partial(self, args: tuple[Any, ...]) -> str:
-        func = args[0] if args else None
-        if isinstance(func, Global):
-            return RUNS if _is_doer(func) or not self.is_harmless(args[1:]) else NEEDS_CODE
-        return NEEDS_CODE if isinstance(func, Opaque) and self.is_harmless(args) else RUNS
-
-    def _getter(self, args: tuple[Any, ...]) -> str:
-        plain = all(isinstance(arg, (str, int)) for arg in args)
-        return NEEDS_CODE if plain and not any("__" in str(arg) for arg in args) else RUNS
-
-    def _iter(self, args: tuple[Any, ...]) -> str:
-        fine = len(args) == 1 and isinstance(args[0], (list, tuple, str, bytes, dict))
-        return NEEDS_CODE if fine else RUNS
-
-    def _type(self, args: tuple[Any, ...]) -> str:
-        return NEEDS_CODE if len(args) == 1 and not isinstance(args[0], Global) else RUNS
-
-    def _reconstructor(self, args: tuple[Any, ...]) -> str:
-        cls, base, state = (*args, None, None, None)[:3]
-        if isinstance(base, Global) and base.qualified in _PLAIN_BASES:
-            if _consumes(base.qualified, (state,)) or not self.is_harmless((state,), strict=True):
-                return RUNS
-            return self.call(cls, (), is_new=True)
-        return self.call(base, (state,))
-
-    def _newobj(self, args: tuple[Any, ...]) -> str:
-        return self.call(args[0], args[1:], is_new=True) if args else RUNS
-
-    def _newobj_ex(self, args: tuple[Any, ...]) -> str:
-        match args:
-            case (cls, tuple() as inner, dict() as kwargs):
-                return self.call(cls, inner, kwargs, is_new=True)
-        return RUNS
-
-    def _paddle(self, args: tuple[Any, ...]) -> str:
-        """Judge `eval('data', {'data': array})`, which Paddle writes for each array."""
-        match args:
-            case ("data", {"data": Opaque(), **more}) if not more:
-                return NEEDS_CODE
-        return RUNS
-
-    def _load(self, args: tuple[Any, ...]) -> str:
-        """Judge the file of torch inside a pickle: what is in it decides."""
-        raws = list(_bytes_in(args))
-        if len(raws) != 1:
-            return RUNS
-        verdict, deeds = self.nested(raws[0])
-        self.deeds += deeds[: max(_MOST_TOLD - len(self.deeds), 0)]
-        self.told += sum(deed.verdict == RUNS for deed in deeds)
-        return max(verdict, NEEDS_CODE, key=VERDICTS.index)
-
-
-_SPECIAL: dict[str, Callable[[Judge, tuple[Any, ...]], str]] = {
-    "builtins.getattr": Judge._getattr,
-    "builtins.iter": Judge._iter,
-    "builtins.type": Judge._type,
-    "builtins.eval": Judge._paddle,
-    "_operator.getitem": Judge._getitem,
-    "operator.getitem": Judge._getitem,
-    _PARTIAL: Judge._partial,
-    "operator.itemgetter": Judge._getter,
-    "operator.attrgetter": Judge._getter,
-    "_operator.itemgetter": Judge._getter,
-    "copyreg._reconstructor": Judge._reconstructor,
-    "copyreg.__newobj__": Judge._newobj,
-    "copyreg.__newobj_ex__": Judge._newobj_ex,
-    _LOADER: Judge._load,
-    **dict.fromkeys(_UFUNCS, Judge._ufunc),
-}
-
-
-@lru_cache
-def _is_allowed(name: str) -> bool:
-    return not blocking((name,))
-
-
-@lru_cache
-def _is_data(name: str) -> bool:
-    return _DATA.fullmatch(name) is not None
+@lru_cache(1 << 14)
+def _kind(name: str) -> str:
+    """Return what is known of a name: a verdict, or `system`, `numeric` or `unknown`."""
+    if not blocking((name,)):
+        return DATA
+    if _DATA.fullmatch(name):
+        return NEEDS_CODE
+    owner = name.partition(".")[0]
+    return "system" if owner in _SYSTEM else "numeric" if owner in _NUMERIC else "unknown"
 
 
 def _is_doer(func: Global, *, strict: bool = False) -> bool:
     """Return whether a name may be a function or class that does more than compute."""
-    name = func.qualified
-    if _is_allowed(name) or _is_data(name):
-        return False
-    owner = name.partition(".")[0]
-    if _CLASS.fullmatch(func.name):
-        return func.name in _RERUN or (owner in _SYSTEM)
-    return strict or (owner in _SYSTEM)
+    kind = _kind(func.qualified)
+    is_unclear = strict and kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)
+    return kind == "system" or is_unclear
 
 
 def _is_found(node: Any) -> bool:
     """Return whether an object was not made by the file, but found in a module."""
-    if not isinstance(node, Opaque) or not isinstance(node.func, Global):
-        return False
-    func: Any = node.func
-    args = node.args
-    if _APPLIERS.fullmatch(func.qualified) and isinstance(args, tuple):
-        func = next(iter(args), None)
-    return isinstance(func, Global) and func.qualified in _FINDERS
+    match node:
+        case Opaque(func=Global() as how, args=(Global() as func, *_)) if _APPLIERS.fullmatch(
+            how.qualified
+        ):
+            return func.qualified in _FINDERS
+        case Opaque(func=Global() as func):
+            return func.qualified in _FINDERS
+    return False
 
 
-def _consumes(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether a container goes through an object whose class is a library's own code."""
-    return name.startswith(("builtins.", "collections.", "torch.Size")) and any(
-        owner.partition(".")[0] in _LIBRARIES and not _is_allowed(owner) and not _is_data(owner)
-        for owner in map(_name_of, parts)
+def _goes_through(name: str, nodes: Iterable[Any]) -> bool:
+    """Return whether a container, by its name, goes through an object of a library's own code."""
+    return (name.partition(".")[0] in _SYSTEM or name == "torch.Size") and any(
+        isinstance(node, Opaque) and _kind(node.class_name) in ("system", "numeric")
+        for node in nodes
     )
 
 
-_FINDERS = frozenset(
-    {"builtins.getattr", "_operator.getitem", "operator.getitem", "logging.getLogger", *_UFUNCS}
-)
-
-
-def _name_of(node: Any) -> str:
-    """Return the name of the class or function that made an object."""
-    return node.class_name if isinstance(node, Opaque) else ""
+def _raw(node: Any) -> bytes | None:
+    """Return the bytes that a node is, also where it is the call that makes them of text."""
+    match node:
+        case bytes():
+            return node
+        case Opaque(func=Global(qualified="_codecs.encode"), args=(str() as text, "latin1")):
+            return raw_bytes(text)
+    return None
 
 
 def _bytes_in(args: Any) -> Iterator[bytes]:
-    """Yield the runs of bytes among arguments, also those that a call inside makes of text."""
-    todo, left = [args], 1000
-    while todo and left:
-        node = todo.pop()
-        left -= 1
-        match node:
-            case Opaque(func=Global(name="encode"), args=(str() as text, *_)):
-                raw = raw_bytes(text)
-            case bytes():
-                raw = node
-            case Opaque():
-                todo.append(node.args)
-                continue
-            case list() | tuple():
-                todo.extend(node[:1000])
-                continue
-            case _:
-                continue
-        if raw and len(raw) > 1:
-            yield raw
+    """Yield the runs of bytes among arguments."""
+    for node in islice(everything((args,)), 1000):
+        for one in islice(children(node), 1000):
+            raw = _raw(one)
+            if raw and len(raw) > 1:
+                yield raw
 
 
 def _told(event: Event) -> str:
     """Return a step as Python."""
-    if event.kind in ("call", "new"):
-        return as_python(event.what)
     target = as_python(event.what)
     match event.kind, event.items:
+        case "call" | "new" | "unknown", _:
+            return target
         case "set", [(key, value), *_]:
             return f"{target}[{as_python(key)}] = {as_python(value)}"
         case "append" | "add", [item, *_]:
@@ -455,6 +354,10 @@ def as_python(node: Any) -> str:
     """Return a value as Python spells it, cut to what fits on a few lines."""
     pieces = [_PIECES]
 
+    def joined(items: Collection[Any], depth: int) -> str:
+        shown = [spelled(one, depth + 1) for one in islice(items, _WIDEST)]
+        return ", ".join(shown + ["..."] * (len(items) > _WIDEST))
+
     def spelled(one: Any, depth: int) -> str:
         pieces[0] -= 1
         if depth > _DEEPEST or pieces[0] < 0:
@@ -463,26 +366,29 @@ def as_python(node: Any) -> str:
             case Global():
                 return re.sub(r"^(posix|nt)\.", "os.", one.qualified)
             case str() | bytes():
-                cut = one[:_LONGEST]
-                return repr(cut) + ("..." if len(one) > len(cut) else "")
-            case list() | tuple() | dict():
-                pairs = list(one.items()) if isinstance(one, dict) else [(item,) for item in one]
-                shown = [": ".join(spelled(p, depth + 1) for p in pair) for pair in pairs[:_WIDEST]]
-                inner = ", ".join([*shown, "..."] if len(pairs) > _WIDEST else shown)
-                if isinstance(one, tuple):
-                    return f"({inner},)" if len(pairs) == 1 else f"({inner})"
-                return f"{{{inner}}}" if isinstance(one, dict) else f"[{inner}]"
+                return repr(one[:_LONGEST]) + "..." * (len(one) > _LONGEST)
+            case int() if one.bit_length() > 999:  # Python prints few digits of those
+                return hex(one)[:_LONGEST] + "..."
+            case list():
+                return f"[{joined(one, depth)}]"
+            case tuple():
+                return f"({joined(one, depth)}{',' * (len(one) == 1)})"
+            case dict():
+                pairs = [
+                    f"{spelled(key, depth + 1)}: {spelled(value, depth + 1)}"
+                    for key, value in islice(one.items(), _WIDEST)
+                ]
+                return f"{{{', '.join(pairs + ['...'] * (len(one) > _WIDEST))}}}"
             case Opaque(maker="persid"):
                 return "persistent_load(...)"
             case Opaque() if is_unknown(one):
                 return f"<{one.args[0]}>"
             case Opaque():
-                args = one.args if isinstance(one.args, tuple) else (f"*{one.args!r}"[:20],)
-                inner = ", ".join(spelled(arg, depth + 1) for arg in args[:_WIDEST])
-                more = ", ..." if len(args) > _WIDEST else ""
-                named = "" if not one.kwargs else f", **{spelled(one.kwargs, depth + 1)}"
-                new = ".__new__" if one.maker == "newobj" else ""
-                return f"{spelled(one.func, depth + 1)}{new}({inner}{more}{named})"
+                is_plain = isinstance(one.args, tuple)
+                inner = joined(one.args, depth) if is_plain else f"*{spelled(one.args, depth + 1)}"
+                inner += f", **{spelled(one.kwargs, depth + 1)}" if one.kwargs else ""
+                new = ".__new__" * (one.maker == "newobj")
+                return f"{spelled(one.func, depth + 1)}{new}({inner})"
         return repr(one)[:_LONGEST]
 
     return spelled(node, 0)

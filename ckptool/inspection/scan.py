@@ -25,7 +25,16 @@ from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
 from ckptool.formats.npz import read_array_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
-from ckptool.inspection.deeds import CANNOT_TELL, DATA, NEEDS_CODE, RUNS, VERDICTS, Deed, Judge
+from ckptool.inspection.deeds import (
+    CANNOT_TELL,
+    DATA,
+    NEEDS_CODE,
+    RUNS,
+    VERDICTS,
+    Deed,
+    Judge,
+    worst,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 from ckptool.symbolic.watching import JOBLIB_ARRAY, Watcher
@@ -166,9 +175,9 @@ def scan(
     with closing(place_of(path).open(name)) as source:
         scanner = _Scanner(name, limits, hidden=hidden)
         scanner.look(ByteRange(source, 0, source.size), "", 0)
-        worst = max((s.verdict for s in scanner.streams), key=VERDICTS.index, default=DATA)
+        verdict = worst(*(one.verdict for one in scanner.streams))
         notes, code = tuple(dict.fromkeys(scanner.notes)), tuple(scanner.code)
-        return Scan(name, worst, scanner.pickles, tuple(scanner.streams), code, notes)
+        return Scan(name, verdict, scanner.pickles, tuple(scanner.streams), code, notes)
 
 
 def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
@@ -350,7 +359,7 @@ class _Scanner:
             both = _Watched(self, chunk, start, base, as_joblib=True)
             for deed in found.judge.deeds:  # of pickle.load, which stops at the raw bytes
                 if deed.verdict == RUNS:
-                    both.judge.worsen(RUNS)
+                    both.judge.verdict = RUNS
                     both.judge.deeds.append(deed)
             return both
         return found
@@ -359,7 +368,7 @@ class _Scanner:
         judge = watched.judge
         self.pickles += 1
         if watched.fault:
-            judge.worsen(CANNOT_TELL)
+            judge.verdict = worst(judge.verdict, CANNOT_TELL)
         if judge.verdict != DATA:
             deeds = tuple(dict.fromkeys(judge.deeds))
             names = tuple(judge.names)
@@ -391,11 +400,11 @@ class _Scanner:
         inner.depth, inner.judged = self.depth + 1, self.judged
         source = MemorySource(raw, self.file)
         inner.look(ByteRange(source, 0, source.size), "", 1)
-        worst = max((one.verdict for one in inner.streams), key=VERDICTS.index, default=DATA)
+        verdict = worst(*(one.verdict for one in inner.streams))
         deeds = tuple(deed for one in inner.streams for deed in one.deeds)[:_MOST_STREAMS]
         self.pickles += inner.pickles
-        self.judged[raw] = worst, deeds
-        return worst, deeds
+        self.judged[raw] = verdict, deeds
+        return verdict, deeds
 
     # Zips
 
@@ -507,8 +516,7 @@ class _Watched:
     def __init__(
         self, scanner: _Scanner, chunk: bytes, start: int, base: int, *, as_joblib: bool = False
     ) -> None:
-        self.judge = Judge(scanner.nested)
-        self.judge.base = base
+        self.judge = Judge(scanner.nested, base)
         self.machine = Watcher(
             chunk,
             file=scanner.file,

@@ -177,6 +177,12 @@ class Machine:
         result = recognised(self, args)
         return Opaque(func, args) if result is NotImplemented else result
 
+    def change(self, kind: str, target: Any, items: Any) -> None:
+        """Note that items are added to an object (`set`, `append` or `add`)."""
+        if not isinstance(target, Opaque):
+            raise TypeError(f"items are added to a {type(target).__name__}")
+        target.steps.append((kind, items))
+
     def replace_in_memo(self, old: Any, new: Any) -> None:
         """Let later mentions of `old`, which was memoized just now, mean `new`."""
         for index in chain(tuple(self.far_memo), range(len(self.memo) - 1, -1, -1)):

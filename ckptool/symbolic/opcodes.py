@@ -276,13 +276,11 @@ def additems(machine: Machine, position: int) -> int:
     """Add the items above the mark to the set below it."""
     items = machine.pop_mark()
     target = machine.stack[-1]
-    if not isinstance(target, Opaque):
-        raise TypeError(f"items are added to a {type(target).__name__}")
-    match (target.func, target.args):
-        case (Global(module="builtins", name="set"), ([*_] as members,)):
+    match target:
+        case Opaque(func=Global(module="builtins", name="set"), args=([*_] as members,)):
             members.extend(items)
         case _:
-            target.steps.append(("add", items))
+            machine.change("add", target, items)
     return position
 
 
@@ -312,17 +310,15 @@ def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
             machine.check_key(key)
     if isinstance(target, dict):
         target.update(zip(keys, items[1::2], strict=True))
-    elif isinstance(target, Opaque):
-        target.steps.append(("set", list(zip(keys, items[1::2], strict=True))))
     else:
-        raise TypeError(f"items are set in a {type(target).__name__}")
+        machine.change("set", target, list(zip(keys, items[1::2], strict=True)))
 
 
 @opcode(b"a")
 def append(machine: Machine, position: int) -> int:
     """Append the top to the list below it."""
     item = machine.stack.pop()
-    _extend(machine.stack[-1], [item])
+    _extend(machine, machine.stack[-1], [item])
     return position
 
 
@@ -330,17 +326,15 @@ def append(machine: Machine, position: int) -> int:
 def appends(machine: Machine, position: int) -> int:
     """Append the items above the mark to the list below it."""
     items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
+    _extend(machine, machine.stack[-1], items)
     return position
 
 
-def _extend(target: Any, items: list[Any]) -> None:
+def _extend(machine: Machine, target: Any, items: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(items)
-    elif isinstance(target, Opaque):
-        target.steps.append(("append", items))
     else:
-        raise TypeError(f"items are appended to a {type(target).__name__}")
+        machine.change("append", target, items)
 
 
 _INT32 = struct.Struct("<i").unpack_from

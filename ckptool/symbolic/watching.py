@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
+from pickletools import opcodes
 from typing import Any, ClassVar, NamedTuple
 
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, children
+from ckptool.model import Global, Opaque
 from ckptool.symbolic.machine import Machine
-from ckptool.symbolic.opcodes import HANDLERS, Handler, decimal, opcode
-from ckptool.symbolic.text import parse_text_pid
+from ckptool.symbolic.opcodes import HANDLERS, Handler
+from ckptool.tree import everything
 
 __all__ = ["Event", "Watcher", "is_unknown"]
 
@@ -24,13 +26,15 @@ UNKNOWN = "unknown"
 """The maker of a symbol for which nothing in the file stands."""
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _MODULE = re.compile(r"[\w.<>-]+")
+_ELEMENT = re.compile(r"[<>=|]?(?:(O|object)\d*|([biufcmMSUV])(\d+))")
+_OPCODES = {ord(one.code): one.name for one in opcodes}
 
 
 class Event(NamedTuple):
     """One step of a pickle that does more than make plain data."""
 
     kind: str
-    """`import`, `call`, `new`, `build`, `set`, `append` or `unknown`."""
+    """`import`, `call`, `new`, `build`, `set`, `append`, `add` or `unknown`."""
     offset: int
     """Of its opcode, from the start of the data."""
     opcode: str
@@ -48,7 +52,7 @@ def is_unknown(node: Any) -> bool:
 class Watcher(Machine):
     """A machine that recognises no calls: each is an event, and leaves an `Opaque`."""
 
-    __slots__ = ("as_joblib", "cut", "observe", "pids")
+    __slots__ = ("as_joblib", "at", "cut", "observe", "pids")
     handlers: ClassVar = list(HANDLERS)
 
     def __init__(
@@ -61,28 +65,50 @@ class Watcher(Machine):
         as_joblib: bool = False,
     ) -> None:
         """Prepare to run over `data`; `as_joblib` skips raw arrays, as joblib's unpickler does."""
-        super().__init__(data, file=file, limits=limits)
+        self.pids: list[Any] = []
+        load = partial(_persistent, self.pids)
+        super().__init__(data, file=file, limits=limits, persistent_load=load)
         self.observe = observe
         self.as_joblib = as_joblib
-        self.pids: list[Any] = []
+        self.at = 0
+        """Where the opcode stands that is carried out, if it may report something."""
         self.cut = False
         """Whether a line was read that ends with the data, and may go on behind it."""
 
-    def named(self, module: str, name: str, position: int, by: str) -> Global:
-        """Return the `Global` of that name, which is reported when it is first named."""
-        if not _MODULE.fullmatch(module):
-            raise ValueError(f"no module is called {module[:80]!r}")
-        is_new = (module, name) not in self.globals
-        found = self.find(module, name)
-        if is_new:
-            self.observe(Event("import", position - 1, by, found))
+    def report(self, kind: str, what: Any, items: Any = None) -> Any:
+        """Tell the observer of a step, and return `what`."""
+        self.observe(Event(kind, self.at, _OPCODES[self.data[self.at]], what, items))
+        return what
+
+    def unknown(self, why: str) -> Opaque:
+        """Report and return a symbol for what the file does not tell."""
+        made: Opaque = self.report("unknown", Opaque(None, (why,), maker=UNKNOWN), why)
+        return made
+
+    def find(self, module: str, name: str) -> Global:
+        """Return the `Global` of that name, which is reported where an opcode names it."""
+        found = super().find(module, name)
+        if self.data[self.at] in b"ci\x93":  # sets, too, are found
+            if not _MODULE.fullmatch(module):
+                raise ValueError(f"no module is called {module[:80]!r}")
+            self.report("import", found)
         return found
 
-    def made(self, kind: str, position: int, by: str, func: Any, args: Any, kwargs: Any) -> Opaque:
+    def call(self, func: Any, args: Any) -> Any:
         """Report a call, and return its result."""
-        result = Opaque(func, args, kwargs, maker="newobj" if kind == "new" else "reduce")
-        self.observe(Event(kind, position - 1, by, result))
-        return result
+        return self.report("call", Opaque(func, args))
+
+    def change(self, kind: str, target: Any, items: Any) -> None:
+        """Report a change of a class, function or object; change plain data as pickle does."""
+        if isinstance(target, (Global, Opaque)):
+            self.report(kind, target, items)
+        if isinstance(target, Opaque):
+            target.steps.append((kind, items))
+        elif isinstance(target, list) and kind == "set":
+            for index, item in items:
+                target[index] = item
+        elif not isinstance(target, Global) and items and items != (None, {}):
+            raise TypeError(f"{kind}: not of a {type(target).__name__}")
 
     def line(self, position: int) -> tuple[bytes, int]:
         """Return a line; the last one may lack its newline, as for pickle's code in Python."""
@@ -93,172 +119,75 @@ class Watcher(Machine):
             raise EOFError
         return self.data[position:end], end + 1
 
-    def unknown(self, position: int, by: str, why: str) -> Opaque:
-        """Report and return a symbol for what the file does not tell."""
-        result = Opaque(None, (why,), maker=UNKNOWN)
-        self.observe(Event("unknown", position - 1, by, result, why))
-        return result
-
-    def changed(self, kind: str, position: int, by: str, items: Any) -> bool:
-        """Report a change of the object on top of the stack; False for plain data."""
-        target = self.stack[-1]
-        if isinstance(target, (Global, Opaque)):
-            self.observe(Event(kind, position - 1, by, target, items))
-        if isinstance(target, Opaque):
-            target.steps.append((kind, items))
-        return isinstance(target, (Global, Opaque))
-
     def behind_array(self, position: int) -> int:
         """Return where the opcodes go on behind the raw bytes of an array of joblib's."""
         made = self.stack[-1]
         if not isinstance(made, Opaque) or made.class_name != JOBLIB_ARRAY:
             return position
         state = made.attributes
-        shape, dtype = state.get("shape"), state.get("dtype")
-        code = dtype.args[0] if isinstance(dtype, Opaque) and dtype.args else None
-        if not isinstance(code, str) or not isinstance(shape, tuple):
-            raise ValueError("an array of joblib's has no shape or no element type")
-        if _holds_objects(dtype):
-            inner = Watcher(self.data, file=self.file, limits=self.limits, observe=self.observe)
-            return inner.run(position)[1]
+        width = _width(state["dtype"])
+        if not width:  # objects: a pickle of its own
+            outer = self.stack, self.marks, self.memo, self.far_memo
+            self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
+            _, end = self.run(position)
+            self.stack, self.marks, self.memo, self.far_memo = outer
+            return end
         if state.get("numpy_array_alignment_bytes") is not None:
             position += 1 + self.data[position]
-        end = position + math.prod(shape) * _width(code, dtype)
+        end = position + math.prod(state["shape"]) * width
         if not position <= end <= len(self.data):
             raise EOFError
         return int(end)
 
 
-def _holds_objects(dtype: Any) -> bool:
-    """Return whether an element type, or one of a field, is of objects."""
-    todo, seen = [dtype], set[int]()
-    while todo:
-        node = todo.pop()
-        match node:
-            case Opaque(args=(str() as code, *_)) if not re.search("O|object", code):
-                pass
-            case Opaque():
-                return True
-        if isinstance(node, (Opaque, tuple, dict)) and id(node) not in seen:
-            seen.add(id(node))
-            todo += node.values() if isinstance(node, dict) else children(node)
-    return False
+def _width(dtype: Any) -> int:
+    """Return the bytes of one element of an array, 0 where it holds objects."""
+    types = [node for node in everything(dtype) if isinstance(node, Opaque)]
+    codes = [_ELEMENT.fullmatch(one.args[0]) for one in types if one.class_name == "numpy.dtype"]
+    if not types or len(codes) < len(types) or not all(codes):
+        raise ValueError("nobody writes such an element type")
+    if any(code and code[1] for code in codes):
+        return 0
+    _, kind, size = codes[0].groups()  # type: ignore[union-attr]
+    match kind, dtype.steps:  # the state of a type of text may change it
+        case "S" | "U" | "V", [*_, ("build", (_, _, _, _, _, int() as stated, *_))] if stated >= 0:
+            return stated
+    return int(size) * (4 if kind == "U" else 1)
 
 
-def _width(code: str, dtype: Any) -> int:
-    """Return the bytes of one element, which the state of a type of text may change."""
-    found = re.fullmatch(r"[<>=|]?([biufcmMSUV])(\d+)", code)
-    if found is None:
-        raise ValueError(f"nobody writes the element type {code[:80]!r}")
-    match found[1], dtype.steps:
-        case "S" | "U" | "V", [*_, ("build", (_, _, _, _, _, int() as size, *_))] if size >= 0:
-            return size
-    return int(found[2]) * (4 if found[1] == "U" else 1)
+def _persistent(pids: list[Any], pid: Any) -> Any:
+    """Return what torch loads for a persistent id: a class with its source text, or a storage."""
+    pids.append(pid)
+    match pid:
+        case ("module", Global() as cls, *_) | (Global() as cls, _, _):  # (of torch 0.1's tar)
+            return cls
+    return Opaque(None, (pid,), maker="persid")
 
 
-def _watched(code: bytes) -> Callable[[Callable[[Watcher, int], int]], Handler]:
-    """Register a handler of the watcher alone."""
-    return opcode(code, table=Watcher.handlers)  # type: ignore[return-value]
+def _watched(code: int, handler: Handler) -> None:
+    """Register a handler of the watcher that may report something."""
+
+    def noted(machine: Any, position: int) -> int:
+        machine.at = position - 1
+        return handler(machine, position)
+
+    Watcher.handlers[code] = noted
 
 
-@_watched(b"c")
-def _global(machine: Watcher, position: int) -> int:
-    start = position
-    module, position = machine.line(position)
-    name, position = machine.line(position)
-    found = machine.named(str(module, "utf-8"), str(name, "utf-8"), start, "GLOBAL")
-    machine.stack.append(found)
+def _new(machine: Watcher, position: int) -> int:
+    stack = machine.stack
+    kwargs = stack.pop() if machine.data[machine.at] == 0x92 else None
+    args = stack.pop()
+    stack[-1] = machine.report("new", Opaque(stack[-1], args, kwargs, maker="newobj"))
     return position
 
 
-@_watched(b"\x93")
-def _stack_global(machine: Watcher, position: int) -> int:
-    name = machine.stack.pop()
-    module = machine.stack.pop()
-    found: Any
-    if isinstance(name, str) and isinstance(module, str):
-        found = machine.named(module, name, position, "STACK_GLOBAL")
-    elif isinstance(name, Opaque) or isinstance(module, Opaque):
-        found = machine.unknown(position, "STACK_GLOBAL", "a name that a call computes")
-    else:
-        raise TypeError("a global is named by something that is not text")
-    machine.stack.append(found)
-    return position
-
-
-def _making(code: bytes, kind: str, by: str, *, named: bool = False) -> None:
-    """Register an opcode that calls what lies below the arguments (`named`: and keywords)."""
-
-    @_watched(code)
-    def make(machine: Watcher, position: int) -> int:
-        kwargs = machine.stack.pop() if named else None
-        args = machine.stack.pop()
-        func = machine.stack[-1]
-        machine.stack[-1] = machine.made(kind, position, by, func, args, kwargs)
-        return position
-
-
-_making(b"R", "call", "REDUCE")
-_making(b"\x81", "new", "NEWOBJ")
-_making(b"\x92", "new", "NEWOBJ_EX", named=True)
-
-
-@_watched(b"i")
-def _inst(machine: Watcher, position: int) -> int:
-    start = position
-    module, position = machine.line(position)
-    name, position = machine.line(position)
-    args = tuple(machine.pop_mark())
-    found = machine.named(str(module, "utf-8"), str(name, "utf-8"), start, "INST")
-    machine.stack.append(machine.made("call", start, "INST", found, args, None))
-    return position
-
-
-@_watched(b"o")
-def _obj(machine: Watcher, position: int) -> int:
-    cls, *args = machine.pop_mark()
-    machine.stack.append(machine.made("call", position, "OBJ", cls, tuple(args), None))
-    return position
-
-
-@_watched(b"b")
 def _build(machine: Watcher, position: int) -> int:
     state = machine.stack.pop()
-    if not machine.changed("build", position, "BUILD", state) and state not in (None, (None, {})):
-        raise TypeError(f"state is given to a {type(machine.stack[-1]).__name__}")
+    machine.change("build", machine.stack[-1], state)
     return machine.behind_array(position) if machine.as_joblib else position
 
 
-def _changing(code: bytes, kind: str, *, many: bool, by: str) -> None:
-    """Register an opcode that adds to the object below the items on the stack."""
-    base, taken = HANDLERS[code[0]], 2 if kind == "set" else 1
-
-    @_watched(code)
-    def change(machine: Watcher, position: int) -> int:
-        if many and not machine.stack:  # of no items, pickle does not ask what they are added to
-            machine.pop_mark()
-            return position
-        target = machine.marks[-1][-1] if many else machine.stack[-taken - 1]
-        is_list = kind == "set" and isinstance(target, list)
-        if not is_list and not isinstance(target, (Global, Opaque)):
-            return base(machine, position)
-        items = machine.pop_mark() if many else [machine.stack.pop() for _ in range(taken)][::-1]
-        pairs = list(zip(items[::2], items[1::2], strict=True)) if kind == "set" else items
-        for index, item in pairs if is_list else ():
-            target[index] = item
-        machine.changed(kind, position, by, pairs)
-        return position
-
-
-_changing(b"s", "set", many=False, by="SETITEM")
-_changing(b"u", "set", many=True, by="SETITEMS")
-_changing(b"a", "append", many=False, by="APPEND")
-_changing(b"e", "append", many=True, by="APPENDS")
-_changing(b"\x90", "add", many=True, by="ADDITEMS")
-
-
-@_watched(b"I")
-@_watched(b"L")
 def _number(machine: Watcher, position: int) -> int:
     """Push an integer: pickle takes 0x10, too."""
     text, end = machine.line(position)
@@ -267,82 +196,43 @@ def _number(machine: Watcher, position: int) -> int:
     return end
 
 
-def _getting(code: bytes, index_of: Callable[[Watcher, int], tuple[int, int]], by: str) -> None:
+def _stack_global(machine: Watcher, position: int) -> int:
+    if any(isinstance(one, Opaque) for one in machine.stack[-2:]):
+        machine.stack[-2:] = [machine.unknown("a name that a call computes")]
+        return position
+    return HANDLERS[0x93](machine, position)
+
+
+def _outside(machine: Watcher, position: int) -> int:
+    """Push a symbol for a class by its number in a registry, or for a buffer."""
+    width = {0x82: 1, 0x83: 2, 0x84: 4}.get(machine.data[machine.at], 0)
+    number = int.from_bytes(machine.counted(position, width), "little")
+    registered = f"number {number} of the copyreg extension registry"
+    machine.stack.append(machine.unknown(registered if width else "a buffer beside the file"))
+    return position + width
+
+
+def _recalling(code: int, width: int) -> None:
     """Register an opcode that recalls from the memo, where something may be missing."""
-    base = HANDLERS[code[0]]
 
-    @_watched(code)
-    def get(machine: Watcher, position: int) -> int:
+    def recall(machine: Any, position: int) -> int:
         try:
-            return base(machine, position)
-        except KeyError:
-            index, end = index_of(machine, position)
-            why = f"memo {index} was never filled"
-            machine.stack.append(machine.unknown(position, by, why))
-            return end
+            return HANDLERS[code](machine, position)
+        except KeyError as error:
+            machine.at = position - 1
+            machine.stack.append(machine.unknown(f"memo {error.args[0]} was never filled"))
+            return position + width if width else machine.line(position)[1]
+
+    Watcher.handlers[code] = recall
 
 
-def _decimal(machine: Watcher, position: int) -> tuple[int, int]:
-    text, end = machine.line(position)
-    return decimal(text, machine.limits), end
-
-
-def _little(width: int) -> Callable[[Watcher, int], tuple[int, int]]:
-    def read(machine: Watcher, position: int) -> tuple[int, int]:
-        raw = machine.counted(position, width)
-        return int.from_bytes(raw, "little"), position + width
-
-    return read
-
-
-_getting(b"g", _decimal, "GET")
-_getting(b"h", _little(1), "BINGET")
-_getting(b"j", _little(4), "LONG_BINGET")
-
-
-def _extension(code: bytes, width: int) -> None:
-    """Register an opcode that names a class by its number in a registry."""
-    index_of = _little(width)
-
-    @_watched(code)
-    def extension(machine: Watcher, position: int) -> int:
-        index, end = index_of(machine, position)
-        why = f"number {index} of the copyreg extension registry"
-        machine.stack.append(machine.unknown(position, "EXT", why))
-        return end
-
-
-_extension(b"\x82", 1)
-_extension(b"\x83", 2)
-_extension(b"\x84", 4)
-
-
-@_watched(b"\x97")
-def _next_buffer(machine: Watcher, position: int) -> int:
-    why = "a buffer that is not in the file"
-    machine.stack.append(machine.unknown(position, "NEXT_BUFFER", why))
-    return position
-
-
-@_watched(b"Q")
-def _binpersid(machine: Watcher, position: int) -> int:
-    machine.stack.append(_persistent(machine, machine.stack.pop()))
-    return position
-
-
-@_watched(b"P")
-def _persid(machine: Watcher, position: int) -> int:
-    text, position = machine.line(position)
-    machine.stack.append(_persistent(machine, parse_text_pid(str(text, "ascii"), machine.find)))
-    return position
-
-
-def _persistent(machine: Watcher, pid: Any) -> Any:
-    """Return what torch loads for a persistent id: a class with its source text, or a storage."""
-    machine.pids.append(pid)
-    match pid:
-        case ("module", cls, *_):
-            return cls
-        case (Global() as cls, _, _):  # of torch 0.1's tar
-            return cls
-    return Opaque(None, (pid,), maker="persid")
+for _code in b"cioRP\x8f\x91\x96suae\x90":
+    _watched(_code, HANDLERS[_code])
+for _codes, _handler in {
+    b"\x81\x92": _new, b"b": _build, b"IL": _number, b"\x93": _stack_global,
+    b"\x82\x83\x84\x97": _outside,
+}.items():  # fmt: skip
+    for _code in _codes:
+        _watched(_code, _handler)  # type: ignore[arg-type]
+for _code, _bytes in (ord("g"), 0), (ord("h"), 1), (ord("j"), 4):
+    _recalling(_code, _bytes)

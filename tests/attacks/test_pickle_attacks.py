@@ -19,7 +19,7 @@ from tests.symbolic.pickles import read
 
 
 def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 def call(module: str, name: str, *args: bytes) -> bytes:

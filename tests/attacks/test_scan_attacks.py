@@ -327,6 +327,42 @@ for consumer in ("builtins.set", "builtins.bytearray", "collections.OrderedDict"
         b"\x80\x02" + call(*consumer.split("."), files) + b"."
     )
 
+SAVER = (
+    b"ctorch.utils.data.datapipes.iter.utils\nSaverIterDataPipe\n)\x81}("
+    + text("source_datapipe")
+    + b"](("
+    + text("/tmp/x")
+    + b"U\x01xte"
+    + text("mode")
+    + text("w")
+    + text("filepath_fn")
+    + b"Nub"
+)
+"""An iterator of torch's that writes a file."""
+TRICKS |= {
+    "an iterator of torch's, for a list": b"\x80\x02" + call("builtins", "list", SAVER) + b".",
+    "an iterator of torch's, for a pair of a dict": b"\x80\x02"
+    + call("collections", "OrderedDict", b"](" + SAVER + b"e")
+    + b".",
+    "an iterator of torch's, as a state": b"\x80\x02cuuid\nUUID\n)\x81" + SAVER + b"b.",
+    "an iterator of torch's, in a state": b"\x80\x02crandom\nRandom\n)\x81(K\x03" + SAVER + b"Ntb.",
+    "a stream in a code page": b"\x80\x02"
+    + call(
+        "torch.storage",
+        "_load_from_bytes",
+        call("_codecs", "encode", text(SYSTEM.decode("cp037")), text("cp037")),
+    )
+    + b".",
+    "a stream that a call makes": b"\x80\x02"
+    + call("torch.storage", "_load_from_bytes", call("m", "A", b"K\x01"))
+    + b".",
+    "an integer that Python does not print": b"\x80\x02"
+    + call("os", "system", b"L0x" + b"f" * 9000 + b"L\n")
+    + b".",
+    "a dunder of a class, by its qualified name": b"\x80\x04"
+    + stack_global("models", "Net.__subclasses__")
+    + b")R.",
+}
 CLOSER = text("name") + text("/tmp/x") + text("delete") + b"\x88" + text("close_called") + b"\x89"
 """The state of an object that deletes a file when it goes."""
 MAKERS = {
@@ -626,6 +662,23 @@ def test_what_is_not_read_is_no_pass(magic, tmp_path):
     assert "not read" in found.streams[0].fault
 
 
+def test_a_type_that_joblibs_bytes_do_not_have_is_no_pass(tmp_path):
+    """Its metadata hold an object: joblib skips the bytes, where a pickle would hide the rest."""
+    inner = b"N.C\xff"
+    typed = dtype("u1") + b"(K\x04U\x01|NNNJ\xff\xff\xff\xffK\x01K\x00}U\x01ac__main__\nA\n)\x81stb"
+    state = text("shape") + b"K\x04\x85" + text("dtype") + typed
+    data = b"\x80\x04cjoblib.numpy_pickle\nNumpyArrayWrapper\n)\x81}(" + state + b"ub" + inner
+    found = judged(tmp_path, data + b"0" + call("os", "system", text(COMMAND)) + b"." + b"x" * 255)
+    assert not found.ok()
+
+
+def test_a_class_method_is_one_however_it_is_named(tmp_path):
+    made = call("builtins", "getattr", b"cmodels\nNet\n", text("from_config")) + b"K\x01\x85R."
+    named = stack_global("models", "Net.from_config") + b"K\x01\x85R."
+    for data in (made, named):
+        assert judged(tmp_path, b"\x80\x04" + data).verdict == "needs code"
+
+
 def test_lambda_layers_of_keras_are_named(tmp_path):
     config = b'{"class_name": "Lambda", "config": {}}'
     for data in (config, zipped({"config.json": config, "model.weights.h5": b"\x89HDF"})):
@@ -644,6 +697,13 @@ def bombs():
     doubling = b"".join(b"q%c0(h%ch%ct" % (n, n, n) for n in range(100))
     yield "doubling", b"\x80\x02N" + doubling + b"0" + call("m", "A", b"h\x63") + b"."
     yield "doubling, called", b"\x80\x02cm\nA\n(N" + doubling + b"tR."
+    yield "doubling, as arguments", b"\x80\x02cos\nsystem\n]N" + doubling + b"aR."
+    yield "many states", b"\x80\x02cm\nA\n)\x81" + b"Nb" * 200_000 + b"."
+    yield "many items of an object", b"\x80\x02cm\nA\n)\x81" + b"Na" * 200_000 + b"."
+    partials = b"cfunctools\npartial\nq\x00" + b"h\x00" * 200_000 + b"cm\nf\n"
+    yield "nested partials", b"\x80\x02cos\nsystem\n0" + partials + b"\x85R" * 200_000 + b"."
+    chain = b"".join(b"h\x00(h\x01tRq\x01" for _ in range(200_000))
+    yield "a chain of calls by the memo", b"\x80\x02cos\nsystem\n0cm\nA\nq\x00Nq\x01" + chain + b"."
     yield "many pickles", b"\x80\x02N." * 200_000
     many = b"C\x05\x80\x02N.0q\x00" + b"0cpickle\nloads\nq\x010" + b"h\x01h\x00\x85R0" * 200_000
     yield "one argument many times", b"\x80\x03" + many + b"N."

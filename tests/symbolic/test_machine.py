@@ -156,7 +156,7 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
         (b"\x80\x02cfoo\nBar\n)\x81]K\x01s.", "a list is used as a dict key"),
         (b"\x80\x02\x82\x01....", "extension registry"),
         (b"\x80\x05\x97....", "out-of-band"),
-        (b"\x80\x02K\x01K\x02a...", "appended to a int"),
+        (b"\x80\x02K\x01K\x02a...", "added to a int"),
         (b"\x80\x02K\x01(K\x02\x90...", "added to a int"),
         (b"\x80\x02K\x01K\x02\x93...", "named by something"),
         (b"I1x\n....", "cannot be carried out"),

@@ -51,7 +51,7 @@ def test_changes_of_what_is_not_plain_data_are_reported():
 
 def test_ordinary_reads_have_the_table_without_an_observer():
     assert Machine.handlers is HANDLERS
-    assert sum(a is not b for a, b in zip(Watcher.handlers, HANDLERS, strict=True)) == 24
+    assert Watcher.handlers is not HANDLERS
 
 
 def test_a_value_is_spelled_as_python_and_cut():
