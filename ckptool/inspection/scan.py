@@ -8,7 +8,6 @@ import os
 import re
 import struct
 import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -49,19 +48,19 @@ _MOST_INFLATED = 256 << 20
 _MOST_STREAMS = 1000
 _MOST_SEARCHED = 64 << 20
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
-_HEADER_MARK = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
+_HEADER = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
 _LOCAL, _CENTRAL = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI")
 """Of the headers of a zip: flags, method, packed size, length of the name; of a local one, of its
 extra field; of the directory's, the offset of the local one."""
+_HEAD = _CENTRAL.size + 1024
+"""Bytes read of a header and its name; the rest of a longer name is not shown."""
+_ZIP_END = 0x10000 + 22
+"""Bytes in which the end record of a zip is looked for."""
 _UNREAD = [
     (row.magic, row.what)
     for row in MAGICS
     if re.search(r"a (7z|RAR) archive|encrypted|compressed with (zstd|lz4)", row.what)
 ]
-_HEAD = 46 + 1024
-"""Bytes read of a header of a zip and its name; the rest of a longer name is not shown."""
-_ZIP_END = 0x10000 + 22
-"""Bytes in which the end record of a zip is looked for."""
 _STORAGE_FOLDERS = ("data", "constants", "tensors")
 _SCRIPT = re.compile(r"(^|[/ ])code/__torch__\b|(^|[/ ])code/[^/]+\.(py|ts)$")
 """Records of TorchScript's own language."""
@@ -175,9 +174,9 @@ def scan(
     with closing(place_of(path).open(name)) as source:
         scanner = _Scanner(name, limits, hidden=hidden)
         scanner.look(ByteRange(source, 0, source.size), "", 0)
-        verdict = worst(*(one.verdict for one in scanner.streams))
         notes, code = tuple(dict.fromkeys(scanner.notes)), tuple(scanner.code)
-        return Scan(name, verdict, scanner.pickles, tuple(scanner.streams), code, notes)
+        streams = tuple(scanner.streams)
+        return Scan(name, scanner.verdict, scanner.pickles, streams, code, notes)
 
 
 def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
@@ -208,6 +207,32 @@ def _inside(folder: str) -> Iterator[str]:
     yield from (os.fsdecode(error.filename) for error in failed)
 
 
+class _Run(Judge):
+    """The verdict on one pickle, run to its end or to a fault."""
+
+    def __init__(self, scanner: _Scanner, chunk: bytes, start: int, base: int, **how: Any) -> None:
+        super().__init__(scanner.nested, base)
+        self.root: Any = None
+        self.end: int | None = None
+        self.fault, self.is_short, self.is_limited = "", False, False
+        machine = Watcher(
+            chunk, file=scanner.file, limits=scanner.limits, observe=self.observe, **how
+        )
+        try:
+            self.root, self.end = machine.run(start)
+        except CheckpointError as error:
+            self.fault, self.is_limited = error.message, isinstance(error, LimitExceeded)
+            self.is_short = machine.cut or isinstance(error, TruncatedFile)
+        self.stopped = machine.stopped
+        self.storages: dict[str, int] = {}
+        """Bytes of the storages that it names, by key."""
+        for pid in machine.pids:
+            with suppress(CheckpointError):
+                if is_storage_pid(pid):
+                    storage = parse_storage_pid(pid, scanner.file)
+                    self.storages.setdefault(storage.key, storage.nbytes)
+
+
 class _Scanner:
     """The pickles of one file, found and judged."""
 
@@ -222,6 +247,10 @@ class _Scanner:
         self.depth = 0
         self.judged: dict[bytes, tuple[str, tuple[Deed, ...]]] = {}
 
+    @property
+    def verdict(self) -> str:
+        return worst(*(stream.verdict for stream in self.streams))
+
     def add(self, stream: Stream) -> None:
         if len(self.streams) < _MOST_STREAMS:
             self.streams.append(stream)
@@ -232,57 +261,54 @@ class _Scanner:
         """Note something that may hold a pickle, and that is not read."""
         self.add(Stream(where, 0, CANNOT_TELL, fault=why))
 
+    def memory(self, raw: bytes) -> ByteRange:
+        return ByteRange(MemorySource(raw, self.file), 0, len(raw))
+
     def look(self, data: ByteRange, where: str, depth: int) -> set[str]:
         """Find what there is in `data`, by its content alone; the keys of storages it names."""
         keys = set[str]()
         try:
             if depth > _DEEPEST:
                 raise LimitExceeded(f"archives are nested deeper than {_DEEPEST}")
-            head = data.read(0, min(BLOCK, data.length))
             keys = self._pickles(data, where)
-            self._carrier(data, head, where, depth)
+            self._carrier(data, where, depth)
         except CheckpointError as error:
             self.unread(where, error.message)
         return keys
 
-    def _carrier(self, data: ByteRange, head: bytes, where: str, depth: int) -> None:
+    def _carrier(self, data: ByteRange, where: str, depth: int) -> None:
         """Look into whatever `data` is an archive, an array or a compressed stream of."""
-        packed = _inflater(head)
+        head = data.read(0, min(BLOCK, data.length))
         is_raw = not isinstance(data.source, InflatedSource)  # whose end costs all of it
         tail = data.read(max(data.length - _ZIP_END, 0)) if is_raw else b""
-        zfile = _ZFILE.match(head)
-        if zfile:
-            data, packed = data.slice(zfile.end(), data.length - zfile.end()), zlib.decompressobj
-        if head.startswith(b"PK\x03\x04") or b"PK\x05\x06" in tail:
+        is_zip = head.startswith(b"PK\x03\x04")
+        if is_zip or b"PK\x05\x06" in tail:
             self._zip(data, where, depth)
-        if head.startswith(b"PK\x03\x04"):
+        if is_zip:
             return
         if is_tar(head):
             if data.length != data.source.size:
                 if data.length > _MOST_INFLATED:
                     raise LimitExceeded("a tar inside an archive is too large to be read")
-                data = ByteRange(MemorySource(data.read(), self.file), 0, data.length)
+                data = self.memory(data.read())
             for name, member in read_members(data.source, self.limits).items():
-                inner = _below(where, name)
-                self.look(member, inner, depth + 1)
-                if name in ("storages", "tensors", "pickle") or not where:
-                    self._search(member, inner)
+                self.look(member, _below(where, name), depth + 1)
+                if name in ("storages", "tensors", "pickle"):
+                    self._search(member, _below(where, name))
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
             if re.search(r"O|object|\\", header.descr):
                 is_object = header.descr.strip("|") == "O"
                 self._pickles(data, where, start=header.length, must=is_object)
-        elif packed is not None:
+        elif (found := _packed(head)) is not None:
+            make, start = found
             try:
-                raw, whole = _inflated(data, packed)
+                raw = self._inflated(data.slice(start, data.length - start), make, where)
             except LimitExceeded:
-                if head[:1] in (b"\x78", b"\x5d"):  # a mark of two bytes may stand by chance
-                    return
-                raise
-            if not whole:
-                self.unread(where, f"it inflates to more than {_MOST_INFLATED >> 20} MiB")
-            source = MemorySource(raw, self.file)
-            self.look(ByteRange(source, 0, source.size), _below(where, "inflated"), depth + 1)
+                if head[:1] not in (b"\x78", b"\x5d"):  # a mark of two bytes may stand by chance
+                    raise
+                return
+            self.look(raw, _below(where, "inflated"), depth + 1)
         else:
             self._named(head, data, where)
 
@@ -305,280 +331,212 @@ class _Scanner:
     ) -> set[str]:
         """Judge pickles one behind the other; the keys of the storages that they name."""
         position, keys = start, set[str]()
-        chunk, base = data.read(start, min(_WINDOW, data.length - start)), start
-        roots, legacy = list[Any](), dict[str, int]()
+        chunk, base = b"", start
+        roots, stored = list[Any](), dict[str, int]()
         while position < data.length:
-            watched = self._watched(chunk, position - base, base)
-            rest = data.length - base
-            if watched.short and len(chunk) < rest:
+            if position - base >= len(chunk):
+                chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
+            run = self._run(chunk, position - base, base)
+            if run.is_short and base + len(chunk) < data.length:
                 refuse_bomb(data, self.limits.max_header_inflation)
                 wanted = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
                 if wanted > self.limits.max_pickle_bytes:
                     raise LimitExceeded("its pickle is longer than the limit allows")
                 chunk, base = data.read(position, wanted), position
                 continue
-            judge = watched.judge
-            is_one = watched.end is not None or _PROTOCOL.match(chunk, position - base) or must
-            is_one = is_one or watched.limited
-            if not is_one and not judge.seen:
+            is_one = run.end is not None or run.is_limited or run.seen or must
+            if not is_one and not _PROTOCOL.match(chunk, position - base):
                 break
-            self._note(watched, where, position)
-            if watched.end is None:
+            self._note(run, where, position)
+            if run.end is None:
                 break
-            storages = self._storages(watched.pids)
-            keys |= storages.keys()
-            position, must = base + watched.end, False
-            legacy = storages or legacy
-            roots.append(watched.root)
-            if len(roots) == _LEGACY_PICKLES:
-                if roots[0] == MAGIC_NUMBER:
-                    instead = self._watched(chunk, position - base, base)
-                    if instead.judge.seen:  # a pickle, where the storages should be
-                        self._note(instead, where, position)
-                    position += sum(COUNT.size + nbytes for nbytes in legacy.values())
-                    roots, legacy = [], {}
-                else:
-                    del roots[0]
-            if position - base > len(chunk) and position < data.length:
-                chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
+            keys |= run.storages.keys()
+            position, must = base + run.end, False
+            roots = [*roots, run.root][-_LEGACY_PICKLES:]
+            stored = run.storages or stored
+            if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
+                instead = self._run(chunk, position - base, base)
+                if instead.seen:  # a pickle, where the storages should be
+                    self._note(instead, where, position)
+                position += sum(COUNT.size + nbytes for nbytes in stored.values())
+                roots, stored = [], {}
         return keys
 
-    def _storages(self, pids: Iterable[Any]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for pid in pids:
-            with suppress(CheckpointError):
-                if is_storage_pid(pid):
-                    storage = parse_storage_pid(pid, self.file)
-                    found.setdefault(storage.key, storage.nbytes)
-        return found
-
-    def _watched(self, chunk: bytes, start: int, base: int) -> _Watched:
+    def _run(self, chunk: bytes, start: int, base: int) -> _Run:
         """Watch one pickle; as joblib reads it too, where it names joblib's arrays."""
-        found = _Watched(self, chunk, start, base)
-        if any(one.qualified == JOBLIB_ARRAY for one in found.machine.globals.values()):
-            both = _Watched(self, chunk, start, base, as_joblib=True)
-            for deed in found.judge.deeds:  # of pickle.load, which stops at the raw bytes
-                if deed.verdict == RUNS:
-                    both.judge.verdict = RUNS
-                    both.judge.deeds.append(deed)
-            return both
-        return found
+        run = _Run(self, chunk, start, base)
+        if JOBLIB_ARRAY not in run.names:
+            return run
+        both = _Run(self, chunk, start, base, as_joblib=True)
+        if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
+            both.verdict = RUNS
+            both.deeds += [deed for deed in run.deeds if deed.verdict == RUNS]
+        return both
 
-    def _note(self, watched: _Watched, where: str, offset: int) -> None:
-        judge = watched.judge
+    def _note(self, run: _Run, where: str, offset: int) -> None:
         self.pickles += 1
-        if watched.fault:
-            judge.verdict = worst(judge.verdict, CANNOT_TELL)
-        if judge.verdict != DATA:
-            deeds = tuple(dict.fromkeys(judge.deeds))
-            names = tuple(judge.names)
-            self.add(Stream(where, offset, judge.verdict, deeds, names, watched.fault, judge.told))
+        verdict = worst(run.verdict, CANNOT_TELL if run.fault else DATA)
+        if verdict != DATA:
+            deeds = tuple(dict.fromkeys(run.deeds))
+            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), run.fault, run.told))
 
     def _search(self, data: ByteRange, where: str) -> None:
         """Judge pickles that stand between raw bytes, as in the members of torch's tar."""
         raw = data.read(0, min(data.length, _MOST_SEARCHED))
-        if data.length > len(raw):
-            self.unread(where, f"only its first {len(raw):,} bytes are searched for pickles")
         reached, left = 0, 4 * len(raw) + _WINDOW
         for found in _PROTOCOL.finditer(raw):
             if found.start() < reached or left < 0:
                 continue
-            watched = self._watched(raw, found.start(), 0)
-            left -= (watched.end or watched.machine_at) - found.start()
-            if watched.end is not None or watched.judge.seen:
-                self._note(watched, where, found.start())
-                reached = watched.end or found.end()
+            run = self._run(raw, found.start(), 0)
+            left -= run.stopped - found.start()
+            if run.end is not None or run.seen:
+                self._note(run, where, found.start())
+                reached = run.end or found.end()
+        if left < 0 or data.length > len(raw):
+            self.unread(where, "it is too long to be searched for pickles to its end")
 
     def nested(self, raw: bytes) -> tuple[str, tuple[Deed, ...]]:
         """Judge bytes that a pickle hands to a function: each run of bytes once."""
-        known = self.judged.get(raw)
-        if known is not None:
-            return known
-        if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
-            return CANNOT_TELL, ()
-        inner = _Scanner(self.file, self.limits)
-        inner.depth, inner.judged = self.depth + 1, self.judged
-        source = MemorySource(raw, self.file)
-        inner.look(ByteRange(source, 0, source.size), "", 1)
-        verdict = worst(*(one.verdict for one in inner.streams))
-        deeds = tuple(deed for one in inner.streams for deed in one.deeds)[:_MOST_STREAMS]
-        self.pickles += inner.pickles
-        self.judged[raw] = verdict, deeds
-        return verdict, deeds
+        if raw not in self.judged:
+            if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
+                return CANNOT_TELL, ()
+            inner = _Scanner(self.file, self.limits)
+            inner.depth, inner.judged = self.depth + 1, self.judged
+            inner.look(self.memory(raw), "", 1)
+            deeds = tuple(deed for one in inner.streams for deed in one.deeds)[:_MOST_STREAMS]
+            self.pickles += inner.pickles
+            self.judged[raw] = inner.verdict, deeds
+        return self.judged[raw]
 
     # Zips
 
     def _zip(self, data: ByteRange, where: str, depth: int) -> None:
         """Look into every record; where the zip is odd, into whatever its headers lead to."""
+        records, is_odd = list[tuple[str, ByteRange]](), True
         try:
             archive = zip_archive(data, self.limits)
-            is_odd = bool(archive.dead_bytes)
-            records = [(_joined(archive.folder, r.name), r.data) for r in archive.records.values()]
-            if archive.notes:  # records outside the folder
-                is_odd = True
+            prefix = f"{archive.folder}/" if archive.folder else ""
+            records = [(prefix + one.name, one.data) for one in archive.records.values()]
+            is_odd = bool(archive.dead_bytes or archive.notes)  # of records outside the folder
         except CheckpointError as error:
             if "one behind another" not in error.message:
                 self.notes.append(_below(where, error.message))
-            is_odd, records = True, list[tuple[str, ByteRange]]()
         if is_odd and self.hidden:
             records += self._by_headers(data, where)
-        seen = set()
-        named = set[str]()
-        order = sorted(records, key=lambda record: not record[0].endswith(".pkl"))
-        is_script = any(_SCRIPT.search(name) for name, _ in records)
-        for name, record in order:
-            place = (id(record.source), record.offset, record.length)
-            if place in seen:
+        records.sort(key=lambda record: not record[0].endswith(".pkl"))
+        seen, stored = set[tuple[int, ...]](), set[str]()
+        for name, record in records:
+            place = id(record.source), record.offset, record.length
+            if place in seen or name in stored:
                 continue
             seen.add(place)
-            if name in named:
-                continue
             keys = self.look(record, _below(where, name), depth + 1)
             if name.endswith(".pkl"):
                 folder = name[: name.rfind("/") + 1]
-                stored = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
-                named.update(one for one in stored if not one.endswith(".pkl"))
-        if is_script:
+                paths = (f"{folder}{part}/{key}" for part in _STORAGE_FOLDERS for key in keys)
+                stored.update(path for path in paths if not path.endswith(".pkl"))
+        if any(_SCRIPT.search(name) for name, _ in records):
             self.code = [name for name in self.code if not _SCRIPT.search(name)]
             self.notes.append("it is a TorchScript: its code is not Python, and is not judged")
 
     def _by_headers(self, data: ByteRange, where: str) -> Iterator[tuple[str, ByteRange]]:
         """Yield the records that any header of a zip leads to, local or of the directory."""
-        central, local = list[tuple[int, str, int, int, int]](), dict[int, tuple[str, int, int]]()
-        sizes, ends, overlap = dict[int, int](), 0, b""
+        marks = list[int]()
+        begins = dict[int, int]()
+        latest = dict[str, int]()
+        stated = dict[tuple[int, str, int], int]()
+        """Bytes of a record by the position of its local header, name and method."""
         locked = dict[str, None]()
-        for start in range(0, data.length, _WINDOW):
-            block = overlap + data.read(start, min(_WINDOW, data.length - start))
-            at = start - len(overlap)
-            for found in _HEADER_MARK.finditer(block):
-                position = at + found.start()
-                head = data.read(position, min(_HEAD, data.length - position))
-                if found[0] == b"PK\x03\x04" and len(head) >= _LOCAL.size:
-                    flags, method, sizes[position], name, extra = _LOCAL.unpack_from(head)
-                    label = head[_LOCAL.size :][:name].decode("utf-8", "backslashreplace")
-                    local[position] = (label, method, position + _LOCAL.size + name + extra)
-                elif found[0] == b"PK\x01\x02" and len(head) >= _CENTRAL.size:
-                    flags, method, packed, name, offset = _CENTRAL.unpack_from(head)
-                    label = head[_CENTRAL.size :][:name].decode("utf-8", "backslashreplace")
-                    central.append((position, label, method, offset, packed))
-                else:
-                    flags, label, ends = 0, "", ends + (found[0] == b"PK\x05\x06")
-                if flags & REFUSED:
-                    locked[label] = None
-            overlap = block[-3:]
-            if len(local) + len(central) > self.limits.max_records:
+        for position, head in self._headers(data):
+            marks.append(position)
+            layout = {b"PK\x03\x04": _LOCAL, b"PK\x01\x02": _CENTRAL}.get(head[:4])
+            if layout is None or len(head) < layout.size:
+                continue
+            flags, method, packed, length, last = layout.unpack_from(head)
+            name = head[layout.size :][:length].decode("utf-8", "backslashreplace")
+            if layout is _LOCAL:
+                begins[position] = position + _LOCAL.size + length + last
+                latest[name] = position
+                leads = {position}
+            else:
+                leads = {latest.get(name, -1), last, last + next(iter(begins), 0)} & begins.keys()
+            for header in leads:
+                known = stated.get((header, name, method), 0)
+                stated[header, name, method] = max(known, packed)
+            if flags & REFUSED:
+                locked[name] = None
+            if len(marks) > self.limits.max_records:
                 raise LimitExceeded("its zip has more headers than the limit allows")
-        for label in locked:
-            self.unread(_below(where, label), "its flags say that it is encrypted, or a patch")
-        ordered, labelled = sorted(local), dict[str, list[int]]()
-        for header in ordered:
-            labelled.setdefault(local[header][0], []).append(header)
-        shift, wanted = min(ordered, default=0), dict[tuple[str, int, int, int], None]()
-        for position, label, method, offset, packed in central:
-            same = labelled.get(label, [])
-            before = bisect_left(same, position)
-            near = (
-                same[max(before - 1, 0) : before]
-                if ends > 1
-                else {offset, offset + shift} & local.keys()
-            )
-            for header in near:
-                wanted.setdefault((label, method, local[header][2], packed))
-                sizes[header] = sizes[header] or packed
-        for header, (label, method, begin) in local.items():
-            wanted.setdefault((label, method, begin, sizes[header]))
-        for label, method, begin, packed in wanted:
-            index = bisect_left(ordered, begin)
-            following = ordered[index] if index < len(ordered) else data.length
-            length = packed if 0 < packed <= data.length - begin else following - begin
-            if not 0 < length <= data.length - begin:
+        for name in locked:
+            self.unread(_below(where, name), "its flags say that it is encrypted, or a patch")
+        following = dict(zip(marks, [*marks[1:], data.length], strict=True))
+        for (header, name, method), packed in stated.items():
+            begin = begins[header]
+            room = data.length - begin
+            length = packed if 0 < packed <= room else following[header] - begin
+            if not 0 < length <= room:
                 continue
             part = data.slice(begin, length)
-            if method == STORED:
-                yield label, part
-                continue
-            make = {DEFLATED: lambda: zlib.decompressobj(-15), 12: bz2.BZ2Decompressor}.get(method)
-            if make is None:
-                self.unread(_below(where, label), f"it is compressed by method {method}: not read")
-                continue
-            with suppress(OSError, zlib.error, EOFError):
-                raw, whole = _inflated(part, make)
-                if not whole:
-                    self.unread(_below(where, label), "it inflates to more than is read")
-                yield label, ByteRange(MemorySource(raw, self.file), 0, len(raw))
-                continue
-            yield label, part
+            yield name, part
+            make = {DEFLATED: _raw_deflate, 12: bz2.BZ2Decompressor}.get(method)
+            if make is not None:
+                with suppress(CheckpointError):
+                    yield name, self._inflated(part, make, _below(where, name))
+            elif method != STORED:
+                self.unread(_below(where, name), f"it is compressed by method {method}: not read")
 
+    def _headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
+        """Yield whatever looks like a header of a zip, with its position."""
+        for start in range(0, data.length, _WINDOW):
+            block = data.read(start, min(_WINDOW + 3, data.length - start))
+            for found in _HEADER.finditer(block):
+                position = start + found.start()
+                yield position, data.read(position, min(_HEAD, data.length - position))
 
-class _Watched:
-    """One run of the watcher."""
+    def _inflated(self, data: ByteRange, make: Callable[[], Any], where: str) -> ByteRange:
+        """Return what is inflated, the members of a stream one after the other.
 
-    def __init__(
-        self, scanner: _Scanner, chunk: bytes, start: int, base: int, *, as_joblib: bool = False
-    ) -> None:
-        self.judge = Judge(scanner.nested, base)
-        self.machine = Watcher(
-            chunk,
-            file=scanner.file,
-            limits=scanner.limits,
-            observe=self.judge.observe,
-            as_joblib=as_joblib,
-        )
-        self.pids = self.machine.pids
-        self.root: Any = None
-        self.end: int | None = None
-        self.fault, self.short, self.limited = "", False, False
-        self.machine_at = len(chunk)
+        Raises:
+            LimitExceeded: nothing can be inflated.
+        """
+        out = bytearray()
+        inflater, blocks, pending = make(), data.blocks(), b""
         try:
-            self.root, self.end = self.machine.run(start)
-        except TruncatedFile as error:
-            self.fault, self.short = error.message, True
-        except CheckpointError as error:
-            self.fault, self.limited = error.message, isinstance(error, LimitExceeded)
-            self.short = self.machine.cut
+            while len(out) < _MOST_INFLATED:
+                block = pending or next(blocks, b"")
+                if not block and getattr(inflater, "needs_input", True):
+                    break
+                out += inflater.decompress(block, _MOST_INFLATED - len(out))
+                pending = getattr(inflater, "unconsumed_tail", b"")
+                if inflater.eof:
+                    pending, inflater = inflater.unused_data, make()
+            else:
+                self.unread(where, f"it inflates to more than {_MOST_INFLATED >> 20} MiB")
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
+            if not out:
+                raise LimitExceeded(f"it cannot be inflated ({error})") from error
+        return self.memory(bytes(out))
 
 
 def _below(where: str, name: str) -> str:
     return f"{where} > {name}" if where else name
 
 
-def _joined(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
+def _raw_deflate() -> Any:
+    return zlib.decompressobj(-zlib.MAX_WBITS)
 
 
-def _inflater(head: bytes) -> Callable[[], Any] | None:
-    """Return what makes a decompressor for bytes that begin so."""
+def _packed(head: bytes) -> tuple[Callable[[], Any], int] | None:
+    """Return what makes a decompressor for bytes that begin so, and where the stream begins."""
+    zfile = _ZFILE.match(head)
+    if zfile:
+        return zlib.decompressobj, zfile.end()
     if head.startswith(b"\x1f\x8b"):
-        return lambda: zlib.decompressobj(31)
-    if head[:1] == b"\x78" and head[1:2] in (b"\x01", b"\x5e", b"\x9c", b"\xda"):
-        return zlib.decompressobj
+        return lambda: zlib.decompressobj(31), 0
+    if head[:2] in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"):
+        return zlib.decompressobj, 0
     if head.startswith(b"BZh"):
-        return bz2.BZ2Decompressor
+        return bz2.BZ2Decompressor, 0
     if head.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
-        return lzma.LZMADecompressor
+        return lzma.LZMADecompressor, 0
     return None
-
-
-def _inflated(data: ByteRange, make: Callable[[], Any]) -> tuple[bytes, bool]:
-    """Return what is inflated, the members of a stream one after the other, and whether it is all.
-
-    Raises:
-        CheckpointError: nothing can be inflated.
-    """
-    out, room = bytearray(), _MOST_INFLATED
-    inflater, blocks, pending = make(), data.blocks(), b""
-    try:
-        while room > 0:
-            block = pending or next(blocks, b"")
-            if not block and getattr(inflater, "needs_input", True):
-                break
-            part = inflater.decompress(block, room)
-            out += part
-            room -= len(part)
-            pending = getattr(inflater, "unconsumed_tail", b"")
-            if inflater.eof:
-                pending, inflater = inflater.unused_data, make()
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-        if not out:
-            raise LimitExceeded(f"it cannot be inflated ({error})") from error
-    return bytes(out), room > 0

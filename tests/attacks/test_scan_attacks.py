@@ -636,6 +636,9 @@ CARRIERS = {
     "torch's tar of 2017": tarred(
         {"storages": b"\x80\x02K\x01.\x01\x02" + SYSTEM, "pickle": b"N."}
     ),
+    "torch's tar of 2017, behind decoys": tarred(
+        {"storages": b"\x80\x02\xff" * 50 + SYSTEM, "pickle": b"N."}
+    ),
     "npy": array(SYSTEM),
     "npz": zipped({"a.npy": array(SYSTEM)}, zipfile.ZIP_DEFLATED),
     "gzip": gzip.compress(SYSTEM),
