@@ -13,6 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of, opened
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
+from ckptool.matching.layouts import Choices
 from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Conversion:
     """What the names are to fit: a reference file or an open one, a model, a state dict."""
     like_key: str | None = None
     """The state dict of `like`, where it has several."""
+    transpose: tuple[str, ...] = ()
+    """Globs, or `GLOB=AXES`, of tensors to transpose where the type of the module is no help."""
+    no_transpose: tuple[str, ...] = ()
+    """Globs of those to leave as they are."""
     allow_missing: Allowed = None
     """What of `like` may be missing: all, or globs."""
     allow_unexpected: Allowed = None
@@ -116,11 +121,16 @@ class Conversion:
         if self.like is not None and self.wrappers is not None:
             raise UsageError("with like the wrappers are the reference's: leave out wrappers")
         allowing = (self.allow_missing, self.allow_unexpected, self.allow_mismatched)
-        needless = any(allowing) or self.like_key is not None or self.min_coverage is not None
+        Choices.of(self.transpose, self.no_transpose)
+        needless = (
+            any((*allowing, self.transpose, self.no_transpose))
+            or self.like_key is not None
+            or self.min_coverage is not None
+        )
         if self.like is None and needless:
             raise UsageError(
-                "like_key, min_coverage and what is allowed are about a reference, and there is "
-                "none",
+                "like_key, min_coverage, what is allowed and what is transposed are about a "
+                "reference, and there is none",
                 hint="--like reference.pth",
             )
 
@@ -172,7 +182,8 @@ class Conversion:
             mismatched=self.allow_mismatched,
             min_coverage=self.min_coverage,
         )
-        return fitted(checkpoint, wanted, allowance=allowance)
+        choices = Choices.of(self.transpose, self.no_transpose)
+        return fitted(checkpoint, wanted, allowance=allowance, choices=choices)
 
     def _retyped(self, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint = without_objects(checkpoint, plain=self.plain, drop=self.drop_objects)
@@ -248,6 +259,8 @@ def convert(
     rename: Iterable[str] = (),
     like: Like | None = None,
     like_key: str | None = None,
+    transpose: Iterable[str] = (),
+    no_transpose: Iterable[str] = (),
     allow_missing: Allowed = None,
     allow_unexpected: Allowed = None,
     allow_mismatched: Allowed = False,
@@ -291,6 +304,9 @@ def convert(
         rename: `REGEX=>REPL` each, applied in order.
         like: A reference whose keys the result gets: a file, a model, or a state dict.
         like_key: The address of the state dict of `like`, if it has several.
+        transpose: Globs of keys of `like` whose tensors in a file of TensorFlow, Keras or Flax are
+            transposed though the module's type does not say so; see `ckptool.match`.
+        no_transpose: Globs of keys of `like` whose tensors in such a file have torch's axes.
         allow_missing: True, or globs of the keys of `like` that may be missing.
         allow_unexpected: True, or globs of the keys to leave out because `like` lacks them.
         allow_mismatched: True, or globs of the keys to leave out because the shape differs.
@@ -325,6 +341,8 @@ def convert(
         rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
+        transpose=_listed("transpose", transpose),
+        no_transpose=_listed("no_transpose", no_transpose),
         allow_unexpected=allow_unexpected, allow_mismatched=allow_mismatched,
         plain=plain, drop_objects=drop_objects, ties=ties, compact=compact,
         cast=cast, keep=transforms.kept(keep), cast_optimizer=cast_optimizer,

@@ -13,6 +13,7 @@ from ckptool.loading.plan import Plan, planned
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
+from ckptool.matching.layouts import Choices
 from ckptool.model import Opaque, remade
 from ckptool.names import Rename, strip_names
 from ckptool.remedies import Remedy
@@ -33,7 +34,11 @@ _HINT = "ckptool match says which names fit, and by which rules"
 
 
 def fitted(
-    checkpoint: Checkpoint, like: Target, *, allowance: Allowance | None = None
+    checkpoint: Checkpoint,
+    like: Target,
+    *,
+    allowance: Allowance | None = None,
+    choices: Choices | None = None,
 ) -> Checkpoint:
     """Every state dict of the checkpoint under the names of a model.
 
@@ -46,6 +51,7 @@ def fitted(
         checkpoint: Open.
         like: What the model has.
         allowance: What may differ; casts are allowed whatever it says.
+        choices: What is transposed, where the modules' types do not say.
 
     Raises:
         MatchError: a state dict does not fit; it carries the report.
@@ -55,7 +61,7 @@ def fitted(
     """
     plan = NamePlan(checkpoint.path, _HINT)
     every = distinct(sections(checkpoint.root))
-    namings = _namings(checkpoint, every, like)
+    namings = _namings(checkpoint, every, like, choices)
     _check(namings, replace(allowance or Allowance(), lossy_cast=True))
     for naming in namings:
         naming.enter(plan)
@@ -106,6 +112,8 @@ class _Naming:
             plan.instead[id(part.holder)] = self._completed(
                 plan, holder, frozenset(self.names[name] for name in gone)
             )
+        for own, axes in self.fit.axes.items():
+            plan.instead[id(part.node[own])] = part.node[own].permuted(axes)
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
@@ -137,6 +145,9 @@ class _Naming:
             many = len(renaming.names)
             text = f"{printable(renaming.text)}: {counted(many, 'name')} in {where}"
             yield Change("fit", text, many)
+        if turned := [one.name for one in report.layouts if one.axes]:
+            text = f"{counted(len(turned), 'tensor')} transposed in {where}: {listed(turned)}"
+            yield Change("fit", text, len(turned))
         for new, mates in self.mates.items():
             text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
             yield Change("fit", text, len(mates))
@@ -158,7 +169,9 @@ class _Naming:
                 yield Change(kind, text, len(names), wanted=kind == "left-out")
 
 
-def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list[_Naming]:
+def _namings(
+    checkpoint: Checkpoint, every: list[Section], like: Target, choices: Choices | None
+) -> list[_Naming]:
     parts = [part for part in every if part.kind in MODEL_KINDS]
     if not parts and is_flat(checkpoint.root):
         parts = [Section((), "state_dict", checkpoint.root, checkpoint.root)]
@@ -166,7 +179,7 @@ def _namings(checkpoint: Checkpoint, every: list[Section], like: Target) -> list
     made = []
     for part in parts:
         with closing(State(checkpoint, part)) as state:
-            fit = planned(state, like, as_stored=True)
+            fit = planned(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({place(part)})"
             fit = fit.with_changes(file=file)

@@ -11,7 +11,7 @@ An object that exists is valid: the checks are where it is made, nothing downstr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -497,15 +497,25 @@ class TensorRef:
 
     def __getitem__(self, index: Any) -> TensorRef:
         """A view, by basic indexing (integers, slices, `...`); only its bytes are ever read."""
-        if self.kind not in STRIDED_KINDS or self.storage is None:
-            raise UsageError(f"a {self.kind} tensor cannot be sliced")
-        if self.dtype in PACKED:
-            raise UsageError(f"a {self.dtype} tensor cannot be sliced: its elements share bytes")
+        self._check_view("sliced")
         from ckptool.files.strided import narrow  # as in `content`
 
         shape = tuple(size or 0 for size in self.shape)
         shape, stride, offset = narrow(shape, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
+
+    def permuted(self, order: Sequence[int]) -> TensorRef:
+        """Return a view with its axes in another order, as `torch.Tensor.permute`."""
+        self._check_view("transposed")
+        shape = tuple(self.shape[axis] for axis in order)
+        stride = tuple(self.stride[axis] for axis in order)
+        return replace(self, shape=shape, stride=stride, parts=None, wrapping=())
+
+    def _check_view(self, verb: str) -> None:
+        if self.kind not in STRIDED_KINDS or self.storage is None:
+            raise UsageError(f"a {self.kind} tensor cannot be {verb}")
+        if self.dtype in PACKED:
+            raise UsageError(f"a {self.dtype} tensor cannot be {verb}: its elements share bytes")
 
     def _stored(self) -> ByteRange:
         if not self.has_content or self.storage is None or self.storage.data is None:

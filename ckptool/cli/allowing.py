@@ -17,7 +17,7 @@ from ckptool.remedies import Remedy
 from ckptool.render.remedies import as_options
 from ckptool.transforms import regex_rule
 
-__all__ = ["Allowing", "allowance_options", "in_options"]
+__all__ = ["Allowing", "allowance_options", "in_options", "layout_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,6 +107,26 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def layout_options(function: F) -> F:
+    """Add `--transpose` and `--no-transpose`, for files whose layout is not torch's."""
+    for option, metavar, text in (
+        (
+            "--no-transpose",
+            "GLOB",
+            "Names of the model whose tensors have torch's axes; repeatable.",
+        ),
+        (
+            "--transpose",
+            "GLOB[=AXES]",
+            "Names of the model to transpose, where a file of TensorFlow, Keras or Flax and the "
+            "type of the module do not decide it; 'dw.*=2,3,0,1'; repeatable.",
+        ),
+    ):
+        decorated: Any = click.option(option, multiple=True, metavar=metavar, help=text)(function)
+        function = decorated
+    return function
 
 
 @contextmanager

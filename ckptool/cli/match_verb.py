@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.allowing import Allowing, allowance_options
+from ckptool.cli.allowing import Allowing, allowance_options, layout_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
@@ -17,6 +17,7 @@ from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
+from ckptool.matching.layouts import Choices
 from ckptool.render.remedies import as_options, option_words
 from ckptool.render.text import runnable
 from ckptool.transforms import regex_rule
@@ -60,6 +61,7 @@ __all__ = ["command"]
     metavar="OLD=NEW",
     help="The same for whole components at the front, after --map; model.= takes them off.",
 )
+@layout_options
 @allowance_options()
 @click.option("--no-fold", is_flag=True, help="A row for each tensor, not one for repeated layers.")
 @fmt_option
@@ -72,6 +74,8 @@ def command(
     like_key: str | None,
     regexes: tuple[str, ...],
     prefixes: tuple[str, ...],
+    transpose: tuple[str, ...],
+    no_transpose: tuple[str, ...],
     allowance: Allowance,
     no_fold: bool,
     fmt: str | None,
@@ -90,8 +94,17 @@ def command(
     wanted = target_like(named, key=like_key)
     with stated(file, key=key, wanted=wanted.slots) as state:
         by_type = named is like  # of a file the header is all that is asked
-        plan = planned(state, wanted, rules=regexes, prefixes=prefixes, by_type=by_type)
+        plan = planned(
+            state,
+            wanted,
+            rules=regexes,
+            prefixes=prefixes,
+            choices=Choices.of(transpose, no_transpose),
+            by_type=by_type,
+        )
         given = [*_used(regexes, state), *_allowing(allowance)]
+        given += [f"--transpose={glob}" for glob in transpose]
+        given += [f"--no-transpose={glob}" for glob in no_transpose]
         given += ["--model-only"] if state.section.kind == "module" else []
     report = plan.report
     judgement = allowance.judged(report)

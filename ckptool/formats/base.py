@@ -278,6 +278,8 @@ class Format:
     """What there is to know about a file in whose way nothing is."""
     shard_ending = ""
     """The ending of its shards, where the user gives none; empty if it has no shards."""
+    layout = ""
+    """Whose order of axes the tensors have, and whose names, where these are not torch's."""
     refusal: Refusal | None = None
 
     def recognise(self, probe: Probe) -> bool:

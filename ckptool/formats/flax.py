@@ -50,6 +50,7 @@ class Flax(Format):
     """The format `flax`: read only."""
 
     name = "flax"
+    layout = "Flax"
     refusal = Refusal(
         "flax",
         "it is a MessagePack file, as Flax writes (flax_model.msgpack)",

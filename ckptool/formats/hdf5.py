@@ -44,6 +44,7 @@ class Hdf5(Format):
     """The format `hdf5`: read only."""
 
     name = "hdf5"
+    layout = "Keras"
     refusal = _REFUSAL
 
     def recognise(self, probe: Probe) -> bool:
@@ -67,6 +68,7 @@ class Keras(Format):
     """The format `keras`: a zip with a file of HDF5 in it."""
 
     name = "keras"
+    layout = "Keras"
     refusal = _REFUSAL
 
     def recognise(self, probe: Probe) -> bool:

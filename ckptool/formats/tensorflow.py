@@ -74,10 +74,6 @@ _DTYPES = {
     25: "float8_e4m3fn",
 }
 """By their numbers in `DataType` (core/framework/types.proto)."""
-_LAYOUT = (
-    "kernels lie as TensorFlow has them: Dense [in, out], convolutions [height, width, in, out]; "
-    "torch has [out, in] and [out, in, height, width]"
-)
 _HINT = "copy the whole checkpoint again: the index and all data files of one save"
 
 
@@ -107,6 +103,7 @@ class TensorFlow(Format):
     """The format `tensorflow`: read only."""
 
     name = "tensorflow"
+    layout = "TensorFlow"
     refusal = Refusal(
         "tensorflow",
         "it is a checkpoint of TensorFlow, not a file of torch.save",
@@ -160,7 +157,7 @@ class TensorFlow(Format):
                     for one in (*model.values(), *optimizer.values())
                     if isinstance(one, TensorRef)
                 ),
-                notes=tuple(_notes(names, model)),
+                notes=tuple(_notes(names)),
                 left_behind=tuple(others),
                 late=any(isinstance(leaf, Opaque) for leaf in model.values()),
             ),
@@ -453,12 +450,7 @@ def _is_slot(name: str, names: Collection[str]) -> bool:
     return owner in names and last != _AVERAGE
 
 
-def _notes(names: Collection[str], model: Mapping[str, Any]) -> Iterator[str]:
+def _notes(names: Collection[str]) -> Iterator[str]:
     own = [name.partition("/")[0] for name in _OWN_RECORDS if name in names]
     if own:
         yield f"TensorFlow's own records are not listed: {listed(own)}"
-    if any(
-        name.endswith("kernel") and isinstance(leaf, TensorRef) and len(leaf.shape) > 1
-        for name, leaf in model.items()
-    ):
-        yield _LAYOUT

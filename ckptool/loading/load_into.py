@@ -44,6 +44,7 @@ from ckptool.loading.target import (
     target_of,
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
+from ckptool.matching.layouts import Choices
 from ckptool.matching.report import counted
 from ckptool.tensors import require_torch
 from ckptool.tensors.materialise import MapLocation, Placement
@@ -77,6 +78,8 @@ def load_into(
     min_coverage: float | None = None,
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
+    transpose: Iterable[str] = (),
+    no_transpose: Iterable[str] = (),
     map_location: MapLocation = "cpu",
     assign: bool | None = None,
     verify: bool | None = None,
@@ -120,6 +123,9 @@ def load_into(
         min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
         rules: `REGEX=>REPL` each, applied to the file's keys first.
         prefixes: `OLD=NEW` each, applied after `rules`.
+        transpose: Globs of the model's keys whose kernels in a file of TensorFlow, Keras or Flax
+            are transposed though the type of the module does not say so; see `ckptool.match`.
+        no_transpose: Globs of the model's keys whose tensors in such a file have torch's axes.
         map_location: The device of assigned tensors, as in `torch.load`.
         assign: True assigns all tensors, with the types of the file. None assigns only on the meta
             device.
@@ -163,7 +169,12 @@ def load_into(
         with together.reached(), _trainable():
             _check_arguments(
                 switches={"assign": assign, "verify": verify},
-                lists={"rules": rules, "prefixes": prefixes},
+                lists={
+                    "rules": rules,
+                    "prefixes": prefixes,
+                    "transpose": transpose,
+                    "no_transpose": no_transpose,
+                },
                 map_location=map_location,
                 optimizer_order=optimizer_order,
             )
@@ -188,7 +199,14 @@ def load_into(
                     with_values=optimizer is not None,
                 )
             )
-            plan = planned(state, target, rules=rules, prefixes=prefixes, assign=bool(assign))
+            plan = planned(
+                state,
+                target,
+                rules=rules,
+                prefixes=prefixes,
+                choices=Choices.of(transpose, no_transpose),
+                assign=bool(assign),
+            )
             loading = _Loading(
                 model, target, state, plan, allowance, assign=assign, by_name=by_name
             )

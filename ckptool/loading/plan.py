@@ -6,20 +6,27 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
+from ckptool.formats import format_of
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.loading.load import unpickled
 from ckptool.loading.memory import cuts
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, Slot, matched
+from ckptool.matching.layouts import Axes, Choices, Kinds, kinds_of, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
+from ckptool.modules import modules_below
+from ckptool.statedict import Section
 from ckptool.tensors import is_one_part, materialise, require_torch
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.sameness import same_by_checksum, same_content
@@ -47,6 +54,8 @@ def match(
     *,
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
+    transpose: Iterable[str] = (),
+    no_transpose: Iterable[str] = (),
     key: Any = None,
     like_key: Any = None,
 ) -> tuple[OrderedDict[str, Any], MatchReport]:
@@ -55,6 +64,9 @@ def match(
     Wrapper prefixes (`module.`, `_orig_mod.`, ...) are removed or added, then one common prefix,
     then torch's own renames apply. Other renames are only proposed in the report. `report.fits`
     says whether everything fits.
+
+    The kernels of a file of TensorFlow, Keras or Flax are transposed by the types of the modules
+    of a model; where these do not decide it, `transpose` and `no_transpose` do.
 
     The result is a new dict with the same tensors, in the model's order, with `_metadata`, ready
     for `model.load_state_dict`. The arguments do not change. Tied keys of the model all get the
@@ -68,6 +80,9 @@ def match(
             list of names, the path of a reference file, or an open checkpoint.
         rules: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
         prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
+        transpose: Globs of the model's keys whose tensors in the file are [..., in, out], or
+            `GLOB=AXES` with the axes of the file in torch's order (`"depthwise.*=2,3,0,1"`).
+        no_transpose: Globs of the model's keys whose tensors have torch's axes.
         key: The address of the state dict (such as `"ema"`), if there are several.
         like_key: The address of the state dict of `like`, if there are several.
 
@@ -84,10 +99,11 @@ def match(
         UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
     """
     require_torch()
-    check_lists(rules=rules, prefixes=prefixes)
+    check_lists(rules=rules, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
+    choices = Choices.of(transpose, no_transpose)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key, wanted=target.slots) as state:
-        plan = planned(state, target, rules=rules, prefixes=prefixes)
+        plan = planned(state, target, rules=rules, prefixes=prefixes, choices=choices)
         every = {**plan.pairs, **plan.undecided}
         fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
         metadata = metadata_for(state, target, plan)
@@ -131,7 +147,12 @@ def target_like(like: Any, *, key: Any = None) -> Target:
             return found
     try:
         with stated(like, key=key) as state:
-            return Target(state.file or REFERENCE, state.slots, metadata=state.metadata)
+            return Target(
+                state.file or REFERENCE,
+                state.slots,
+                metadata=state.metadata,
+                kinds=partial(_kinds_in, state.section),
+            )
     except NotFound as error:
         error.message = f"{REFERENCE}: {error.message}"
         if error.remedy is not None:
@@ -140,6 +161,16 @@ def target_like(like: Any, *, key: Any = None) -> Target:
             error.message = f"{REFERENCE} is neither a state dict nor a dict of shapes"
             error.advise("in a dict of shapes all are tuples of sizes: {'weight': (4, 3)}")
         raise
+
+
+def _kinds_in(section: Section) -> Kinds:
+    """Return what the parameters of a pickled module are."""
+    if section.kind != "module":
+        return {}
+    return kinds_of(
+        (prefix[:-1], [module.class_name], module.attributes)
+        for prefix, module in modules_below(section.holder, DEFAULT_LIMITS)
+    )
 
 
 class Plan(NamedTuple):
@@ -151,6 +182,8 @@ class Plan(NamedTuple):
     """The same for names inside modules with loading code of their own: torch decides."""
     report: MatchReport
     match: Match
+    axes: Mapping[str, Axes] = MappingProxyType({})
+    """Names in the file of tensors whose axes change, each with their order."""
 
     def with_changes(self, **changes: Any) -> Plan:
         """Return the plan with other fields of its report."""
@@ -175,11 +208,14 @@ def planned(
     *,
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
+    choices: Choices | None = None,
     assign: bool = False,
     by_type: bool = False,
     as_stored: bool = False,
 ) -> Plan:
     """Match the names, then compare elements where a cast or a tie may lose some.
+
+    Tensors of a file whose layout is not torch's are put in the order of torch's axes in `state`.
 
     Files need no torch where casts are judged `by_type`. With `assign` the model takes the tensors
     as they are. `as_stored`: a file is to take the entries, and no model: objects stay objects.
@@ -190,16 +226,24 @@ def planned(
         TorchMissing: elements have to be made, and torch is not installed.
         CorruptFile, DeviceError: the elements cannot be read.
     """
+    layout, choices = format_of(state.tree.format).layout, choices or Choices()
+    kinds = target.kinds() if layout else None
+    is_turned = bool(layout or choices.transpose)
     found = matched(
         state.slots,
-        target.slots,
+        wanted_by(target.slots, kinds, choices) if is_turned else target.slots,
         rules=rules_of(rules, prefixes),
         metadata=state.metadata,
         closed=target.custom,
+        foreign=bool(layout),
         file=state.file,
         model=target.label,
     )
-    plan = Plan(found.pairs, {}, found.report, found)
+    given, axes = found.pairs, dict[str, Axes]()
+    if is_turned:
+        found, axes = laid_out(found, state.slots, target.slots, kinds, choices)
+        state.lay_out(axes)
+    plan = Plan(found.pairs, {}, found.report, found, axes)
     if not as_stored:
         plan = _without_unmade(plan, state, target)
     if target.custom:
@@ -217,7 +261,7 @@ def planned(
         untied=untied,
         left_out=(*report.left_out, *beside),
     )
-    if plan.pairs is not found.pairs:
+    if plan.pairs is not given:
         kept = dict(report.kept).keys() - set(plan.undecided)
         report = replace(report, **counted(target.slots, pairs, kept))
     return plan._replace(report=report)

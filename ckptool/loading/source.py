@@ -17,6 +17,7 @@ from ckptool.loading.load import TreeMaker
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
+from ckptool.matching.layouts import Axes
 from ckptool.model import (
     DeviceValue,
     Global,
@@ -114,6 +115,19 @@ class State:
             isinstance(value, int | str | None) for entry in entries for value in entry.values()
         )  # versions, as torch writes them: nothing has to be made, and torch is not imported
         return {path: dict(entry) for path, entry in held.items()} if plain else self.made(held)
+
+    def lay_out(self, axes: Mapping[str, Axes]) -> None:
+        """Put the axes of tensors in another order. Nothing is read or moved."""
+        turned = {}
+        for name, order in axes.items():
+            node = self.root[name]
+            if id(node) in self._originals:
+                live = self._originals[id(node)].detach().permute(order)
+                turned[name] = stand_in(live)
+                self._originals[id(turned[name])] = live
+            else:
+                turned[name] = node.permuted(order)
+        self.root = remade(self.root, {**self.root, **turned})
 
     @property
     def beside(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ckptool.errors import UsageError
 from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
 from ckptool.matching import EXTRA, Slot, Slots
+from ckptool.matching.layouts import Kinds, kinds_of
 from ckptool.names import WRAPPERS
 from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
@@ -52,6 +53,8 @@ class Target(NamedTuple):
     """The `_metadata` of the model's own state dict."""
     custom: Mapping[str, str] = MappingProxyType({})
     """Paths of modules whose loading runs code that is not torch's, each with its class."""
+    kinds: Callable[[], Kinds] = dict
+    """Finds out what its parameters are, by the types of their modules; empty: not known."""
 
     def custom_holder(self, name: str) -> str | None:
         """Return the class of the innermost custom module that a name lies in, if one does."""
@@ -90,7 +93,19 @@ def target_of(model: torch.nn.Module) -> Target:
         live = {**found, **unlisted}
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")
     slots = _with_forms(slots, modules)
-    return Target(type(_innermost(model)).__name__, slots, _tensors(live), metadata, custom)
+    label = type(_innermost(model)).__name__
+    return Target(label, slots, _tensors(live), metadata, custom, partial(_kinds, modules))
+
+
+def _kinds(modules: Iterable[tuple[str, torch.nn.Module]]) -> Kinds:
+    return kinds_of(
+        (
+            without_hidden(path),
+            [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__],
+            vars(module),
+        )
+        for path, module in modules
+    )
 
 
 def _with_forms(slots: Slots, modules: Iterable[tuple[str, torch.nn.Module]]) -> Slots:

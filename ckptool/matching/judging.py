@@ -71,7 +71,7 @@ class Problem(NamedTuple):
     """A reason to refuse, and what would help."""
 
     kind: str
-    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`,
+    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`, `layout`,
     `lossy-cast`, `coverage`, `optimizer`."""
     text: str
     """One line, names folded."""
@@ -211,6 +211,8 @@ def _is_share(value: object) -> bool:
 
 def _fits_nowhere(report: MatchReport) -> bool:
     """Whether nothing is met, or none of what the model has to be loaded for."""
+    if report.undecided:
+        return False
     if report.names and not report.fitting:
         return True
     return report.parameters > 0 and not report.loaded
@@ -239,6 +241,7 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
         chain(
             _nothing(report, mismatched) if is_nothing else (),
             _ambiguous(unclear, question),
+            _layout(report),
             _mismatched(mismatched, is_allowed),
             _names("missing", missing, "missing in it", is_allowed),
             _names("unexpected", unexpected, "not in the model", is_allowed),
@@ -260,7 +263,7 @@ def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> J
         return Judgement(problems, share or (_NONE if usable else ways[0]))
     if not usable and ways[0]:
         return Judgement(problems, ways[0])
-    beside = [kinds.get(kind, _NONE) for kind in ("lossy-cast", "optimizer")]
+    beside = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
     first, *others = [_all_of([way, *beside]) for way in usable or [_NONE]]
     return Judgement(problems, first._replace(instead=(*first.instead, *others)))
 
@@ -384,6 +387,23 @@ def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem
         more = f", and {counted(others, 'other question')}" if others else ""
         text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
         yield Problem("ambiguous", text, remedy)
+
+
+def _layout(report: MatchReport) -> Iterator[Problem]:
+    if report.undecided:
+        reasons: dict[str, list[str]] = {}
+        for one in report.undecided:
+            reasons.setdefault(one.reason, []).append(one.name)
+        texts = [f"{_folded(names, most=3)} ({reason})" for reason, names in reasons.items()]
+        globs = _globs_of([one.name for one in report.undecided]) or ("*",)
+        remedy = Remedy(
+            (("transpose", globs),),
+            " if they are [..., in, out]",
+            instead=(Remedy((("no_transpose", globs),), " if they are as in torch"),),
+        )
+        many = counted(len(report.undecided), "tensor")
+        text = f"the order of axes is not known of {many}: {listed(texts, most=3)}"
+        yield Problem("layout", text, remedy)
 
 
 def _mismatched(mismatched: Sequence[Mismatch], is_allowed: bool) -> Iterator[Problem]:

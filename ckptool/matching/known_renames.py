@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 __all__ = [
     "ADAPTER",
     "BATCHES",
+    "FOREIGN",
     "MERGE",
+    "NUMBERED",
     "Respelling",
     "beside",
     "has_adapter",
@@ -51,6 +53,34 @@ ENDINGS: tuple[dict[str, str], ...] = (
 """Endings that belong together: all of one row must be there. `{}` is the name of the weight."""
 _AFFINE = {"gamma": "weight", "beta": "bias"}
 """The scale and shift of a normalisation in TensorFlow, and in transformers before 2019."""
+NUMBERED = {
+    "vars.0": "weight",
+    "vars.1": "bias",
+    "vars.2": "running_mean",
+    "vars.3": "running_var",
+}
+"""The variables of a layer in Keras 3, if it has as many as torch's module."""
+_LEAVES = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "embeddings": "weight",
+    "scale": "weight",
+    **_AFFINE,
+    "moving_mean": "running_mean",
+    "mean": "running_mean",
+    "moving_variance": "running_var",
+    "var": "running_var",
+    **NUMBERED,
+}
+"""The last part of names in TensorFlow, Keras and Flax."""
+FOREIGN = {
+    ":0 removed": ":0$=>",
+    "/ -> .": "/=>.",
+    "params. removed": r"^params\.=>",
+    "batch_stats. removed": r"^batch_stats\.=>",
+    **{f"{old} -> {new}": rf"(^|\.){re.escape(old)}$=>\1{new}" for old, new in _LEAVES.items()},
+}
+"""The rules for names of TensorFlow, Keras and Flax, in this order, each with its text."""
 _TUNER = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
 """What PEFT calls the parts of an adapter in a layer."""
 _ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptool.errors import UsageError
 from ckptool.matching.align import Alignment, align, ends, is_average_counter, proposals
-from ckptool.matching.known_renames import BATCHES, beside, uncounted
+from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
 from ckptool.matching.report import (
     Ambiguity,
     MatchReport,
@@ -27,7 +28,7 @@ from ckptool.words import printable
 
 __all__ = ["Match", "matched"]
 
-_NOT_COUNTED = "files from before torch 0.4.1 have no such counter"
+_NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no such counter"
 _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
@@ -64,6 +65,7 @@ def matched(
     rules: Iterable[Rule] = (),
     metadata: Mapping[str, Any] | None = None,
     closed: Collection[str] = (),
+    foreign: bool = False,
     file: str = "",
     model: str = "",
 ) -> Match:
@@ -77,6 +79,7 @@ def matched(
             lack.
         closed: Paths of the model's modules that load in a way of their own: no name below them
             is respelled.
+        foreign: Whether the names are those of TensorFlow, Keras or Flax.
         file: What the report calls the file.
         model: What the report calls the model.
 
@@ -85,7 +88,9 @@ def matched(
         UsageError: the user's rules leave nothing of a name.
     """
     rules = list(rules)
-    ruled, idle = _ruled(have, rules, file)
+    by_user, idle = _ruled(have, rules, file)
+    spelling = [regex_rule(rule)._replace(text=text) for text, rule in FOREIGN.items()]
+    ruled = _spelled(by_user, spelling) if foreign else by_user
     origin = {new: own for own, new in ruled.items()}
     named = {ruled[own]: slot for own, slot in have.items()}
     found = align(named, want, closed=closed, is_ruled=named.keys() != have.keys())
@@ -101,7 +106,12 @@ def matched(
     left_out = _left_out(unused, pairs)
     missing = [name for name in missing if name not in kept]
     unused = [own for own in unused if own not in left_out]
-    renamed = tuple(_renamings(found, ruled, direct, rules))
+    wanted = {own: name for name, own in direct.items()}
+    renamed = (
+        *_by_rules("rule", rules, {own: own for own in have}, wanted),
+        *(_by_rules("known", spelling, by_user, wanted) if foreign else ()),
+        *_by_steps(found, ruled, direct),
+    )
     ambiguous, proposed = _proposed(found, origin, missing, unused)
     report = MatchReport(
         file=file,
@@ -122,8 +132,7 @@ def matched(
         notes=idle,
         **counted(want, pairs, kept),
     )
-    by_own = {own: name for name, own in direct.items()}
-    return Match(pairs, _rewritten(ruled, by_own, renamed), report)
+    return Match(pairs, _rewritten(ruled, wanted, renamed), report)
 
 
 def _ruled(
@@ -147,6 +156,15 @@ def _ruled(
     if rules:
         check_collisions(ruled, ruled, file=file or None, hint=_COLLISION_HINT)
     return ruled, tuple(idle)
+
+
+def _spelled(names: Mapping[str, str], rules: Sequence[Rule]) -> dict[str, str]:
+    """Return names after all rules; those that would become one stay as they are."""
+    spelled = dict(names)
+    for rule in rules:
+        spelled.update((own, rule.apply(at) or at) for own, at in spelled.items())
+    often = Counter(spelled.values())
+    return {own: new if often[new] == 1 else names[own] for own, new in spelled.items()}
 
 
 def _tied(
@@ -269,17 +287,10 @@ def _undecided(
     return (Ambiguity(tuple(own), tuple(wanted)),) if own else ()
 
 
-def _renamings(
-    found: Alignment,
-    ruled: Mapping[str, str],
-    direct: Mapping[str, str],
-    rules: Sequence[Rule],
+def _by_steps(
+    found: Alignment, ruled: Mapping[str, str], direct: Mapping[str, str]
 ) -> Iterator[Renaming]:
-    """Yield what was done to the names, in the order of the steps.
-
-    The rules of all renamings, one after the other, make the file's names those of the model.
-    """
-    yield from _by_user(rules, ruled, {own: name for name, own in direct.items()})
+    """Yield what the steps of the alignment did to the names, in their order."""
     for step in found.steps:
         names = tuple(
             (own, name)
@@ -290,17 +301,17 @@ def _renamings(
             yield Renaming(step.kind, step.text, names, step.rule)
 
 
-def _by_user(
-    rules: Sequence[Rule], ruled: Mapping[str, str], wanted: Mapping[str, str]
+def _by_rules(
+    kind: str, rules: Sequence[Rule], names: Mapping[str, str], wanted: Mapping[str, str]
 ) -> Iterator[Renaming]:
-    now = {own: own for own in ruled}
+    now = dict(names)
     for rule in rules:
         changed = {own: new for own, at in now.items() if (new := rule.apply(at) or at) != at}
         pairs = tuple((own, wanted[own]) for own in changed if own in wanted)
         if pairs:
             is_prefix = not rule.regex and not rule.exact and "=" in rule.text
             regex = prefix_regex(rule.text) if is_prefix else rule.regex or ""
-            yield Renaming("rule", rule.text, pairs, regex)
+            yield Renaming(kind, rule.text, pairs, regex)
         now.update(changed)
 
 

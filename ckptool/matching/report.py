@@ -15,6 +15,7 @@ __all__ = [
     "Ambiguity",
     "Cast",
     "Counts",
+    "Layout",
     "MatchReport",
     "Mismatch",
     "OptimizerReport",
@@ -71,6 +72,27 @@ class Mismatch:
             "own": self.own,
             "shape": list(self.shape),
             "wanted": list(self.wanted),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor whose axes are in another order in the file, or in one that nothing decides."""
+
+    name: str
+    own: str
+    axes: tuple[int, ...] = ()
+    """For each axis of the model's tensor, that of the file's; empty: not decided."""
+    reason: str = ""
+    """Why nothing decides it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as `ckptool.match/1` has it."""
+        return {
+            "name": self.name,
+            "own": self.own,
+            "axes": list(self.axes),
+            "reason": self.reason,
         }
 
 
@@ -176,6 +198,9 @@ class MatchReport:
     """Names of both sides, of different shapes."""
     renamed: tuple[Renaming, ...] = ()
     """The rules by which names came to fit, in the order in which they apply."""
+    layouts: tuple[Layout, ...] = ()
+    """Tensors of TensorFlow, Keras or Flax that are transposed, and those of which neither the
+    module's type nor the user says whether."""
     cast: tuple[Cast, ...] = ()
     """Tensors that change type on the way."""
     tied: tuple[tuple[str, ...], ...] = ()
@@ -219,6 +244,11 @@ class MatchReport:
         return self.loaded / self.parameters if self.parameters else 1.0
 
     @property
+    def undecided(self) -> tuple[Layout, ...]:
+        """The tensors whose axes nothing decides; none is loaded."""
+        return tuple(one for one in self.layouts if one.reason)
+
+    @property
     def fits(self) -> bool:
         """Whether all of the model is loaded from all of the file, and nothing lost on the way."""
         return not (
@@ -226,6 +256,7 @@ class MatchReport:
             or self.unexpected_keys
             or self.mismatched
             or self.untied
+            or self.undecided
             or any(cast.lossy for cast in self.cast)
             or (self.optimizer is not None and self.optimizer.problems)
         )
@@ -246,6 +277,7 @@ class MatchReport:
             "unexpected_keys": list(self.unexpected_keys),
             "mismatched": [mismatch.to_dict() for mismatch in self.mismatched],
             "renamed": [renaming.to_dict() for renaming in self.renamed],
+            "layouts": [layout.to_dict() for layout in self.layouts],
             "cast": [cast.to_dict() for cast in self.cast],
             "tied": [list(names) for names in self.tied],
             "untied": [list(names) for names in self.untied],

@@ -109,7 +109,14 @@ def _notes(
 
 def _is_plain(report: MatchReport) -> bool:
     """Whether all of it fits as it is."""
-    beside = (report.renamed, report.cast, report.ambiguous, report.left_out, report.kept)
+    beside = (
+        report.renamed,
+        report.layouts,
+        report.cast,
+        report.ambiguous,
+        report.left_out,
+        report.kept,
+    )
     return report.fits and not any((*beside, report.notes))
 
 
@@ -168,10 +175,16 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
             fold,
         ),
         *_ambiguous(report, fold),
+        *_named("LAYOUT", ((one.name, one.reason) for one in report.undecided), fold),
         *(row for one in report.proposed for row in _renamed(one, fold, "PROPOSED")),
         *_tied("UNTIED", report.untied, fold),
         *_cast([cast for cast in report.cast if cast.lossy], fold),
         *(row for renaming in report.renamed for row in _renamed(renaming, fold)),
+        *_named(
+            "TRANSPOSED",
+            ((one.name, f"axes {list(one.axes)}") for one in report.layouts if one.axes),
+            fold,
+        ),
         *_cast([cast for cast in report.cast if not cast.lossy], fold),
         *_tied("TIED", report.tied, fold),
         *_named("KEPT", report.kept, fold),
@@ -291,6 +304,8 @@ def _meaning(status: str, report: MatchReport, options: bool) -> str:
     if status == "CAST" and not any(cast.lossy for cast in report.cast):
         return "becomes the model's type as it is loaded"
     text = _MEANINGS.get(status, "")
+    if status == "LAYOUT":
+        return text.format(*("--", "-") if options else ("", "_"))
     name = _ALLOWED.get(status, "")
     return text.format(f"--{name.replace('_', '-')}" if options else name)
 
@@ -317,6 +332,9 @@ _MEANINGS = {
     "UNEXPECTED": "the file has it and the model has not; what {} names is passed over",
     "MISMATCH": "of another shape in the file than in the model; what {} names stays as the model "
     "has it",
+    "LAYOUT": "the order of the axes does not follow from the format and the type of the module; "
+    "{0}transpose or {0}no{1}transpose decides it",
+    "TRANSPOSED": "the axes are put in torch's order, each shown by its number in the file",
     "UNTIED": "one tensor in the model, and not the same in the file: it is of a model without "
     "that tie",
     "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that "

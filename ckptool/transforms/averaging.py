@@ -138,9 +138,9 @@ def _alone(
     name, tensors = tied[0]
     first = tensors[0]
     order = sorted(range(len(first.stride)), key=lambda axis: -first.stride[axis])
-    if not _permuted(first, order).is_contiguous:
+    if not first.permuted(order).is_contiguous:
         order = list(range(len(first.stride)))
-    runs = [elements_of(_permuted(tensor, order)) for tensor in tensors]
+    runs = [elements_of(tensor.permuted(order)) for tensor in tensors]
     stride, step = [0] * len(order), 1
     for axis in reversed(order):
         stride[axis] = step
@@ -148,16 +148,6 @@ def _alone(
     storage = averager.mean(runs, _stored(first)[0], first.dtype, name)
     for one in dict.fromkeys(tensors[0] for _, tensors in tied):
         yield one, replace(one, storage=storage, offset=0, stride=tuple(stride), flags=())
-
-
-def _permuted(tensor: TensorRef, order: Sequence[int]) -> TensorRef:
-    return replace(
-        tensor,
-        shape=tuple(tensor.shape[axis] for axis in order),
-        stride=tuple(tensor.stride[axis] for axis in order),
-        parts=None,
-        wrapping=(),
-    )
 
 
 _SAME, _FIRST = "same", "first"

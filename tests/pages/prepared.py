@@ -43,6 +43,8 @@ COPIES = {
     "model.gguf": FIXTURES / "gguf" / "quantised.gguf",
     "flax_model.msgpack": FIXTURES / "flax" / "variables.msgpack",
     "model.keras": FIXTURES / "keras" / "model.keras",
+    "images.keras": FIXTURES / "layouts" / "keras.keras",
+    "images.msgpack": FIXTURES / "layouts" / "images.msgpack",
     "v4-8.pth": FIXTURES / "xla" / "xser-2.9.0.pth",
     "v4-8.pth.tensors": FIXTURES / "xla" / "xser-2.9.0.pth.tensors",
     "run-tf": FIXTURES / "tensorflow" / "run",
@@ -71,6 +73,14 @@ class Net(nn.Module):
         self.conv1 = nn.Conv2d(3, 8, 3)
         self.bn1 = nn.BatchNorm2d(8)
         self.fc = nn.Linear(8, classes)
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, (3, 2))
+        self.norm = nn.BatchNorm2d(4, eps=1e-3)
+        self.square = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5)
 """
 
 

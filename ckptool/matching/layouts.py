@@ -1,0 +1,260 @@
+"""The axes of tensors in files whose layout is not torch's: TensorFlow's, Keras', Flax's.
+
+A kernel is [..., in, out] there, and [out, in, ...] in torch. The last part of the name in the file
+says what the tensor is, the type of the model's module what is wanted. Where the two do not decide
+the axes, the user's `transpose` and `no_transpose` do. A shape only checks the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from ckptool.errors import UsageError
+from ckptool.matching.known_renames import BATCHES, NUMBERED
+from ckptool.matching.match import Match
+from ckptool.matching.report import Layout, Mismatch
+from ckptool.matching.slots import Slot, Slots
+from ckptool.model import Shape
+from ckptool.words import printable
+
+__all__ = ["Axes", "Choices", "Kinds", "kinds_of", "laid_out", "wanted_by"]
+
+Axes = tuple[int, ...]
+"""For each axis of the model's tensor, that of the file's tensor."""
+Kinds = Mapping[str, str]
+"""By name in the model: `kernel`, `same` (the axes of the file), or in words what its module is."""
+
+_KERNEL, _SAME = "kernel", "same"
+_TYPES = {
+    **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), _KERNEL),
+    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), _KERNEL),
+    **dict.fromkeys(("Embedding", "EmbeddingBag", "LayerNorm", "RMSNorm"), _SAME),
+}
+"""What the weight of a module of `torch.nn` is. Other types decide nothing."""
+_ROLES = {
+    "kernel": _KERNEL,
+    **dict.fromkeys(("embedding", "embeddings", "gamma", "scale", "beta", "bias"), _SAME),
+}
+"""The same by the last part of a name in the file; a number is either."""
+_WIDTHS = (
+    "out_channels",
+    "out_features",
+    "num_features",
+    "num_channels",
+    "normalized_shape",
+    "embedding_dim",
+)
+"""Attributes that say how many channels a module gives."""
+_NUMBER = re.compile(r"(.*)\bvars[/.]\d+")
+_HINT = (
+    "--transpose 'layer.weight' or, with the axes of the file, --transpose 'layer.weight=2,3,0,1'"
+)
+
+
+class Choices(NamedTuple):
+    """What the user says of axes that nothing else decides."""
+
+    transpose: tuple[tuple[str, Axes], ...] = ()
+    """Globs of names in the model, each with the axes; none: as a kernel's."""
+    no_transpose: tuple[str, ...] = ()
+    """Globs; they come before those of `transpose`."""
+
+    @classmethod
+    def of(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> Choices:
+        """Read `GLOB` and `GLOB=AXES`.
+
+        Raises:
+            UsageError: the axes are not each number from 0 once.
+        """
+        read = []
+        for text in transpose:
+            glob, _, numbers = text.partition("=")
+            axes = tuple(int(one) if one.isdecimal() else -1 for one in numbers.split(",") if one)
+            if sorted(axes) != list(range(len(axes))):
+                raise UsageError(f"'{printable(text)}' has no order of axes", hint=_HINT)
+            read.append((glob, axes))
+        return cls(tuple(read), tuple(no_transpose))
+
+    def axes(self, name: str, dimensions: int) -> Axes | None:
+        """Return the axes that the user chooses for a tensor of the model; None: nothing is said.
+
+        Raises:
+            UsageError: it has another number of them.
+        """
+        if any(fnmatchcase(name, glob) for glob in self.no_transpose):
+            return tuple(range(dimensions))
+        for glob, axes in self.transpose:
+            if fnmatchcase(name, glob):
+                if len(axes) not in (0, dimensions):
+                    what = f"{printable(name)!r} has {dimensions} axes, and not {len(axes)}"
+                    raise UsageError(what, hint=_HINT)
+                return axes or _as_kernel(dimensions)
+        return None
+
+
+def _as_kernel(dimensions: int) -> Axes:
+    """Return the axes of [..., in, out] in the order [out, in, ...]."""
+    return (dimensions - 1, dimensions - 2, *range(dimensions - 2))
+
+
+def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) -> Kinds:
+    """Return what each parameter is, by the modules in their order.
+
+    A Linear may be behind a Flatten, whose order of rows is not torch's, if a convolution of the
+    model has a divisor of its inputs for channels, and the layer before it another width.
+
+    Args:
+        modules: Path, classes (qualified names, the nearest first) and attributes of each.
+    """
+    every = [(path, _class_of(classes), held) for path, classes, held in modules]
+    channels = {_size(held, "out_channels") for _, _, held in every} - {0}
+    kinds: dict[str, str] = {}
+    width = 0
+    for path, word, held in every:
+        kind, inputs = _TYPES.get(word, word), _size(held, "in_features")
+        if _size(held, "groups") > 1:
+            kind = f"{word} of {held['groups']} groups"
+        elif inputs not in (0, width, *channels) and not all(inputs % one for one in channels):
+            kind = f"{word} that may be behind a Flatten"
+        width = next(filter(None, (_size(held, one) for one in _WIDTHS)), width)
+        for own in held.get("_parameters", {}):
+            kinds[f"{path}.{own}".lstrip(".")] = kind if own == "weight" else word
+    return kinds
+
+
+def _size(held: Mapping[str, Any], name: str) -> int:
+    """Return an attribute of a module, or the last of several sizes; 0: it is no size."""
+    size = held.get(name)
+    if isinstance(size, (tuple, list)) and size:
+        size = size[-1]
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def _class_of(classes: Iterable[str]) -> str:
+    """Return the name of the nearest class that decides axes, else of the nearest.
+
+    Of a class that is not torch's its module is in the name.
+    """
+    names = [one.rpartition(".") for one in classes]
+    own = [(name if home.startswith("torch.") else f"{home}.{name}") for home, _, name in names]
+    return next((name for name in own if name in _TYPES), own[0])
+
+
+def wanted_by(want: Mapping[str, Slot], kinds: Kinds | None, choices: Choices) -> Slots:
+    """Return what a model wants with the shapes that its tensors have in the file.
+
+    None stands for a shape that only the name in the file decides, or nothing. Without `kinds` the
+    file has torch's layout, but for what the user chooses.
+    """
+
+    def shape_of(name: str, shape: Shape) -> Shape | None:
+        if choices.axes(name, len(shape)) is not None:
+            return None
+        kind = _SAME if kinds is None else kinds.get(name)
+        if kind not in (_KERNEL, _SAME):
+            return None
+        return (*shape[2:], shape[1], shape[0]) if kind == _KERNEL else shape
+
+    return {
+        name: slot._replace(shape=shape_of(name, slot.shape))
+        if slot.shape is not None and len(slot.shape) > 1
+        else slot
+        for name, slot in want.items()
+    }
+
+
+def laid_out(
+    found: Match,
+    have: Mapping[str, Slot],
+    want: Mapping[str, Slot],
+    kinds: Kinds | None,
+    choices: Choices,
+) -> tuple[Match, dict[str, Axes]]:
+    """Return the match with axes in torch's order, and the axes of the file's names that change.
+
+    Tensors whose axes nothing decides are not paired; neither are those of another shape, nor
+    numbered variables of a layer that has more or fewer of them than the module.
+
+    Args:
+        found: The match with the slots of `wanted_by`.
+        have: What stands under the names of the file.
+        want: What the model has.
+        kinds: What its parameters are; None: the file has torch's layout.
+        choices: What the user says.
+    """
+    report, axes, gone = found.report, dict[str, Axes](), set[str]()
+    layouts: list[Layout] = []
+    wrong = {one.name: one for one in report.mismatched}
+    for own in dict.fromkeys((*found.pairs.values(), *(one.own for one in wrong.values()))):
+        name, shape = found.renamed[own], have[own].shape
+        if shape is None or len(shape) < 2:
+            continue
+        if kinds is None:
+            row = Layout(name, own, choices.axes(name, len(shape)) or (*range(len(shape)),))
+        else:
+            row = _decided(name, own, kinds.get(name, ""), len(shape), choices)
+        new, wanted = tuple(shape[axis] for axis in row.axes), want[name].shape
+        if row.reason:
+            wrong.pop(name, None)
+            gone.add(own)
+            layouts.append(row)
+        elif wanted not in (None, new):
+            wrong[name] = Mismatch(name, own, new, wanted or ())
+            gone.add(own)
+        elif list(row.axes) != sorted(row.axes):
+            layouts.append(row)
+            axes[own] = row.axes
+    numbered = dict(_misnumbered(found, have, want))
+    pairs = {n: own for n, own in found.pairs.items() if own not in gone and own not in numbered}
+    missing = {*report.missing_keys}
+    missing.update(name for name, own in found.pairs.items() if own in numbered)
+    report = replace(
+        report,
+        missing_keys=[name for name in want if name in missing],
+        unexpected_keys=[n for n in have if n in {*report.unexpected_keys, *numbered}],
+        mismatched=tuple(wrong.values()),
+        layouts=tuple(layouts),
+        notes=(*report.notes, *dict.fromkeys(numbered.values())),
+    )
+    return found._replace(pairs=pairs, report=report), axes
+
+
+def _decided(name: str, own: str, kind: str, dimensions: int, choices: Choices) -> Layout:
+    """Return the axes of a tensor, or why nothing decides them."""
+    last = re.split(r"[./]", own.removesuffix(":0"))[-1]
+    role = kind if last.isdecimal() else _ROLES.get(last, "")
+    if kind in (_KERNEL, _SAME) and role == kind:
+        is_kernel = kind == _KERNEL
+        return Layout(name, own, _as_kernel(dimensions) if is_kernel else (*range(dimensions),))
+    axes = choices.axes(name, dimensions)
+    if axes is not None:
+        return Layout(name, own, axes)
+    if kind in (_KERNEL, _SAME):
+        return Layout(name, own, reason=f"{printable(last)!r} is not called a {kind}")
+    text = f"in a {printable(kind)}" if kind else "in modules whose types are not known"
+    return Layout(name, own, reason=text)
+
+
+def _misnumbered(
+    found: Match, have: Mapping[str, Slot], want: Mapping[str, Slot]
+) -> Iterator[tuple[str, str]]:
+    """Yield names with a number for a meaning, where that is not the number's, with a note."""
+    changed = [one for one in found.report.renamed if one.text.partition(" ")[0] in NUMBERED]
+    pairs = [(*pair, _NUMBER.fullmatch(pair[0])) for one in changed for pair in one.names]
+    if not pairs:
+        return
+    own_sizes = Counter(match[1] for name in have if (match := _NUMBER.fullmatch(name)))
+    sizes = Counter(name.rpartition(".")[0] for name in want if not name.endswith(BATCHES))
+    for own, name, match in pairs:
+        path = name.rpartition(".")[0]
+        if match and own_sizes[match[1]] != sizes[path]:
+            yield (
+                own,
+                f"{printable(match[1])}vars has {own_sizes[match[1]]} tensors, and "
+                f"{printable(path)} {sizes[path]}: give each a name by a rule",
+            )

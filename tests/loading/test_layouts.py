@@ -1,0 +1,251 @@
+"""Files of Keras, TensorFlow and Flax in torch models; their own outputs are the judge."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptool
+from ckptool.errors import MatchError, UsageError
+
+RULES = {
+    "keras.keras": ["^layers/conv2d=>conv", "^layers/batch_normalization=>norm",
+                    "^layers/dense/=>square/", "^layers/dense_1/=>head/"],
+    "tensorflow": [],
+    "images.msgpack": [],
+}  # fmt: skip
+RULES["keras.weights.h5"] = RULES["keras.keras"]
+every_file = pytest.mark.parametrize("file", RULES)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, (3, 2))
+        self.norm = nn.BatchNorm2d(4, eps=1e-3)
+        self.square = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, images):
+        x = self.norm(self.conv(images.movedim(-1, 1)).relu())
+        return self.head(self.square(x.mean((2, 3))).tanh())
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.norm = nn.LayerNorm(4, eps=1e-3)
+        self.line = nn.Conv1d(4, 6, 3)
+        self.solid = nn.Conv3d(2, 6, (2, 3, 2))
+
+    def forward(self, words, volumes):
+        x = self.line(self.norm(self.embed(words)).movedim(-1, 1)).mean(-1)
+        return x + self.solid(volumes.movedim(-1, 1)).mean((2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def folder(fixtures):
+    return fixtures / "layouts"
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return load_file(folder / "answers.safetensors")
+
+
+def outputs(model, file, answers):
+    writer = file.partition(".")[0]
+    return model.eval()(answers[f"{writer}.input"]), answers[f"{writer}.output"]
+
+
+@every_file
+def test_a_model_gives_what_the_library_gave(folder, answers, file):
+    model = Images()
+    report = ckptool.load_into(model, folder / file, rules=RULES[file])
+    torch.testing.assert_close(*outputs(model, file, answers))
+    assert {one.name: one.axes for one in report.layouts} == {
+        "conv.weight": (3, 2, 0, 1),
+        "square.weight": (1, 0),
+        "head.weight": (1, 0),
+    }
+    assert report.fits
+    assert dict(report.kept).keys() == {"norm.num_batches_tracked"}
+
+
+@pytest.mark.parametrize("make", [Words, lambda: torch.nn.DataParallel(Words())])
+def test_kernels_of_one_and_three_dimensions_and_embeddings(folder, answers, make):
+    model = make()
+    ckptool.load_into(model, folder / "words.msgpack")
+    given = answers["words.input"], answers["words.volumes"]
+    model = getattr(model, "module", model)
+    torch.testing.assert_close(model.eval()(*given), answers["words.output"])
+
+
+def test_a_model_on_the_meta_device_takes_them_too(folder, answers):
+    with torch.device("meta"):
+        model = Words()
+    ckptool.load_into(model, folder / "words.msgpack")
+    given = answers["words.input"], answers["words.volumes"]
+    torch.testing.assert_close(model.eval()(*given), answers["words.output"])
+
+
+def test_match_gives_a_state_dict_that_torch_loads(folder, answers):
+    model = Images()
+    state, report = ckptool.match(folder / "images.msgpack", model)
+    assert report.fits
+    model.load_state_dict(state, strict=False)
+    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+
+
+@every_file
+def test_a_file_converted_like_a_model_loads_in_torch(folder, answers, file, tmp_path):
+    model = Images()
+    for like, target in ((model, "a.safetensors"), (model, "b.pth")):
+        ckptool.convert(folder / file, tmp_path / target, like=like, rename=RULES[file])
+    model.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=False)
+    torch.testing.assert_close(*outputs(model, file, answers))
+    other = Images()
+    other.load_state_dict(torch.load(tmp_path / "b.pth"), strict=False)
+    torch.testing.assert_close(*outputs(other, file, answers))
+
+
+def test_the_types_in_a_pickled_module_decide_as_well(folder, answers, tmp_path):
+    torch.save(Images(), tmp_path / "whole.pth")
+    target = tmp_path / "a.safetensors"
+    ckptool.convert(folder / "images.msgpack", target, like=tmp_path / "whole.pth")
+    model = Images()
+    model.load_state_dict(load_file(target), strict=False)
+    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+
+
+def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
+    torch.save(Images().state_dict(), tmp_path / "state.pth")
+    source, target, like = folder / "images.msgpack", tmp_path / "a.pth", tmp_path / "state.pth"
+    with pytest.raises(MatchError, match="types are not known") as refused:
+        ckptool.convert(source, target, like=like)
+    assert "transpose=['conv.weight', 'square.weight', 'head.weight']" in refused.value.hint
+    assert not target.exists()
+    ckptool.convert(source, target, like=like, transpose=["*"])
+    model = Images()
+    model.load_state_dict(torch.load(target), strict=False)
+    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+    with pytest.raises(MatchError, match=r"head.weight \[4, 5\] for \[5, 4\]"):
+        ckptool.convert(source, tmp_path / "b.pth", like=like, no_transpose=["*"])
+
+
+def changed(**modules):
+    model = Images()
+    for name, module in modules.items():
+        setattr(model, name, module)
+    return model
+
+
+def refusal(model, path, **options):
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(MatchError) as refused:
+        ckptool.load_into(model, path, **options)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    return refused
+
+
+class Linear(nn.Module):
+    """No Linear of torch, whatever it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        ({"conv": nn.ConvTranspose2d(4, 3, (3, 2))}, "a ConvTranspose2d"),
+        ({"conv": nn.Conv2d(6, 4, (3, 2), groups=2)}, "a Conv2d of 2 groups"),
+        ({"square": Linear()}, r"a .*test_layouts\.Linear"),
+    ],
+)
+def test_what_types_do_not_decide_is_asked_for(folder, modules, reason):
+    refused = refusal(changed(**modules), folder / "images.msgpack", allow_mismatched=True)
+    (row,) = refused.value.report.undecided
+    name = f"{next(iter(modules))}.weight"
+    assert row.name == name
+    refused.match(f"{name} .*{reason}")
+    assert f"`transpose=['{name}']`" in refused.value.hint
+    assert f"`no_transpose=['{name}']`" in refused.value.hint
+
+
+def test_a_linear_that_may_be_behind_a_flatten_is_asked_for(fixtures):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv2d, self.dense = nn.Conv2d(3, 5, 3), nn.Linear(20, 3)
+            self.batch_normalization = nn.BatchNorm2d(5)
+
+    refused = refusal(Net(), fixtures / "keras" / "model.keras")
+    assert [one.name for one in refused.value.report.undecided] == ["dense.weight"]
+    refused.match("may be behind a Flatten")
+    ckptool.load_into(Net(), fixtures / "keras" / "model.keras", transpose=["dense.*"])
+
+
+def test_axes_may_be_given_and_must_be_axes(folder):
+    model = changed(square=Linear())
+    ckptool.load_into(model, folder / "images.msgpack", transpose=["square.weight=0,1"])
+    kept = model.square.weight.clone()
+    ckptool.load_into(model, folder / "images.msgpack", transpose=["square.weight"])
+    assert torch.equal(model.square.weight, kept.T)
+    assert not torch.equal(kept, kept.T)
+    for wrong in ("square.weight=1,2", "square.weight=0,x", "square.weight=0,1,2"):
+        with pytest.raises(UsageError, match="axes"):
+            ckptool.load_into(model, folder / "images.msgpack", transpose=[wrong])
+
+
+def test_a_name_that_is_no_kernels_is_asked_for(folder):
+    rules = ["square.kernel=>square.weight"]
+    model = Images()
+    ckptool.load_into(model, folder / "images.msgpack", rules=rules)  # it was called kernel
+    rules = ["params.embed.embedding=>head.weight"]
+    refused = refusal(model, folder / "words.msgpack", rules=rules)
+    assert [one.reason for one in refused.value.report.undecided] == [
+        "'embedding' is not called a kernel"
+    ]
+
+
+def test_another_shape_is_told_in_torchs_order(folder):
+    refused = refusal(changed(head=nn.Linear(4, 6)), folder / "images.msgpack")
+    refused.match(r"head.weight \[5, 4\] for \[6, 4\]")
+
+
+def test_numbered_variables_are_as_many_as_the_modules(folder):
+    model = changed(norm=nn.GroupNorm(2, 4))
+    rules = RULES["keras.keras"]
+    refused = refusal(model, folder / "keras.keras", rules=rules, allow_unexpected=True)
+    assert refused.value.report.missing_keys == ["norm.weight", "norm.bias"]
+    (note,) = refused.value.report.notes
+    assert note.endswith("has 4 tensors, and norm 2: give each a name by a rule")
+    numbered = zip((0, 1), ("weight", "bias"), strict=True)
+    rules = [f"^layers/batch_normalization/vars/{at}=>norm.{name}" for at, name in numbered]
+    rules = [*RULES["keras.keras"][:1], *rules, *RULES["keras.keras"][2:]]
+    ckptool.load_into(model, folder / "keras.keras", rules=rules, allow_unexpected=True)
+
+
+def test_names_that_would_become_one_stay(folder, tmp_path):
+    rules = [r"^params\.norm\.bias=>params.norm.kernel"]  # norm.scale is a weight too
+    refused = refusal(Images(), folder / "images.msgpack", rules=rules)
+    assert refused.value.report.missing_keys == ["norm.weight", "norm.bias"]
+
+
+def test_info_says_whose_layout_it_is(folder):
+    for file, whose in (("keras.keras", "Keras"), ("images.msgpack", "Flax")):
+        assert any(f"as {whose} has them" in note for note in ckptool.info(folder / file).notes)
+
+
+def test_tensors_of_other_files_are_transposed_where_the_user_says_so(tmp_path):
+    model = nn.Linear(4, 4)
+    state = {"weight": torch.arange(16.0).reshape(4, 4), "bias": torch.zeros(4)}
+    torch.save(state, tmp_path / "a.pth")
+    for source in (state, tmp_path / "a.pth"):
+        ckptool.load_into(model, source, transpose=["weight"])
+        assert torch.equal(model.weight, state["weight"].T)
+        ckptool.load_into(model, source, no_transpose=["weight"])
+        assert torch.equal(model.weight, state["weight"])
