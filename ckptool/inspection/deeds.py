@@ -12,12 +12,15 @@ from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
+from pickletools import opcodes
 from typing import Any, NamedTuple
 
+from ckptool.errors import CheckpointError
+from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
-from ckptool.symbolic.watching import Event, is_unknown
+from ckptool.symbolic.watching import Watcher, is_unknown
 from ckptool.tree import everything
 
 __all__ = ["CANNOT_TELL", "DATA", "NEEDS_CODE", "RUNS", "VERDICTS", "Judge", "as_python", "worst"]
@@ -77,8 +80,11 @@ _FINDERS = frozenset(
     | {*_UFUNCS}
 )
 """Functions whose result may be a function, or an object that the file did not make."""
-_APPLIERS = re.compile(r"torch\._?tensor\._rebuild_from_type(_v2)?")
+_APPLIERS = tuple(
+    f"torch.{at}._rebuild_from_type{v}" for at in ("_tensor", "tensor") for v in ("", "_v2")
+)
 _MAPPING = re.compile(r"(builtins|collections)\.\w*([Dd]ict|Counter)")
+_OPCODES = {ord(one.code): one.name for one in opcodes}
 _MOST_TOLD, _MOST_PARTS = 100, 1_000_000
 
 
@@ -97,12 +103,25 @@ def worst(*verdicts: str) -> str:
     return max(verdicts, key=VERDICTS.index, default=DATA)
 
 
-class Judge:
-    """The verdict on one pickle, while its steps come in."""
+class Judge(Watcher):
+    """One pickle and the verdict on it, while it is run to its end or to a fault."""
 
-    def __init__(self, nested: Callable[[bytes], tuple[str, tuple[Deed, ...]]], base: int) -> None:
-        """Judge bytes in arguments by `nested`, as they may be pickles; count from `base`."""
-        self.nested = nested
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        file: str,
+        limits: Limits,
+        nested: Callable[[bytes], tuple[str, tuple[Deed, ...]]],
+        base: int = 0,
+        as_joblib: bool = False,
+    ) -> None:
+        """Prepare to run over `data`, which stands at `base`.
+
+        Bytes in arguments, which may be pickles, are judged by `nested`.
+        """
+        super().__init__(data, file=file, limits=limits, as_joblib=as_joblib)
+        self.inner = nested
         self.base = base
         self.verdict = DATA
         self.deeds: list[Deed] = []
@@ -114,22 +133,34 @@ class Judge:
         self.danger = 0
         """1: something is named of which it is not known what it does; 2: that may do harm."""
         self.parts_left = _MOST_PARTS
+        self.root: Any = None
+        self.end: int | None = None
+        """Where it ends; None where it has a fault."""
+        self.fault: CheckpointError | None = None
 
-    def observe(self, event: Event) -> None:
+    def watch(self, start: int) -> Judge:
+        """Run from `start`, and return itself."""
+        try:
+            self.root, self.end = self.run(start)
+        except CheckpointError as error:
+            self.fault = error
+        return self
+
+    def report(self, kind: str, what: Any, items: Any = None) -> Any:
         """Take one step into account."""
-        kind, _, _, what, items = event
         if kind == "import":
-            self._name(what, event)
+            self._name(what)
         elif kind in ("call", "new"):
             self.seen += 1
-            found = self.call(what.func, what.args, what.kwargs, is_new=kind == "new")
+            found = self.judge_call(what.func, what.args, what.kwargs, is_new=kind == "new")
             if found == RUNS or what.class_name == _LOADER:
-                self._look_inside(what, event)
-            self.tell(found, event)
+                self._look_inside(what)
+            self.tell(found, kind, what)
         else:
-            self.tell(self.change(kind, what, items), event)
+            self.tell(self.judge_change(kind, what, items), kind, what, items)
+        return what
 
-    def _name(self, what: Global, event: Event) -> None:
+    def _name(self, what: Global) -> None:
         """Take a class or function into account that is named."""
         name = what.qualified
         kind = _kind(name)
@@ -140,28 +171,29 @@ class Judge:
         unclear = name in _FINDERS or _is_doer(what, strict=True)
         self.danger = max(self.danger, 2 * _is_doer(what), unclear)
         is_through = any(_kind(owner) != "unknown" for owner in what.name.split(".")[:-1])
-        self.tell(RUNS if is_through else NEEDS_CODE, event, f"{name}  # through a module")
+        self.tell(RUNS if is_through else NEEDS_CODE, "import", what)
 
-    def tell(self, verdict: str, event: Event, text: str = "") -> None:
+    def tell(self, verdict: str, kind: str, what: Any, items: Any = None) -> None:
         """Note a step, for the user too if it runs something or cannot be told."""
         if verdict != self.verdict:
             self.verdict = worst(self.verdict, verdict)
         self.told += verdict == RUNS
         if verdict in (RUNS, CANNOT_TELL) and len(self.deeds) < _MOST_TOLD:
-            text = text or _told(event)
-            self.deeds.append(Deed(text, self.base + event.offset, event.opcode, verdict))
+            opcode = _OPCODES[self.data[self.at]]
+            text = _told(kind, what, items)
+            self.deeds.append(Deed(text, self.base + self.at, opcode, verdict))
 
-    def _look_inside(self, made: Opaque, event: Event) -> None:
+    def _look_inside(self, made: Opaque) -> None:
         """Judge pickles among the arguments of a call."""
-        room = _MOST_TOLD - len(self.deeds)
-        for raw in _bytes_in(made.args) if room > 0 else ():
-            verdict, deeds = self.nested(raw)
+        for raw in _bytes_in(made.args) if len(self.deeds) < _MOST_TOLD else ():
+            verdict, deeds = self.inner(raw)
             self.verdict = worst(self.verdict, verdict)
             self.told += sum(deed.verdict == RUNS for deed in deeds)
-            place = f"in a pickle at {self.base + event.offset:,}: "
+            place = f"in a pickle at {self.base + self.at:,}: "
+            room = max(_MOST_TOLD - len(self.deeds), 0)
             self.deeds += [deed._replace(opcode=place + deed.opcode) for deed in deeds[:room]]
 
-    def call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
+    def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
         """Return the verdict on a call, or on `func.__new__` (`is_new`)."""
         match func:
             case Global():
@@ -219,20 +251,22 @@ class Judge:
             case "torch.storage._load_from_bytes", (one,):  # what is in the bytes decides
                 fine = _raw(one) is not None
             case "copyreg._reconstructor", (cls, base, *state):
-                return worst(self.call(base, (*state,)), self.call(cls, (), is_new=True))
+                return worst(
+                    self.judge_call(base, (*state,)), self.judge_call(cls, (), is_new=True)
+                )
             case "copyreg.__newobj__", (cls, *rest):
-                return self.call(cls, (*rest,), is_new=True)
+                return self.judge_call(cls, (*rest,), is_new=True)
             case "copyreg.__newobj_ex__", (cls, tuple() as rest, dict() as kwargs):
-                return self.call(cls, rest, kwargs, is_new=True)
+                return self.judge_call(cls, rest, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNCS:
                 fine = module.partition(".")[0] in ("numpy", "scipy")
-            case _, (func, *rest) if _APPLIERS.fullmatch(name):
-                return self.call(func, rest[1] if len(rest) > 1 else ())
+            case _, (func, *rest) if name in _APPLIERS:
+                return self.judge_call(func, rest[1] if len(rest) > 1 else ())
             case _:
                 return ""
         return NEEDS_CODE if fine else RUNS
 
-    def change(self, kind: str, target: Any, items: Any) -> str:
+    def judge_change(self, kind: str, target: Any, items: Any) -> str:
         """Return the verdict on items or a state given to `target`."""
         if isinstance(target, Global):
             return RUNS
@@ -297,14 +331,10 @@ def _is_doer(func: Global, *, strict: bool = False) -> bool:
 
 def _is_found(node: Any) -> bool:
     """Return whether an object was not made by the file, but found in a module."""
-    match node:
-        case Opaque(func=Global() as how, args=(Global() as func, *_)) if _APPLIERS.fullmatch(
-            how.qualified
-        ):
-            return func.qualified in _FINDERS
-        case Opaque(func=Global() as func):
-            return func.qualified in _FINDERS
-    return False
+    func = node.func if isinstance(node, Opaque) else None
+    if isinstance(func, Global) and func.qualified in _APPLIERS:
+        func = next(iter(node.args), None)
+    return isinstance(func, Global) and func.qualified in _FINDERS
 
 
 def _goes_through(name: str, nodes: Iterable[Any]) -> bool:
@@ -334,17 +364,19 @@ def _bytes_in(args: Any) -> Iterator[bytes]:
                 yield raw
 
 
-def _told(event: Event) -> str:
+def _told(kind: str, what: Any, items: Any) -> str:
     """Return a step as Python."""
-    target = as_python(event.what)
-    match event.kind, event.items:
+    target = as_python(what)
+    match kind, items:
+        case "import", _:
+            return f"{target}  # through a module"
         case "call" | "new" | "unknown", _:
             return target
         case "set", [(key, value), *_]:
             return f"{target}[{as_python(key)}] = {as_python(value)}"
         case "append" | "add", [item, *_]:
-            return f"{target}.{event.kind}({as_python(item)})"
-    return f"{target}.__setstate__({as_python(event.items)})"
+            return f"{target}.{kind}({as_python(item)})"
+    return f"{target}.__setstate__({as_python(items)})"
 
 
 _LONGEST, _WIDEST, _DEEPEST, _PIECES = 120, 6, 8, 200

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from glob import glob, has_magic
 from typing import Any
 
@@ -24,19 +25,10 @@ from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
 from ckptool.formats.npz import read_array_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
-from ckptool.inspection.deeds import (
-    CANNOT_TELL,
-    DATA,
-    NEEDS_CODE,
-    RUNS,
-    VERDICTS,
-    Deed,
-    Judge,
-    worst,
-)
+from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
-from ckptool.symbolic.watching import JOBLIB_ARRAY, Watcher
+from ckptool.symbolic.watching import JOBLIB_ARRAY
 
 __all__ = ["Scan", "Stream", "files_below", "scan"]
 
@@ -66,8 +58,18 @@ _SCRIPT = re.compile(r"(^|[/ ])code/__torch__\b|(^|[/ ])code/[^/]+\.(py|ts)$")
 """Records of TorchScript's own language."""
 _LAMBDA = re.compile(rb'"class_name"\s*:\s*"Lambda"|__lambda__')
 _LEGACY_PICKLES = 5
-_ZFILE = re.compile(rb"ZF[\s\da-fA-FxX_+]{19} ?")
-"""What old joblib writes before a stream of zlib; it still reads it."""
+_COMPRESSED: dict[bytes, Callable[[], Any]] = {
+    rb"(?=\x1f\x8b|\x78[\x01\x5e\x9c\xda])": partial(zlib.decompressobj, 47),
+    rb"ZF[\s\da-fA-FxX_+]{19} ?": zlib.decompressobj,  # of old joblib
+    rb"(?=BZh)": bz2.BZ2Decompressor,
+    rb"(?=\xfd7zXZ\0|\x5d\0\0)": lzma.LZMADecompressor,
+}
+"""What inflates a stream, by what it begins with or what stands before it."""
+_METHODS: dict[int, Callable[[], Any]] = {
+    DEFLATED: partial(zlib.decompressobj, -15),
+    12: bz2.BZ2Decompressor,
+}
+"""The same of a record of a zip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Scan:
 
     def ok(self, *, strict: bool = False) -> bool:
         """Return whether the file may pass a gate; `strict` passes data alone."""
-        return self.verdict == DATA or (self.verdict == NEEDS_CODE and not strict)
+        return self.verdict in VERDICTS[: 1 if strict else 2]
 
     def to_dict(self) -> dict[str, Any]:
         """As `ckptool.scan/1` has it."""
@@ -207,32 +209,6 @@ def _inside(folder: str) -> Iterator[str]:
     yield from (os.fsdecode(error.filename) for error in failed)
 
 
-class _Run(Judge):
-    """The verdict on one pickle, run to its end or to a fault."""
-
-    def __init__(self, scanner: _Scanner, chunk: bytes, start: int, base: int, **how: Any) -> None:
-        super().__init__(scanner.nested, base)
-        self.root: Any = None
-        self.end: int | None = None
-        self.fault, self.is_short, self.is_limited = "", False, False
-        machine = Watcher(
-            chunk, file=scanner.file, limits=scanner.limits, observe=self.observe, **how
-        )
-        try:
-            self.root, self.end = machine.run(start)
-        except CheckpointError as error:
-            self.fault, self.is_limited = error.message, isinstance(error, LimitExceeded)
-            self.is_short = machine.cut or isinstance(error, TruncatedFile)
-        self.stopped = machine.stopped
-        self.storages: dict[str, int] = {}
-        """Bytes of the storages that it names, by key."""
-        for pid in machine.pids:
-            with suppress(CheckpointError):
-                if is_storage_pid(pid):
-                    storage = parse_storage_pid(pid, scanner.file)
-                    self.storages.setdefault(storage.key, storage.nbytes)
-
-
 class _Scanner:
     """The pickles of one file, found and judged."""
 
@@ -240,7 +216,7 @@ class _Scanner:
         self.file = file
         self.limits = limits
         self.hidden = hidden
-        self.streams: list[Stream] = []
+        self.streams: dict[Stream, None] = {}
         self.notes: list[str] = []
         self.code: list[str] = []
         self.pickles = 0
@@ -253,9 +229,10 @@ class _Scanner:
 
     def add(self, stream: Stream) -> None:
         if len(self.streams) < _MOST_STREAMS:
-            self.streams.append(stream)
-        elif VERDICTS.index(stream.verdict) > VERDICTS.index(self.streams[-1].verdict):
-            self.streams[-1] = stream
+            self.streams[stream] = None
+        elif worst(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
+            self.streams.popitem()
+            self.streams[stream] = None
 
     def unread(self, where: str, why: str) -> None:
         """Note something that may hold a pickle, and that is not read."""
@@ -300,17 +277,13 @@ class _Scanner:
             if re.search(r"O|object|\\", header.descr):
                 is_object = header.descr.strip("|") == "O"
                 self._pickles(data, where, start=header.length, must=is_object)
-        elif (found := _packed(head)) is not None:
-            make, start = found
-            try:
-                raw = self._inflated(data.slice(start, data.length - start), make, where)
-            except LimitExceeded:
-                if head[:1] not in (b"\x78", b"\x5d"):  # a mark of two bytes may stand by chance
-                    raise
-                return
-            self.look(raw, _below(where, "inflated"), depth + 1)
-        else:
-            self._named(head, data, where)
+        for pattern, make in _COMPRESSED.items():
+            if found := re.match(pattern, head):
+                start = found.end()
+                with suppress(*[LimitExceeded] * (head[:1] in b"\x78\x5d")):  # a mark by chance
+                    raw = self._inflated(data.slice(start, data.length - start), make, where)
+                    self.look(raw, _below(where, "inflated"), depth + 1)
+        self._named(head, data, where)
 
     def _named(self, head: bytes, data: ByteRange, where: str) -> None:
         """Name what is not read, and code that is no pickle."""
@@ -337,23 +310,25 @@ class _Scanner:
             if position - base >= len(chunk):
                 chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
             run = self._run(chunk, position - base, base)
-            if run.is_short and base + len(chunk) < data.length:
+            is_short = isinstance(run.fault, TruncatedFile) or (run.fault and run.cut)
+            if is_short and base + len(chunk) < data.length:
                 refuse_bomb(data, self.limits.max_header_inflation)
                 wanted = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
                 if wanted > self.limits.max_pickle_bytes:
                     raise LimitExceeded("its pickle is longer than the limit allows")
                 chunk, base = data.read(position, wanted), position
                 continue
-            is_one = run.end is not None or run.is_limited or run.seen or must
-            if not is_one and not _PROTOCOL.match(chunk, position - base):
+            is_one = run.end is not None or run.seen or isinstance(run.fault, LimitExceeded)
+            if not (is_one or must or _PROTOCOL.match(chunk, position - base)):
                 break
             self._note(run, where, position)
             if run.end is None:
                 break
-            keys |= run.storages.keys()
+            storages = self._storages(run)
+            keys |= storages.keys()
             position, must = base + run.end, False
             roots = [*roots, run.root][-_LEGACY_PICKLES:]
-            stored = run.storages or stored
+            stored = storages or stored
             if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
                 instead = self._run(chunk, position - base, base)
                 if instead.seen:  # a pickle, where the storages should be
@@ -362,23 +337,34 @@ class _Scanner:
                 roots, stored = [], {}
         return keys
 
-    def _run(self, chunk: bytes, start: int, base: int) -> _Run:
+    def _storages(self, run: Judge) -> dict[str, int]:
+        """Return the bytes of the storages that a pickle names, by key."""
+        found: dict[str, int] = {}
+        for pid in filter(is_storage_pid, run.pids):
+            with suppress(CheckpointError):
+                storage = parse_storage_pid(pid, self.file)
+                found.setdefault(storage.key, storage.nbytes)
+        return found
+
+    def _run(self, chunk: bytes, start: int, base: int) -> Judge:
         """Watch one pickle; as joblib reads it too, where it names joblib's arrays."""
-        run = _Run(self, chunk, start, base)
+        make = partial(Judge, chunk, file=self.file, limits=self.limits, nested=self.nested)
+        run = make(base=base).watch(start)
         if JOBLIB_ARRAY not in run.names:
             return run
-        both = _Run(self, chunk, start, base, as_joblib=True)
+        both = make(base=base, as_joblib=True).watch(start)
         if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
             both.verdict = RUNS
             both.deeds += [deed for deed in run.deeds if deed.verdict == RUNS]
         return both
 
-    def _note(self, run: _Run, where: str, offset: int) -> None:
+    def _note(self, run: Judge, where: str, offset: int) -> None:
         self.pickles += 1
-        verdict = worst(run.verdict, CANNOT_TELL if run.fault else DATA)
+        fault = run.fault.message if run.fault else ""
+        verdict = worst(run.verdict, CANNOT_TELL if fault else DATA)
         if verdict != DATA:
             deeds = tuple(dict.fromkeys(run.deeds))
-            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), run.fault, run.told))
+            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), fault, run.told))
 
     def _search(self, data: ByteRange, where: str) -> None:
         """Judge pickles that stand between raw bytes, as in the members of torch's tar."""
@@ -446,7 +432,6 @@ class _Scanner:
         latest = dict[str, int]()
         stated = dict[tuple[int, str, int], int]()
         """Bytes of a record by the position of its local header, name and method."""
-        locked = dict[str, None]()
         for position, head in self._headers(data):
             marks.append(position)
             layout = {b"PK\x03\x04": _LOCAL, b"PK\x01\x02": _CENTRAL}.get(head[:4])
@@ -464,11 +449,9 @@ class _Scanner:
                 known = stated.get((header, name, method), 0)
                 stated[header, name, method] = max(known, packed)
             if flags & REFUSED:
-                locked[name] = None
+                self.unread(_below(where, name), "its flags say that it is encrypted, or a patch")
             if len(marks) > self.limits.max_records:
                 raise LimitExceeded("its zip has more headers than the limit allows")
-        for name in locked:
-            self.unread(_below(where, name), "its flags say that it is encrypted, or a patch")
         following = dict(zip(marks, [*marks[1:], data.length], strict=True))
         for (header, name, method), packed in stated.items():
             begin = begins[header]
@@ -478,10 +461,9 @@ class _Scanner:
                 continue
             part = data.slice(begin, length)
             yield name, part
-            make = {DEFLATED: _raw_deflate, 12: bz2.BZ2Decompressor}.get(method)
-            if make is not None:
+            if method in _METHODS:
                 with suppress(CheckpointError):
-                    yield name, self._inflated(part, make, _below(where, name))
+                    yield name, self._inflated(part, _METHODS[method], _below(where, name))
             elif method != STORED:
                 self.unread(_below(where, name), f"it is compressed by method {method}: not read")
 
@@ -520,23 +502,3 @@ class _Scanner:
 
 def _below(where: str, name: str) -> str:
     return f"{where} > {name}" if where else name
-
-
-def _raw_deflate() -> Any:
-    return zlib.decompressobj(-zlib.MAX_WBITS)
-
-
-def _packed(head: bytes) -> tuple[Callable[[], Any], int] | None:
-    """Return what makes a decompressor for bytes that begin so, and where the stream begins."""
-    zfile = _ZFILE.match(head)
-    if zfile:
-        return zlib.decompressobj, zfile.end()
-    if head.startswith(b"\x1f\x8b"):
-        return lambda: zlib.decompressobj(31), 0
-    if head[:2] in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"):
-        return zlib.decompressobj, 0
-    if head.startswith(b"BZh"):
-        return bz2.BZ2Decompressor, 0
-    if head.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
-        return lzma.LZMADecompressor, 0
-    return None

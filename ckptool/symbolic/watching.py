@@ -1,7 +1,7 @@
-"""The pickle machine with an observer: it reports each import, call and change, and goes on.
+"""The pickle machine that reports each import, call and change, and goes on.
 
 The ordinary machine stops where pickle itself would go on: items set in a module, names that a call
-computes, numbers of the extension registry. Here each of these is an event, and what cannot be
+computes, numbers of the extension registry. Here each of these is reported, and what cannot be
 known is a symbol, `unknown`.
 """
 
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from functools import partial
-from pickletools import opcodes
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
@@ -20,28 +18,13 @@ from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS, Handler
 from ckptool.tree import everything
 
-__all__ = ["Event", "Watcher", "is_unknown"]
+__all__ = ["Watcher", "is_unknown"]
 
 UNKNOWN = "unknown"
 """The maker of a symbol for which nothing in the file stands."""
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _MODULE = re.compile(r"[\w.<>-]+")
 _ELEMENT = re.compile(r"[<>=|]?(?:(O|object)\d*|([biufcmMSUV])(\d+))")
-_OPCODES = {ord(one.code): one.name for one in opcodes}
-
-
-class Event(NamedTuple):
-    """One step of a pickle that does more than make plain data."""
-
-    kind: str
-    """`import`, `call`, `new`, `build`, `set`, `append`, `add` or `unknown`."""
-    offset: int
-    """Of its opcode, from the start of the data."""
-    opcode: str
-    what: Any
-    """The `Global` imported, the `Opaque` made, or what is changed."""
-    items: Any = None
-    """The state or the items that `what` is given; why it is unknown."""
 
 
 def is_unknown(node: Any) -> bool:
@@ -50,25 +33,16 @@ def is_unknown(node: Any) -> bool:
 
 
 class Watcher(Machine):
-    """A machine that recognises no calls: each is an event, and leaves an `Opaque`."""
+    """A machine that recognises no calls: each is reported, and leaves an `Opaque`."""
 
-    __slots__ = ("as_joblib", "at", "cut", "observe", "pids")
+    __slots__ = ("as_joblib", "at", "cut", "pids")
     handlers: ClassVar = list(HANDLERS)
 
-    def __init__(
-        self,
-        data: bytes,
-        *,
-        file: str,
-        limits: Limits,
-        observe: Callable[[Event], None],
-        as_joblib: bool = False,
-    ) -> None:
+    def __init__(self, data: bytes, *, file: str, limits: Limits, as_joblib: bool = False) -> None:
         """Prepare to run over `data`; `as_joblib` skips raw arrays, as joblib's unpickler does."""
         self.pids: list[Any] = []
         load = partial(_persistent, self.pids)
         super().__init__(data, file=file, limits=limits, persistent_load=load)
-        self.observe = observe
         self.as_joblib = as_joblib
         self.at = 0
         """Where the opcode stands that is carried out, if it may report something."""
@@ -76,9 +50,14 @@ class Watcher(Machine):
         """Whether a line was read that ends with the data, and may go on behind it."""
 
     def report(self, kind: str, what: Any, items: Any = None) -> Any:
-        """Tell the observer of a step, and return `what`."""
-        self.observe(Event(kind, self.at, _OPCODES[self.data[self.at]], what, items))
-        return what
+        """Take a step that does more than make plain data, and return `what`.
+
+        Args:
+            kind: `import`, `call`, `new`, `build`, `set`, `append`, `add` or `unknown`.
+            what: The `Global` imported, the `Opaque` made, or what is changed.
+            items: The state or the items that `what` is given; why it is unknown.
+        """
+        raise NotImplementedError
 
     def unknown(self, why: str) -> Opaque:
         """Report and return a symbol for what the file does not tell."""
