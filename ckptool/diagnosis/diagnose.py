@@ -131,8 +131,8 @@ def doctor(
         except CheckpointError as error:
             if not is_finding(error, file):
                 raise
-            complaint = unopened(error, file)
-            return Diagnosis(file, None, here, (complaint,), complaint.commands)
+            complaints = tuple(unopened(error, file))
+            return Diagnosis(file, None, here, complaints, complaints[0].commands)
         patient = Patient(checkpoint, key, here, reference)
         found = list(_checked(patient))  # before all of it is read: the key may name nothing
         harm = [] if quick else list(damage(patient, limits, progress))

@@ -26,6 +26,7 @@ from ckptool.inspection.obstacles import (
     outdated_names,
     unnamed,
     would_run,
+    would_run_of,
 )
 from ckptool.model import ByteString
 from ckptool.tree import name_of, walk
@@ -87,15 +88,18 @@ def _rewritten(
 def _malicious(patient: Patient) -> Iterator[Found]:
     found = would_run(patient.checkpoint)
     if found:
-        complaint = Complaint(
-            "malicious",
-            "fails",
-            f"it would run {listed(found)}",
-            found,
-            "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
-            remedy="take the weights alone, or none of it",
-        )
-        yield Found(complaint, {"plain": True})
+        yield Found(_runs(found, "take the weights alone, or none of it"), {"plain": True})
+
+
+def _runs(found: tuple[str, ...], remedy: str) -> Complaint:
+    return Complaint(
+        "malicious",
+        "fails",
+        f"it would run {listed(found)}",
+        found,
+        "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
+        remedy=remedy,
+    )
 
 
 def _part(patient: Patient) -> Iterator[Found]:
@@ -220,11 +224,11 @@ def is_finding(error: CheckpointError, path: str) -> bool:
     return isinstance(error, (NotACheckpoint, UnsupportedFormat, CorruptFile))
 
 
-def unopened(error: CheckpointError, path: str) -> Complaint:
-    """Return the complaint about a file that does not open as a checkpoint."""
+def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
+    """Yield the complaints about a file that does not open as a checkpoint."""
     what = error.message.removeprefix(f"{path} is ")
     command = _COMMAND.search(error.hint or "")
-    return Complaint(
+    yield Complaint(
         _kind(error),
         "fails",
         what if what == error.message else f"it is {what}",
@@ -233,6 +237,9 @@ def unopened(error: CheckpointError, path: str) -> Complaint:
         (command[1],) if command else (),
         remedy="" if command else error.hint or "download, copy or save it again",
     )
+    found = would_run_of([path])
+    if found:
+        yield _runs(found, "take none of it")
 
 
 def _kind(error: CheckpointError) -> str:

@@ -33,6 +33,7 @@ __all__ = [
     "restored_devices",
     "unnamed",
     "would_run",
+    "would_run_of",
 ]
 
 _PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
@@ -67,10 +68,17 @@ def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     if not blocking(checkpoint.details.globals):
         return ()
+    return would_run_of([source.name for source in checkpoint.sources], hidden=False)
+
+
+def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...]:
+    """Return the calls that unpickling files would make, which need be no checkpoints.
+
+    `hidden`: also those in records of an odd zip that its directory does not name.
+    """
     from ckptool.inspection.scan import scan  # few files need it
 
-    files = dict.fromkeys(source.name for source in checkpoint.sources)
-    found = [scan(file, hidden=False) for file in files if os.path.isfile(file)]
+    found = [scan(file, hidden=hidden) for file in dict.fromkeys(files) if os.path.isfile(file)]
     return tuple(dict.fromkeys(deed.text for one in found for deed in one.runs))
 
 

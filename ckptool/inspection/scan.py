@@ -275,8 +275,7 @@ class _Scanner:
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
             if re.search(r"O|object|\\", header.descr):
-                is_object = header.descr.strip("|") == "O"
-                self._pickles(data, where, start=header.length, must=is_object)
+                self._pickles(data, where, header.length)
         for pattern, make in _COMPRESSED.items():
             if found := re.match(pattern, head):
                 start = found.end()
@@ -299,9 +298,7 @@ class _Scanner:
 
     # Pickles
 
-    def _pickles(
-        self, data: ByteRange, where: str, *, start: int = 0, must: bool = False
-    ) -> set[str]:
+    def _pickles(self, data: ByteRange, where: str, start: int = 0) -> set[str]:
         """Judge pickles one behind the other; the keys of the storages that they name."""
         position, keys = start, set[str]()
         chunk, base = b"", start
@@ -319,14 +316,14 @@ class _Scanner:
                 chunk, base = data.read(position, wanted), position
                 continue
             is_one = run.end is not None or run.seen or isinstance(run.fault, LimitExceeded)
-            if not (is_one or must or _PROTOCOL.match(chunk, position - base)):
+            if not (is_one or _PROTOCOL.match(chunk, position - base)):
                 break
             self._note(run, where, position)
             if run.end is None:
                 break
             storages = self._storages(run)
             keys |= storages.keys()
-            position, must = base + run.end, False
+            position = base + run.end
             roots = [*roots, run.root][-_LEGACY_PICKLES:]
             stored = storages or stored
             if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:

@@ -372,6 +372,15 @@ def test_a_pickle_that_runs_a_program_is_called_that_first(capsys, tmp_path):
     assert examined(found.target).ok
 
 
+def test_what_a_file_that_does_not_open_would_run_is_said_too(capsys, tmp_path):
+    path = tmp_path / "cut.pkl"
+    path.write_bytes(b"\x80\x02cos\nsystem\nU\x04true\x85R0]")
+    main(["doctor", "--json", os.fspath(path)])
+    document = json.loads(capsys.readouterr().out)
+    assert document["would_run"] == ["os.system('true')"]
+    assert [one["kind"] for one in document["complaints"]] == ["truncated", "malicious"]
+
+
 def quoted(complaint):
     """What a complaint quotes of each library, in pieces between which something is left out."""
     for who, text in SAYS.findall(complaint.why):
