@@ -41,6 +41,8 @@ class Conversion:
 
     master: bool = False
     """Put the fp32 masters of DeepSpeed's optimizer in the place of the weights, first of all."""
+    concat: tuple[str, ...] = ()
+    """`GLOB=DIM`: along which dimension the ranks of Megatron hold parts of tensors."""
     key: str | None = None
     """The state dict to carry, alone, by its address."""
     model_only: bool = False
@@ -142,6 +144,8 @@ class Conversion:
         """
         if self.master:
             checkpoint = transforms.with_masters(checkpoint)
+        if self.concat:
+            checkpoint = transforms.concatenated(checkpoint, self.concat)
         selected = self._selected(checkpoint, target)
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
@@ -251,6 +255,7 @@ def convert(
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     master: bool = False,
+    concat: Iterable[str] = (),
     key: str | None = None,
     model_only: bool = False,
     include: Iterable[str] = (),
@@ -296,6 +301,7 @@ def convert(
         verify: Read the result back and compare it. None: only if tensors are computed.
         progress: Called with the bytes done and the bytes in all.
         master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
+        concat: `GLOB=DIM` each: the dimension along which the ranks of Megatron split tensors.
         key: The address of the only state dict to write.
         model_only: Write only the state dict of the model, without the plain values in it.
         include: Globs of the tensors to write; default: all.
@@ -337,7 +343,7 @@ def convert(
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
     conversion = Conversion(
-        master=master, key=key, model_only=model_only, wrappers=wrappers,
+        master=master, concat=tuple(concat), key=key, model_only=model_only, wrappers=wrappers,
         rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,

@@ -48,6 +48,12 @@ __all__ = ["command"]
 @click.argument("destination", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @master_option
+@click.option(
+    "--concat",
+    multiple=True,
+    metavar="GLOB=DIM",
+    help="Join tensors that Megatron's ranks hold in parts, along this dimension; repeatable.",
+)
 @click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
 @glob_options
 @click.option(

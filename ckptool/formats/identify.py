@@ -544,7 +544,11 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _ITERATION),
     NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", "ckptool list {entry}"),
-    NameKind((r"mp_rank_\d\d(?:_\d{3})*",), "one step of a Megatron-LM checkpoint", _RANK),
+    NameKind(
+        (r"mp_rank_\d\d(?:_\d{3})*",),
+        "one step of a Megatron-LM checkpoint of a pipeline or of experts, which are not joined",
+        _RANK,
+    ),
     NameKind(
         (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt",), "an Orbax checkpoint (JAX)", _ORBAX
     ),

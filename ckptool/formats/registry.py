@@ -59,6 +59,7 @@ REGISTRY = (
     Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
     Entry("deepspeed", "zero", folder=True),
+    Entry("megatron", "megatron", folder=True),
     Entry("tensorflow", "tensorflow", folder=True),
     Entry("xla-fsdp", "xla", folder=True),
     Entry("xla-xser", "xla", zipped=True, beside=".tensors"),

@@ -25,6 +25,8 @@ from ckptool.files.source import BLOCK
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
+from ckptool.formats.megatron import MEGATRON
+from ckptool.formats.megatron import rank_files as megatron_rank_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.ranks import FSDP_RANKS, rank_files
 from ckptool.formats.sharded import open_index
@@ -51,6 +53,7 @@ _SETS = (
     (FSDP_RANKS, rank_files),
     (DEEPSPEED, step_files),
     (XLA_FSDP, xla_rank_files),
+    (MEGATRON, megatron_rank_files),
 )
 """Formats of several files that open by themselves, with what finds these."""
 

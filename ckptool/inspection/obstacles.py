@@ -13,6 +13,7 @@ from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.identify import shell
+from ckptool.formats.megatron import is_rank
 from ckptool.formats.ranks import set_of
 from ckptool.formats.zero import is_part
 from ckptool.hollow import PLACEHOLDERS, hollow
@@ -181,6 +182,10 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
     """One rank's file of several: its content, its name or the files beside it say so."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+    if len(root) > 1 and all(map(is_rank, root)):
+        remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
+        text = f"it holds the parts that {len(root)} ranks have of each matrix"
+        return Part(text, f"joined by {remedy}")
     size, found = root.get("mp_world_size"), _COUNTED.search(name)
     if _ZERO.search(name):
         text = "it holds one process's part of an optimizer's state: its name says so"

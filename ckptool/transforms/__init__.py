@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.averaging import average
     from ckptool.transforms.casting import cast, floating_type, kept
     from ckptool.transforms.compacting import compact, untie, without_unseen
+    from ckptool.transforms.concatenating import concatenated
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.extraction import extract, single_state_dict
     from ckptool.transforms.masters import with_masters
@@ -34,6 +35,7 @@ __all__ = [
     "cast",
     "changed_dict",
     "compact",
+    "concatenated",
     "drop_objects",
     "extract",
     "floating_type",
@@ -58,6 +60,7 @@ _HOMES = {
     "averaging": ("average",),
     "casting": ("cast", "floating_type", "kept"),
     "compacting": ("compact", "untie", "without_unseen"),
+    "concatenating": ("concatenated",),
     "devices": ("remap", "visible_devices"),
     "extraction": ("extract", "single_state_dict"),
     "masters": ("with_masters",),

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+from tests.formats.megatron_files import whole, write_ranks
 from tests.sources import PROJECT
 
 FIXTURES = PROJECT / "fixtures"
@@ -115,6 +116,7 @@ def prepare(folder: Path) -> None:
     torch.save({"state_dict": state, "note": _Calls()}, folder / "stranger.pth")
     torch.save(_adapter(), folder / "adapter.pth")
     torch.save(OrderedDict(state, **{"fc.bias": torch.full((10,), 1e6)}), folder / "large.pth")
+    write_ranks(folder / "iter_0000100", whole())
     (folder / "net.py").write_text(NET)
     (folder / "base").mkdir()
     (folder / "base" / "config.json").write_text("{}")
@@ -125,11 +127,11 @@ def prepare(folder: Path) -> None:
     (folder / "cut.safetensors").write_bytes(short)
     (folder / "page.pth").write_text(PAGE)
     (folder / "empty.pth").write_bytes(b"")
-    whole = (folder / "model.pth").read_bytes()
+    content = (folder / "model.pth").read_bytes()
     torch.save({"weight": torch.zeros(100_000)}, folder / "cut.pth")
     os.truncate(folder / "cut.pth", 200_000)
-    (folder / "zipped.pth").write_bytes(gzip.compress(whole, mtime=0))
-    (folder / "flipped.pth").write_bytes(_flipped(whole))
+    (folder / "zipped.pth").write_bytes(gzip.compress(content, mtime=0))
+    (folder / "flipped.pth").write_bytes(_flipped(content))
 
 
 def _adapter():

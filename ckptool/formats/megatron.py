@@ -1,0 +1,78 @@
+"""One step of Megatron-LM's classic checkpoints: a folder for each rank of tensor parallelism.
+
+No file says along which dimension a tensor is split. Source: megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import FileMissing
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.opening import of_files, opened_together
+from ckptool.model import Opaque
+from ckptool.words import counted
+
+__all__ = ["MEGATRON", "is_rank", "rank_files"]
+
+_RANK = re.compile(r"mp_rank_(\d{2,9})", re.ASCII)
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+
+
+class Megatron(Format):
+    """The format `megatron`."""
+
+    name = "megatron"
+    refusal = Refusal(
+        "distributed",
+        "it is a folder of Megatron's ranks: each has a part of every matrix",
+        A_FOLDER,
+        "it is a folder of rank files, each of which torch.load opens by itself",
+    )
+
+    def recognise(self, probe: Probe) -> bool:
+        """Whether it has a file in the folder of each rank, and no ranks of a pipeline."""
+        return bool(rank_files(probe))
+
+    def read(self, probe: Probe) -> Checkpoint:
+        """Return a dict of the trees of all ranks, by the names of their folders.
+
+        Raises:
+            FileMissing: the folder of a rank is missing.
+            LimitExceeded: a file asks for more than `probe.limits`.
+        """
+        files = rank_files(probe)
+        with opened_together(files, probe.limits, ("torch-zip", "torch-legacy")) as ranks:
+            roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
+            made = Checkpoint(roots, self.name, probe.path)
+            for name in map("mp_rank_{:02d}".format, range(max(_world(ranks[0]), len(files)))):
+                if name not in roots:
+                    what = f"lacks the folder of a rank, {name}"
+                    raise FileMissing(what, file=probe.path, hint="copy it too")
+            what = f"{counted(len(files), 'rank')} of Megatron's"
+            return of_files(ranks, made, notes=(what, *ranks[0].details.notes))
+
+
+MEGATRON = Megatron()
+
+
+def is_rank(name: object) -> bool:
+    """Return whether a key is the name of a rank's folder."""
+    return isinstance(name, str) and _RANK.fullmatch(name) is not None
+
+
+def rank_files(probe: Probe) -> list[str]:
+    """Return the files of the ranks in their order; none if a folder has no such file."""
+    folders = [os.path.join(probe.path, name) for name in sorted(filter(is_rank, probe.entries))]
+    found = [os.path.join(folder, name) for folder in folders for name in _FILES]
+    files = [path for path in found if probe.place.is_file(path)]
+    return files if len(files) == len(folders) else []
+
+
+def _world(rank: Checkpoint) -> int:
+    """Return how many ranks the arguments of the run state, 0 if they state none."""
+    args = rank.root.get("args") if isinstance(rank.root, dict) else None
+    stated = args.attributes.get("tensor_model_parallel_size") if isinstance(args, Opaque) else None
+    return stated if type(stated) is int and stated < 10**6 else 0
