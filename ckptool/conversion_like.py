@@ -112,8 +112,9 @@ class _Naming:
             plan.instead[id(part.holder)] = self._completed(
                 plan, holder, frozenset(self.names[name] for name in gone)
             )
-        for own, axes in self.fit.axes.items():
-            plan.instead[id(part.node[own])] = part.node[own].permuted(axes)
+        for one in self.report.layouts:
+            node = part.node[one.own]
+            plan.instead[id(node)] = node.permuted(one.axes)
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
@@ -145,7 +146,7 @@ class _Naming:
             many = len(renaming.names)
             text = f"{printable(renaming.text)}: {counted(many, 'name')} in {where}"
             yield Change("fit", text, many)
-        if turned := [one.name for one in report.layouts if one.axes]:
+        if turned := [one.name for one in report.layouts]:
             text = f"{counted(len(turned), 'tensor')} transposed in {where}: {listed(turned)}"
             yield Change("fit", text, len(turned))
         for new, mates in self.mates.items():

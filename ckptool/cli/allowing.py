@@ -17,7 +17,7 @@ from ckptool.remedies import Remedy
 from ckptool.render.remedies import as_options
 from ckptool.transforms import regex_rule
 
-__all__ = ["Allowing", "allowance_options", "in_options", "layout_options"]
+__all__ = ["Allowing", "allowance_options", "in_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +30,15 @@ _WORDS = {
     "allow_lossy_cast": "Names whose numbers may change with their type.",
 }
 """The options, each what it allows."""
+_LAYOUTS = (
+    ("--no-transpose", "GLOB", "Names of the model whose tensors have torch's axes; repeatable."),
+    (
+        "--transpose",
+        "GLOB[=AXES]",
+        "Names of the model to transpose, where the type of the module does not say so for a file "
+        "of TensorFlow, Keras or Flax: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
+    ),
+)
 
 
 class Allowing(click.Command):
@@ -80,7 +89,8 @@ class _Share(click.FloatRange):
 def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
     """`--allow-missing` and its like, with `--min-coverage`, gathered in one `allowance`.
 
-    For a command whose class is `Allowing`; without `casts` there is no `--allow-lossy-cast`.
+    `--transpose` and `--no-transpose` stand beside them. For a command whose class is `Allowing`;
+    without `casts` there is no `--allow-lossy-cast`.
     """
     words = {name: text for name, text in _WORDS.items() if casts or name != "allow_lossy_cast"}
 
@@ -104,29 +114,11 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
             option = f"--{name.replace('_', '-')}"
             help = f"{text} Repeatable; without GLOB: all."
             decorated = click.option(option, multiple=True, metavar="[GLOB]", help=help)(decorated)
+        for option, metavar, help in _LAYOUTS:
+            decorated = click.option(option, multiple=True, metavar=metavar, help=help)(decorated)
         return decorated  # type: ignore[no-any-return]
 
     return decorate
-
-
-def layout_options(function: F) -> F:
-    """Add `--transpose` and `--no-transpose`, for files whose layout is not torch's."""
-    for option, metavar, text in (
-        (
-            "--no-transpose",
-            "GLOB",
-            "Names of the model whose tensors have torch's axes; repeatable.",
-        ),
-        (
-            "--transpose",
-            "GLOB[=AXES]",
-            "Names of the model to transpose, where a file of TensorFlow, Keras or Flax and the "
-            "type of the module do not decide it; 'dw.*=2,3,0,1'; repeatable.",
-        ),
-    ):
-        decorated: Any = click.option(option, multiple=True, metavar=metavar, help=text)(function)
-        function = decorated
-    return function
 
 
 @contextmanager

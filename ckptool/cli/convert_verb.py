@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.allowing import Allowing, allowance_options, in_options, layout_options
+from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
 from ckptool.cli.factory import referred
@@ -73,7 +73,6 @@ __all__ = ["command"]
 @click.option(
     "--like-key", metavar="NAME", help="The state dict of REFERENCE, where there are several."
 )
-@layout_options
 @allowance_options(casts=False)
 @plain_options
 @click.option(

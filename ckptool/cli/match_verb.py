@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.allowing import Allowing, allowance_options, layout_options
+from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
@@ -61,7 +61,6 @@ __all__ = ["command"]
     metavar="OLD=NEW",
     help="The same for whole components at the front, after --map; model.= takes them off.",
 )
-@layout_options
 @allowance_options()
 @click.option("--no-fold", is_flag=True, help="A row for each tensor, not one for repeated layers.")
 @fmt_option

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
@@ -22,7 +21,7 @@ from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, Slot, matched
-from ckptool.matching.layouts import Axes, Choices, Kinds, kinds_of, laid_out, wanted_by
+from ckptool.matching.layouts import Choices, Kinds, kinds_of, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
 from ckptool.modules import modules_below
@@ -182,8 +181,6 @@ class Plan(NamedTuple):
     """The same for names inside modules with loading code of their own: torch decides."""
     report: MatchReport
     match: Match
-    axes: Mapping[str, Axes] = MappingProxyType({})
-    """Names in the file of tensors whose axes change, each with their order."""
 
     def with_changes(self, **changes: Any) -> Plan:
         """Return the plan with other fields of its report."""
@@ -239,11 +236,11 @@ def planned(
         file=state.file,
         model=target.label,
     )
-    given, axes = found.pairs, dict[str, Axes]()
+    given = found.pairs
     if is_turned:
-        found, axes = laid_out(found, state.slots, target.slots, kinds, choices)
-        state.lay_out(axes)
-    plan = Plan(found.pairs, {}, found.report, found, axes)
+        found = laid_out(found, state.slots, target.slots, kinds, choices)
+        state.lay_out(found.report.layouts)
+    plan = Plan(found.pairs, {}, found.report, found)
     if not as_stored:
         plan = _without_unmade(plan, state, target)
     if target.custom:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from ckptool.loading.load import TreeMaker
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
-from ckptool.matching.layouts import Axes
+from ckptool.matching.report import Layout
 from ckptool.model import (
     DeviceValue,
     Global,
@@ -116,18 +116,20 @@ class State:
         )  # versions, as torch writes them: nothing has to be made, and torch is not imported
         return {path: dict(entry) for path, entry in held.items()} if plain else self.made(held)
 
-    def lay_out(self, axes: Mapping[str, Axes]) -> None:
+    def lay_out(self, layouts: Iterable[Layout]) -> None:
         """Put the axes of tensors in another order. Nothing is read or moved."""
-        turned = {}
-        for name, order in axes.items():
-            node = self.root[name]
-            if id(node) in self._originals:
-                live = self._originals[id(node)].detach().permute(order)
-                turned[name] = stand_in(live)
-                self._originals[id(turned[name])] = live
-            else:
-                turned[name] = node.permuted(order)
-        self.root = remade(self.root, {**self.root, **turned})
+        root = {**self.root}
+        for one in layouts:
+            if one.axes:
+                node = self.root[one.own]
+                live = self._originals.get(id(node))
+                if live is None:
+                    root[one.own] = node.permuted(one.axes)
+                else:
+                    live = live.detach().permute(one.axes)
+                    root[one.own] = stand_in(live)
+                    self._originals[id(root[one.own])] = live
+        self.root = remade(self.root, root)
 
     @property
     def beside(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ _WIDTHS = (
     "embedding_dim",
 )
 """Attributes that say how many channels a module gives."""
-_NUMBER = re.compile(r"(.*)\bvars[/.]\d+")
+_LAST = re.compile(r"[./]")
 _HINT = (
     "--transpose 'layer.weight' or, with the axes of the file, --transpose 'layer.weight=2,3,0,1'"
 )
@@ -105,8 +105,8 @@ def _as_kernel(dimensions: int) -> Axes:
 def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) -> Kinds:
     """Return what each parameter is, by the modules in their order.
 
-    A Linear may be behind a Flatten, whose order of rows is not torch's, if a convolution of the
-    model has a divisor of its inputs for channels, and the layer before it another width.
+    A Linear may be behind a Flatten, where its inputs have another order than in torch, if a
+    convolution of the model has a divisor of them for channels, and the layer before another width.
 
     Args:
         modules: Path, classes (qualified names, the nearest first) and attributes of each.
@@ -120,7 +120,7 @@ def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) ->
         if _size(held, "groups") > 1:
             kind = f"{word} of {held['groups']} groups"
         elif inputs not in (0, width, *channels) and not all(inputs % one for one in channels):
-            kind = f"{word} that may be behind a Flatten"
+            kind = f"{word} that may be behind a Flatten, which has another order in torch"
         width = next(filter(None, (_size(held, one) for one in _WIDTHS)), width)
         for own in held.get("_parameters", {}):
             kinds[f"{path}.{own}".lstrip(".")] = kind if own == "weight" else word
@@ -174,30 +174,19 @@ def laid_out(
     want: Mapping[str, Slot],
     kinds: Kinds | None,
     choices: Choices,
-) -> tuple[Match, dict[str, Axes]]:
-    """Return the match with axes in torch's order, and the axes of the file's names that change.
+) -> Match:
+    """Return a match with the slots of `wanted_by`, with `layouts` in its report.
 
     Tensors whose axes nothing decides are not paired; neither are those of another shape, nor
     numbered variables of a layer that has more or fewer of them than the module.
-
-    Args:
-        found: The match with the slots of `wanted_by`.
-        have: What stands under the names of the file.
-        want: What the model has.
-        kinds: What its parameters are; None: the file has torch's layout.
-        choices: What the user says.
     """
-    report, axes, gone = found.report, dict[str, Axes](), set[str]()
-    layouts: list[Layout] = []
+    report, layouts, gone = found.report, list[Layout](), set[str]()
     wrong = {one.name: one for one in report.mismatched}
-    for own in dict.fromkeys((*found.pairs.values(), *(one.own for one in wrong.values()))):
-        name, shape = found.renamed[own], have[own].shape
-        if shape is None or len(shape) < 2:
+    for own in dict.fromkeys((*found.pairs.values(), *(one.own for one in report.mismatched))):
+        name, shape = found.renamed[own], have[own].shape or ()
+        if len(shape) < 2:
             continue
-        if kinds is None:
-            row = Layout(name, own, choices.axes(name, len(shape)) or (*range(len(shape)),))
-        else:
-            row = _decided(name, own, kinds.get(name, ""), len(shape), choices)
+        row = _decided(name, own, kinds, len(shape), choices)
         new, wanted = tuple(shape[axis] for axis in row.axes), want[name].shape
         if row.reason:
             wrong.pop(name, None)
@@ -208,32 +197,32 @@ def laid_out(
             gone.add(own)
         elif list(row.axes) != sorted(row.axes):
             layouts.append(row)
-            axes[own] = row.axes
-    numbered = dict(_misnumbered(found, have, want))
-    pairs = {n: own for n, own in found.pairs.items() if own not in gone and own not in numbered}
-    missing = {*report.missing_keys}
-    missing.update(name for name, own in found.pairs.items() if own in numbered)
+    odd = _misnumbered(found, have, want)
+    missing = {*report.missing_keys, *(name for name, own in found.pairs.items() if own in odd)}
+    unexpected = {*report.unexpected_keys, *odd}
     report = replace(
         report,
         missing_keys=[name for name in want if name in missing],
-        unexpected_keys=[n for n in have if n in {*report.unexpected_keys, *numbered}],
+        unexpected_keys=[own for own in have if own in unexpected],
         mismatched=tuple(wrong.values()),
-        layouts=tuple(layouts),
-        notes=(*report.notes, *dict.fromkeys(numbered.values())),
+        layouts=tuple(one for one in layouts if one.own not in odd),
+        notes=(*report.notes, *dict.fromkeys(odd.values())),
     )
-    return found._replace(pairs=pairs, report=report), axes
+    gone |= odd.keys()
+    pairs = {name: own for name, own in found.pairs.items() if own not in gone}
+    return found._replace(pairs=pairs, report=report)
 
 
-def _decided(name: str, own: str, kind: str, dimensions: int, choices: Choices) -> Layout:
+def _decided(name: str, own: str, kinds: Kinds | None, dimensions: int, choices: Choices) -> Layout:
     """Return the axes of a tensor, or why nothing decides them."""
-    last = re.split(r"[./]", own.removesuffix(":0"))[-1]
-    role = kind if last.isdecimal() else _ROLES.get(last, "")
-    if kind in (_KERNEL, _SAME) and role == kind:
+    kind = "" if kinds is None else kinds.get(name, "")
+    last = _LAST.split(own.removesuffix(":0"))[-1]
+    if kind in (_KERNEL, _SAME) and (last.isdecimal() or _ROLES.get(last) == kind):
         is_kernel = kind == _KERNEL
         return Layout(name, own, _as_kernel(dimensions) if is_kernel else (*range(dimensions),))
     axes = choices.axes(name, dimensions)
-    if axes is not None:
-        return Layout(name, own, axes)
+    if axes is not None or kinds is None:
+        return Layout(name, own, axes or (*range(dimensions),))
     if kind in (_KERNEL, _SAME):
         return Layout(name, own, reason=f"{printable(last)!r} is not called a {kind}")
     text = f"in a {printable(kind)}" if kind else "in modules whose types are not known"
@@ -242,19 +231,20 @@ def _decided(name: str, own: str, kind: str, dimensions: int, choices: Choices) 
 
 def _misnumbered(
     found: Match, have: Mapping[str, Slot], want: Mapping[str, Slot]
-) -> Iterator[tuple[str, str]]:
-    """Yield names with a number for a meaning, where that is not the number's, with a note."""
-    changed = [one for one in found.report.renamed if one.text.partition(" ")[0] in NUMBERED]
-    pairs = [(*pair, _NUMBER.fullmatch(pair[0])) for one in changed for pair in one.names]
-    if not pairs:
-        return
-    own_sizes = Counter(match[1] for name in have if (match := _NUMBER.fullmatch(name)))
-    sizes = Counter(name.rpartition(".")[0] for name in want if not name.endswith(BATCHES))
-    for own, name, match in pairs:
-        path = name.rpartition(".")[0]
-        if match and own_sizes[match[1]] != sizes[path]:
-            yield (
-                own,
-                f"{printable(match[1])}vars has {own_sizes[match[1]]} tensors, and "
-                f"{printable(path)} {sizes[path]}: give each a name by a rule",
-            )
+) -> dict[str, str]:
+    """Return names that a number stands for, if it may be another's, each with a note on that."""
+    known = [one for one in found.report.renamed if one.text.partition(" ")[0] in NUMBERED]
+    pairs = [(own, _layer(own), _layer(name)) for one in known for own, name in one.names]
+    own_sizes = Counter(map(_layer, have)) if pairs else {}
+    sizes = Counter(_layer(name) for name in want if not name.endswith(BATCHES)) if pairs else {}
+    return {
+        own: f"{printable(layer)} has {own_sizes[layer]} tensors, and {printable(module)} "
+        f"{sizes[module]}: give each a name by a rule"
+        for own, layer, module in pairs
+        if own_sizes[layer] != sizes[module]
+    }
+
+
+def _layer(name: str) -> str:
+    """Return a name without its last part."""
+    return name[: -len(_LAST.split(name)[-1]) - 1]

@@ -89,7 +89,8 @@ def matched(
     """
     rules = list(rules)
     by_user, idle = _ruled(have, rules, file)
-    spelling = [regex_rule(rule)._replace(text=text) for text, rule in FOREIGN.items()]
+    foreigns = FOREIGN.items() if foreign else ()
+    spelling = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
     ruled = _spelled(by_user, spelling) if foreign else by_user
     origin = {new: own for own, new in ruled.items()}
     named = {ruled[own]: slot for own, slot in have.items()}
@@ -109,7 +110,7 @@ def matched(
     wanted = {own: name for name, own in direct.items()}
     renamed = (
         *_by_rules("rule", rules, {own: own for own in have}, wanted),
-        *(_by_rules("known", spelling, by_user, wanted) if foreign else ()),
+        *_by_rules("known", spelling, by_user, wanted),
         *_by_steps(found, ruled, direct),
     )
     ambiguous, proposed = _proposed(found, origin, missing, unused)

@@ -478,6 +478,34 @@ def test_what_cannot_be_made_of_a_file_is_told_by_its_header(ckptool, tmp_path):
     assert torch.load(tmp_path / "o.pth", weights_only=False)["_extra_state"].a == 1
 
 
+def test_axes_that_nothing_decides_are_asked_for_and_the_command_has_the_answer(
+    ckptool, fixtures, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    flax = fixtures / "layouts" / "images.msgpack"
+    names = ["conv.weight", "square.weight", "head.weight"]
+    sizes = {"conv": (4, 3, 3, 2), "square": (4, 4), "head": (5, 4)}
+    model = {f"{name}.weight": torch.zeros(size) for name, size in sizes.items()}
+    model |= {f"{name}.bias": torch.zeros(size[0]) for name, size in sizes.items()}
+    norm = ("weight", "bias", "running_mean", "running_var")
+    torch.save(model | {f"norm.{name}": torch.zeros(4) for name in norm}, "state.pth")
+    done = ckptool("match", flax, "--like", "state.pth")
+    assert done.code == 1
+    assert [row[:2] for row in rows(done) if row[1] == "LAYOUT"] == [[n, "LAYOUT"] for n in names]
+    assert "`--no-transpose conv.weight --no-transpose square.weight" in done.out
+    document = ckptool("match", flax, "--like", "state.pth", "--json").document
+    assert document["problems"][0]["kind"] == "layout"
+    options = [word for name in names for word in ("--transpose", name)]
+    assert document["remedy"]["options"] == options
+    done = ckptool("match", flax, "--like", "state.pth", *options)
+    assert done.code == 0
+    command = shlex.split(done.out.splitlines()[-1])
+    command[3] = "fitted.safetensors"
+    assert ckptool(*command[1:]).code == 0
+    found = load_file("fitted.safetensors")
+    assert [found[name].shape for name in names] == [model[name].shape for name in names]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -485,6 +513,8 @@ def test_what_cannot_be_made_of_a_file_is_told_by_its_header(ckptool, tmp_path):
         ["--like-key", "a"],
         ["--allow-missing"],
         ["--min-coverage", "0.5"],
+        ["--transpose", "*"],
+        ["--like", "ref.pth", "--transpose", "*=0,0"],
     ],
 )
 def test_what_does_not_go_together_is_wrong_usage(ckptool, folder, words):

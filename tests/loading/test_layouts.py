@@ -249,3 +249,61 @@ def test_tensors_of_other_files_are_transposed_where_the_user_says_so(tmp_path):
         assert torch.equal(model.weight, state["weight"].T)
         ckptool.load_into(model, source, no_transpose=["weight"])
         assert torch.equal(model.weight, state["weight"])
+
+
+def test_a_tied_head_takes_the_table_as_it_is(folder):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.embed = nn.Linear(4, 9, bias=False), nn.Embedding(9, 4)
+            self.head.weight = self.embed.weight
+
+    model, plain = Tied(), nn.ModuleDict({"embed": nn.Embedding(9, 4)})
+    options = {"allow_unexpected": True}
+    ckptool.load_into(plain, folder / "words.msgpack", **options)
+    ckptool.load_into(model, folder / "words.msgpack", **options)
+    assert torch.equal(model.head.weight, plain["embed"].weight)
+    rules = ["params.embed.embedding=>head.kernel"]
+    refusal(model, folder / "words.msgpack", rules=rules, **options)
+
+
+@pytest.fixture
+def keras_file(tmp_path):
+    """A file of one layer, as Keras 2 spells it."""
+    h5py = pytest.importorskip("h5py")
+
+    def write(**arrays):
+        with h5py.File(tmp_path / "layer.h5", "w") as file:
+            for name, array in arrays.items():
+                file[f"dw/{name}:0"] = array.numpy()
+        return tmp_path / "layer.h5"
+
+    return write
+
+
+def test_a_depthwise_kernel_takes_the_axes_that_are_given(keras_file):
+    kernel, images = torch.randn(3, 2, 5, 1), torch.randn(1, 5, 6, 7)  # height, width, in, 1
+    path = keras_file(depthwise_kernel=kernel, bias=torch.randn(5))
+    model = nn.ModuleDict({"dw": nn.Conv2d(5, 5, (3, 2), groups=5)})
+    rules = ["depthwise_kernel=>kernel"]
+    refused = refusal(model, path, rules=rules)
+    assert refused.value.report.undecided[0].reason == "in a Conv2d of 5 groups"
+    refused = refusal(model, path, rules=rules, transpose=["dw.weight"])
+    refused.match(r"dw.weight \[1, 5, 3, 2\] for \[5, 1, 3, 2\]")
+    ckptool.load_into(model, path, rules=rules, transpose=["dw.*=2,3,0,1"])
+    with torch.no_grad():
+        out = model["dw"](images)
+        for channel in range(5):
+            one = images[:, channel : channel + 1], kernel[None, None, :, :, channel, 0]
+            alone = nn.functional.conv2d(*one, model["dw"].bias[channel : channel + 1])
+            torch.testing.assert_close(out[:, channel], alone[:, 0])
+
+
+def test_a_square_kernel_is_transposed_though_its_shape_says_nothing(keras_file):
+    kernel = torch.arange(9.0).reshape(3, 3)
+    path = keras_file(kernel=kernel, bias=torch.zeros(3))
+    model = nn.ModuleDict({"dw": nn.Linear(3, 3)})
+    ckptool.load_into(model, path)
+    assert torch.equal(model["dw"].weight, kernel.T)
+    refusal(model, keras_file(output_weights=kernel), rules=["output_weights:0=>weight"],
+            allow_missing="*.bias")  # fmt: skip
