@@ -73,6 +73,7 @@ bench: $(VENV)/.ready
 
 compat: $(VENV)/.ready
 	$(BIN)/python tests/compat/run.py $(ARGS)
+	$(BIN)/python tests/compat/xla.py
 
 packages: $(VENV)/.ready
 	$(BIN)/python tests/compat/packages.py $(ARGS)

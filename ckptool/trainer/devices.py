@@ -187,10 +187,11 @@ def devices_here() -> Devices:
 
 
 def _xla_devices() -> list[Device]:
-    """Those of torch_xla, where it is installed and finds any; `--strategy xla` takes the first."""
+    """Those of torch_xla, where it is installed and finds any; `--strategy xla` takes all."""
     try:
-        xm = import_module("torch_xla.core.xla_model")
-        names = xm.get_xla_supported_devices() or ()
-        return [Device(name, f"{xm.xla_device_hw(name)}, by torch_xla") for name in names]
+        runtime = import_module("torch_xla.runtime")
+        count = runtime.addressable_runtime_device_count()
     except (ImportError, OSError, RuntimeError):
         return []
+    what = f"{runtime.device_type()}, by torch_xla"
+    return [Device(f"xla:{number}", what) for number in range(count)]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import get_worker_info
 
 from ckptool.errors import TrainingError
 from ckptool.loading.ranks import is_spread, spread_like
@@ -23,6 +24,8 @@ __all__ = ["Average", "Tuning", "random_state", "rate_factor", "restore_random_s
 def seed_all(seed: int) -> None:
     """Begin all of them anew from `seed`: torch's of every device, Python's, numpy's."""
     torch.manual_seed(seed)
+    if (xla := _xla()) is not None:
+        xla.set_rng_state(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
@@ -37,6 +40,8 @@ def random_state() -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    if (xla := _xla()) is not None:
+        state["xla"] = xla.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
@@ -52,9 +57,18 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"].cpu())
+    if "xla" in state and (xla := _xla()) is not None:
+        xla.set_rng_state(state["xla"])
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+
+
+def _xla() -> Any:
+    """The module of torch_xla that has its random numbers; None where none is used."""
+    runtime = sys.modules.get("torch_xla.runtime")
+    is_used = runtime is not None and runtime.is_spmd() and get_worker_info() is None
+    return sys.modules["torch_xla.core.xla_model"] if is_used else None
 
 
 class Average:

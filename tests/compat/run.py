@@ -188,16 +188,25 @@ def take_back(version: str, files: list[saved.Saved]) -> Outcome:
 
 
 def environment(version: str) -> str:
-    """The Python of an environment with that torch, made where there is none yet."""
-    home = ROOT / "build" / "compat" / f"torch-{version}"
+    """The Python of an environment with that torch."""
+    return installed(f"torch-{version}", PYTHONS[version], f"torch=={version}", "numpy<2")
+
+
+def installed(name: str, version: str, *packages: str) -> str:
+    """The Python of an environment with these packages, made where there is none yet.
+
+    Raises:
+        CalledProcessError: pip has no such packages for that version of Python.
+    """
+    home = ROOT / "build" / "compat" / name
     python = home / "bin" / "python"
     if (home / ".ready").exists():
         return str(python)
     print(f"setting up {home} ...", file=sys.stderr)
     shutil.rmtree(home, ignore_errors=True)
-    subprocess.run([interpreter(PYTHONS[version]), "-m", "venv", home], check=True)
+    subprocess.run([interpreter(version), "-m", "venv", home], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, f"torch=={version}", "numpy<2"], check=True)
+    subprocess.run([*install, *packages], check=True)
     (home / ".ready").touch()
     return str(python)
 

@@ -360,6 +360,10 @@ class Strategy:
         batch = next(self._feed or self._batches(self._train, [rows]))
         return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
+    def placed(self, batch: Any) -> Any:
+        """Return inputs and targets on the device that computes them."""
+        return moved(batch, self.device)
+
     def validated(self) -> float | None:
         """The mean loss over all validation samples, in evaluation mode; None without any."""
         if self._validation is None or len(self._validation) == 0:
@@ -380,7 +384,7 @@ class Strategy:
     def _loss_of(
         self, batch: tuple[Any, Any], rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
-        inputs, targets = moved(batch, self.device)
+        inputs, targets = self.placed(batch)
         if not rows:  # no sample, and the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):

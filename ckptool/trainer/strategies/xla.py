@@ -1,8 +1,9 @@
-"""One TPU core, or whatever torch_xla computes on: operations are collected, then run as one."""
+"""All cores of a TPU, or whatever torch_xla computes on: one program, partitioned by SPMD."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.data import moved
@@ -20,13 +22,16 @@ __all__ = ["Xla"]
 
 _CPU = torch.device("cpu")
 _INSTALL = (
-    "pip install 'torch_xla[tpu]==2.9.0' torch==2.9.0, where there is a TPU: each release is for "
-    "the torch of its own number"
+    "pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1, where there is a TPU: each release is for "
+    "one minor version of torch"
 )
 
 
 class Xla(Strategy):
-    """One process on one device; what it saves is moved to the CPU, as `xm.save` does it.
+    """One process on all devices of this machine; what it saves is moved to the CPU.
+
+    Each device has all weights and a part of the batch; XLA's partitioner sums the gradients. To
+    torch they are one device, `xla:0`, and every number is that of the whole batch.
 
     Nothing is computed before a value is asked for or `torch_xla.sync` is called. Shapes that are
     new are compiled: the smaller last batch of an epoch is one.
@@ -36,14 +41,15 @@ class Xla(Strategy):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Have torch_xla choose the device.
+        """Have torch_xla find its devices.
 
         Raises:
             TrainingError: it is not installed, or finds no device.
         """
         try:
             self._xla = import_module("torch_xla")
-            self._xm = import_module("torch_xla.core.xla_model")
+            self._spmd = import_module("torch_xla.distributed.spmd")
+            self._runtime = import_module("torch_xla.runtime")
         except ImportError as error:
             raise TrainingError(
                 f"strategy 'xla' computes by torch_xla, which cannot be imported: {error}",
@@ -53,16 +59,18 @@ class Xla(Strategy):
             raise TrainingError(
                 "a TPU has no float16 to compute in", hint="--amp bf16 needs no scaler"
             )
-        if (
-            torch.device(self.config.device if self.config.device != "auto" else "xla").type
-            != "xla"
-        ):
+        word = self.config.device
+        if word != "auto" and torch.device(word).type != "xla":
             raise UsageError(
-                f"strategy 'xla' takes the device that torch_xla has, and not {self.config.device}",
+                f"strategy 'xla' takes the devices that torch_xla has, and not {word}",
                 hint="--device xla, or none; PJRT_DEVICE=CPU has torch_xla compute on the CPU",
             )
         try:
+            if not self._runtime.is_spmd():
+                self._runtime.use_spmd()
             self._device: torch.device = self._xla.device()
+            self._count: int = self._runtime.addressable_runtime_device_count()
+            total = self._runtime.global_runtime_device_count()
         except (RuntimeError, OSError) as error:  # OSError: there is no libtpu
             said = str(error).strip().partition("\n")[0]
             raise TrainingError(
@@ -70,16 +78,48 @@ class Xla(Strategy):
                 hint="pip install 'torch_xla[tpu]' brings the library of TPUs; PJRT_DEVICE=CPU "
                 "computes without one",
             ) from error
-        kind = self._xm.xla_device_hw(self._device)
+        if total != self._count:
+            raise TrainingError(
+                f"strategy 'xla' is for one machine: this has {self._count} of {total} XLA devices",
+                hint="a slice of one host, v5litepod-8 for example",
+            )
+        kind = self._runtime.device_type()
         if kind != "TPU":
-            self.observer.tell(Note(f"there is no TPU: {self._device} is this machine's {kind}"))
-        self._xm.set_rng_state(self.config.seed, str(self._device))
+            self.observer.tell(
+                Note(f"there is no TPU: torch_xla computes on {self._count} x {kind}")
+            )
         yield
 
     @property
     def device(self) -> torch.device:
-        """The one that torch_xla has chosen."""
+        """The one that stands for all."""
         return self._device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that torch_xla finds on this machine."""
+        return tuple(torch.device("xla", number) for number in range(self._count))
+
+    def placed(self, batch: Any) -> Any:
+        """Return the batch with its samples sharded over the devices.
+
+        If the devices cannot share the samples evenly, groups of devices do, as many as can (30
+        samples, 8 devices: 2 groups of 4), and each device of a group has all of its samples.
+        """
+        batch = super().placed(batch)
+        for one in tree_leaves(batch):
+            if isinstance(one, torch.Tensor):
+                groups = math.gcd(len(one), self._count)
+                shape = (groups, self._count // groups)
+                mesh = self._spmd.Mesh(list(range(self._count)), shape, ("group", "copy"))
+                self._spmd.mark_sharding(one, mesh, ("group", *[None] * (one.dim() - 1)))
+        return batch
+
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """Around one batch: run both passes as one program, or each value read runs them anew."""
+        yield
+        self._xla.sync()
 
     def update(self, step: Step, loss_sum: float) -> StepResult:
         """Take the gradients, and have all that was collected run."""
