@@ -115,6 +115,11 @@ class TestWithTorchXla:
         with pytest.raises(UsageError, match="and not cpu"):
             run(tmp_path / "out", strategy="xla", device="cpu")
 
+    def test_a_slice_of_several_machines_is_refused(self, tmp_path, monkeypatch, count):
+        monkeypatch.setattr("torch_xla.runtime.global_runtime_device_count", lambda: 32)
+        with pytest.raises(TrainingError, match=f"this has {count} of 32 XLA devices"):
+            run(tmp_path / "out", strategy="xla", device="auto")
+
     def test_its_devices_are_listed(self, count):
         listed = {one.name: one.model for one in devices_here().devices if not one.is_current}
         assert listed == {f"xla:{number}": "CPU, by torch_xla" for number in range(count)}
