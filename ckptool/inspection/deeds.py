@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pickletools import opcodes
@@ -27,8 +27,14 @@ __all__ = ["CANNOT_TELL", "DATA", "NEEDS_CODE", "RUNS", "VERDICTS", "Judge", "as
 
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
 """From the best to the worst."""
-_TOOLS = "aiohttp cloudpickle dill distutils joblib pip pkg_resources requests setuptools six"
-_SYSTEM = frozenset({*sys.stdlib_module_names, *IMPORT_MAPPING, *_TOOLS.split()})
+_TOOLS = "aiohttp cloudpickle dill joblib pip pkg_resources requests setuptools six"
+_OTHER_PYTHONS = """
+aifc annotationlib asynchat asyncore audioop cgi cgitb chunk compression crypt distutils imghdr imp
+lib2to3 mailcap msilib nntplib pipes smtpd sndhdr sunau telnetlib uu xdrlib
+"""
+_SYSTEM = frozenset(
+    {*sys.stdlib_module_names, *IMPORT_MAPPING, *_OTHER_PYTHONS.split(), *_TOOLS.split()}
+)
 """Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
 _NUMERIC = frozenset({"numpy", "pandas", "scipy", "sklearn", "torch"})
 """Libraries of which a function may be an argument: it computes with what it is given."""
@@ -78,9 +84,9 @@ _FINDERS = frozenset(
 _APPLIERS = tuple(
     f"torch.{at}._rebuild_from_type{v}" for at in ("_tensor", "tensor") for v in ("", "_v2")
 )
-_MAPPING = re.compile(r"(builtins|collections)\.\w*([Dd]ict|Counter)")
+_MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
 _OPCODES = {ord(one.code): one.name for one in opcodes}
-_MOST_TOLD, _MOST_PARTS = 100, 1_000_000
+_MOST_TOLD, _MOST_PARTS = 100, 2_000_000
 
 
 class Deed(NamedTuple):
@@ -190,27 +196,23 @@ class Judge(Watcher):
 
     def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
         """Return the verdict on a call, or on `func.__new__` (`is_new`)."""
-        match func:
-            case Global():
-                pass
-            case Opaque(
-                func=Global(qualified="builtins.getattr"), args=(Global() as owner, str() as name)
-            ) if _CLASS.fullmatch(owner.name):
-                func = Global(owner.module, f"{owner.name}.{name}")
-            case Opaque():
-                return CANNOT_TELL if is_unknown(func) else RUNS
-            case _:  # pickle stops here: it is no function
-                return CANNOT_TELL
+        func = _meant(func)
+        if not isinstance(func, Global):  # pickle stops where it is no object either
+            is_made = isinstance(func, Opaque) and not is_unknown(func)
+            return RUNS if is_made else CANNOT_TELL
         parts = args if isinstance(args, tuple) else (args,)
         name = func.qualified
+        pairs = (
+            [one for one in parts if isinstance(one, (list, tuple))] if name in _MAPPINGS else []
+        )
+        if not self._affords(parts, *pairs):
+            return CANNOT_TELL
         found = self._by_arguments(name, parts)
         if found:
             return found
         kind = _kind(name)
         if kind in (DATA, NEEDS_CODE):
-            items = [one for part in parts if isinstance(part, (list, tuple)) for one in part]
-            gone_through = [*parts, *items] if _MAPPING.fullmatch(name) else parts
-            objects = [part for part in gone_through if isinstance(part, Opaque)]
+            objects = [one for row in (parts, *pairs) for one in row if isinstance(one, Opaque)]
             strict = not func.name.startswith("_rebuild")
             is_fine = self.is_harmless(parts if kind == NEEDS_CODE else objects, strict=strict)
             return kind if is_fine and not _goes_through(name, objects) else RUNS
@@ -226,8 +228,10 @@ class Judge(Watcher):
         """Return the verdict on a call whose arguments decide; nothing for any other."""
         match name, parts:
             case "builtins.getattr", (owner, str() as attribute, *_):
-                is_plain = not isinstance(owner, Global) or _CLASS.match(owner.name)
-                fine = not attribute.startswith("__") and (is_plain or not _is_doer(owner))
+                owner = _meant(owner)
+                is_class = isinstance(owner, Global) and bool(_CLASS.match(owner.name))
+                is_made = isinstance(owner, Opaque) and not _is_found(owner)
+                fine = (is_class or is_made) and not attribute.startswith("__")
             case "_operator.getitem" | "operator.getitem", (Global() as owner, key):
                 fine = bool(_CLASS.fullmatch(owner.name)) and isinstance(key, (Global, str, int))
             case "operator.itemgetter" | "operator.attrgetter" | "_operator.itemgetter", _:
@@ -255,8 +259,8 @@ class Judge(Watcher):
                 return self.judge_call(cls, rest, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNCS:
                 fine = module.partition(".")[0] in ("numpy", "scipy")
-            case _, (func, *rest) if name in _APPLIERS:
-                return self.judge_call(func, rest[1] if len(rest) > 1 else ())
+            case _, (func, _, inner, *_) if name in _APPLIERS:  # which then sets a state
+                return RUNS if _is_found(Opaque(func)) else self.judge_call(func, inner)
             case _:
                 return ""
         return NEEDS_CODE if fine else RUNS
@@ -268,6 +272,8 @@ class Judge(Watcher):
         if is_unknown(target):
             return CANNOT_TELL
         parts = items if isinstance(items, tuple) else (items,)
+        if not self._affords(parts):
+            return CANNOT_TELL
         name = target.class_name
         if target.steps and target.steps[-1][0] == "build":  # which may have set what is called now
             return RUNS
@@ -280,6 +286,11 @@ class Judge(Watcher):
         if _goes_through(name, parts):
             return RUNS
         return DATA if _kind(name) == DATA else NEEDS_CODE
+
+    def _affords(self, *rows: Sequence[Any]) -> bool:
+        """Count the parts of long rows, which calls may share; return whether there may be more."""
+        self.parts_left -= sum(max(len(row) - 100, 0) for row in rows)
+        return self.parts_left >= 0
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
         """Return whether nothing in the arguments is a function that may do harm when called.
@@ -298,10 +309,10 @@ class Judge(Watcher):
                 return False
             elif isinstance(node, (Opaque, list, tuple, dict)) and id(node) not in seen:
                 seen.add(id(node))
-                self.parts_left -= 1
+                inside = list(children(node))
+                self.parts_left -= 1 + len(inside)
                 if self.parts_left < 0:
                     return False
-                inside = list(children(node))
                 todo += inside[isinstance(node, Opaque) :]  # whose own call has been judged
         return True
 
@@ -324,11 +335,19 @@ def _is_doer(func: Global, *, strict: bool = False) -> bool:
     return kind == "system" or is_unclear
 
 
+def _meant(node: Any) -> Any:
+    """Return the class or method that a call of `getattr` stands for in protocols below 4."""
+    match node:
+        case Opaque(
+            func=Global(qualified="builtins.getattr"), args=(Global() as owner, str() as name)
+        ) if _CLASS.fullmatch(owner.name):
+            return Global(owner.module, f"{owner.name}.{name}")
+    return node
+
+
 def _is_found(node: Any) -> bool:
     """Return whether an object was not made by the file, but found in a module."""
     func = node.func if isinstance(node, Opaque) else None
-    if isinstance(func, Global) and func.qualified in _APPLIERS:
-        func = next(iter(node.args), None)
     return isinstance(func, Global) and func.qualified in _FINDERS
 
 

@@ -363,6 +363,26 @@ TRICKS |= {
     + stack_global("models", "Net.__subclasses__")
     + b")R.",
 }
+MODULE = call("builtins", "getattr", b"ctorch\nserialization\n", text("os"))
+TRICKS |= {
+    "a function through modules, for a class": b"\x80\x02"
+    + call(
+        "models",
+        "Net",
+        call(
+            "functools", "partial", call("builtins", "getattr", MODULE, text("system")), text("x")
+        ),
+    )
+    + b".",
+    "the state of what a tensor's type finds": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n("
+    + GETATTR
+    + b"clogging\nManager\n(clogging\nLogger\n"
+    + text("manager")
+    + b"t}"
+    + text("disable")
+    + b"K\x01stR.",
+    "a class that newer Pythons lack": b"\x80\x02csmtpd\nSMTPServer\n)\x81.",
+}
 CLOSER = text("name") + text("/tmp/x") + text("delete") + b"\x88" + text("close_called") + b"\x89"
 """The state of an object that deletes a file when it goes."""
 MAKERS = {
@@ -705,6 +725,15 @@ def bombs():
     yield "many items of an object", b"\x80\x02cm\nA\n)\x81" + b"Na" * 200_000 + b"."
     partials = b"cfunctools\npartial\nq\x00" + b"h\x00" * 200_000 + b"cm\nf\n"
     yield "nested partials", b"\x80\x02cos\nsystem\n0" + partials + b"\x85R" * 200_000 + b"."
+    many = b"(" + b"N" * 100_000 + b"tq\x010cos\nsystem\n0c%s\nq\x000" + b"h\x00h\x01R0" * 50_000
+    yield "many arguments of many calls", b"\x80\x02" + many % b"m\nA" + b"N."
+    shared = (
+        b"](" + b"N" * 100_000 + b"eq\x010cos\nsystem\n0c%s\nq\x000" + b"h\x00h\x01\x85R0" * 50_000
+    )
+    yield "a list that many calls share", b"\x80\x02" + shared % b"builtins\nset" + b"N."
+    yield "pairs that many calls share", b"\x80\x02" + shared % b"builtins\ndict" + b"N."
+    state = b"0cuuid\nUUID\n)\x81h\x01b" * 50_000
+    yield "a state that many share", b"\x80\x02(" + b"N" * 100_000 + b"tq\x01" + state + b"."
     chain = b"".join(b"h\x00(h\x01tRq\x01" for _ in range(200_000))
     yield "a chain of calls by the memo", b"\x80\x02cos\nsystem\n0cm\nA\nq\x00Nq\x01" + chain + b"."
     yield "many pickles", b"\x80\x02N." * 200_000
