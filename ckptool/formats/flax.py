@@ -21,6 +21,7 @@ from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import printable
 
 __all__ = ["FLAX"]
@@ -30,7 +31,8 @@ _MAP_OF_NAMES = re.compile(
 )
 _CHUNKED = "__msgpack_chunked_array__"
 _TRAINING = "opt_state"
-"""What a TrainState has beside its parameters."""
+"""What a TrainState has beside the variables of its model."""
+_VARIABLES, _MODEL = ("params", "batch_stats"), "state_dict"
 _ARRAYS, _COMPLEX = (1, 3), 2
 _WINDOW = 64 << 10
 _NUMBERS = {
@@ -63,7 +65,7 @@ class Flax(Format):
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """One state dict of dotted names; of a TrainState one for each of its entries.
+        """One state dict of dotted names; of a TrainState `state_dict`, and its other entries.
 
         Raises:
             CorruptFile: it is no MessagePack, or an array is not as long as it says.
@@ -79,10 +81,14 @@ class Flax(Format):
             raise CorruptFile("holds no dict of arrays", file=source.name)
         root: dict[Any, Any] = _named(tree, source.name)
         if _TRAINING in tree:
+            if _MODEL not in tree:
+                tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
             root = {
                 key: _named(one, source.name) if isinstance(one, dict) else one
                 for key, one in tree.items()
             }
+            if isinstance(root[_MODEL], OrderedMap):
+                root[_MODEL].attributes[OF_THE_MODEL] = {}
         details = Details(
             size=source.size,
             writer="Flax",

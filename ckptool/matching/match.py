@@ -91,7 +91,7 @@ def matched(
     by_user, idle = _ruled(have, rules, file)
     foreigns = FOREIGN.items() if foreign else ()
     spelling = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
-    ruled = _spelled(by_user, spelling) if foreign else by_user
+    ruled = _spelled(by_user, spelling, want) if foreign else by_user
     origin = {new: own for own, new in ruled.items()}
     named = {ruled[own]: slot for own, slot in have.items()}
     found = align(named, want, closed=closed, is_ruled=named.keys() != have.keys())
@@ -159,11 +159,17 @@ def _ruled(
     return ruled, tuple(idle)
 
 
-def _spelled(names: Mapping[str, str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Return names after all rules; those that would become one stay as they are."""
+def _spelled(
+    names: Mapping[str, str], rules: Sequence[Rule], want: Collection[str]
+) -> dict[str, str]:
+    """Return names after all rules, until they are the model's.
+
+    Those that would become one stay as they are.
+    """
     spelled = dict(names)
     for rule in rules:
-        spelled.update((own, rule.apply(at) or at) for own, at in spelled.items())
+        left = [(own, at) for own, at in spelled.items() if at not in want]
+        spelled.update((own, rule.apply(at) or at) for own, at in left)
     often = Counter(spelled.values())
     return {own: new if often[new] == 1 else names[own] for own, new in spelled.items()}
 

@@ -50,10 +50,15 @@ def test_variables_are_one_state_dict_of_dotted_names(fixtures, tmp_path):
     assert ckptool.diff(file, tmp_path / "m.safetensors").identical
 
 
-def test_of_a_train_state_the_parameters_are_a_state_dict_of_their_own(fixtures, tmp_path):
+def test_of_a_train_state_the_variables_are_the_state_dict(fixtures, tmp_path, made):
     file = fixtures / "flax/training.msgpack"
-    assert main(["convert", str(file), str(tmp_path / "m.pth"), "--key", "params"]) == 0
-    assert "Dense_0.kernel" in torch.load(tmp_path / "m.pth")
+    assert main(["convert", str(file), str(tmp_path / "m.pth"), "--model-only"]) == 0
+    assert "params.Dense_0.kernel" in torch.load(tmp_path / "m.pth")
+    tree = {"step": 1, "params": {"a": {"scale": array()}}, "opt_state": {"m": {"a": array()}}}
+    state = ckptool.load_state_dict(made(tree | {"batch_stats": {"a": {"mean": array()}}}))
+    assert state.keys() == {"params.a.scale", "batch_stats.a.mean"}
+    with open_checkpoint(made(tree | {"state_dict": {"x": array()}})) as checkpoint:
+        assert checkpoint.root.keys() == {"step", "params", "opt_state", "state_dict"}
 
 
 def test_numbers_and_arrays_of_no_torch_type(made):

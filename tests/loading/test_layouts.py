@@ -307,3 +307,11 @@ def test_a_square_kernel_is_transposed_though_its_shape_says_nothing(keras_file)
     assert torch.equal(model["dw"].weight, kernel.T)
     refusal(model, keras_file(output_weights=kernel), rules=["output_weights:0=>weight"],
             allow_missing="*.bias")  # fmt: skip
+
+
+def test_a_name_that_the_model_has_is_left(folder):
+    model = nn.ModuleDict({"norm": nn.Module()})
+    for name in ("scale", "bias"):
+        model["norm"].register_parameter(name, nn.Parameter(torch.zeros(4)))
+    ckptool.load_into(model, folder / "words.msgpack", allow_unexpected=True)
+    assert model["norm"].scale.all()
