@@ -355,7 +355,7 @@ def convert(
         allow_overflow=allow_overflow, dequantize=dequantize, raw=raw,
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
-    to_folder, target = is_folder(target), in_folder(target)
+    to_folder, target = is_folder(target), in_folder(target, format)
     with opened(source) as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(

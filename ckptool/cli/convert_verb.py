@@ -136,12 +136,13 @@ def command(
     shards), or --format; otherwise it is that of SOURCE. A folder gets model.safetensors, as
     from_pretrained reads it, and the files that belong beside it: those of --files-from, or
     config.json and the others in SOURCE, where it is a folder of many processes, or in its
-    huggingface/. Safetensors holds one flat state dict: what is left out is named. All of it is
+    huggingface/. --format dcp writes a folder that torch.distributed.checkpoint.load reads, in
+    files of --max-shard-size. Safetensors holds one flat state dict: what is left out is named. All of it is
     one pass over the file, in the order in which the options stand here.
     """
     if (destination is None) == (target.output is None):
         raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
-    path = in_folder(destination or target.output or "")
+    path = in_folder(destination or target.output or "", target.format)
     conversion = Conversion(
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),

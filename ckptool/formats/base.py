@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import filter as matching
@@ -27,7 +27,9 @@ __all__ = [
     "Checksum",
     "EditableFormat",
     "Findings",
+    "FolderFormat",
     "Format",
+    "Member",
     "NewFile",
     "Plan",
     "Probe",
@@ -190,6 +192,14 @@ class Probe:
         self._closing.close()
 
 
+class Member(NamedTuple):
+    """A file of torch.save's that stands in a new file, and what it holds."""
+
+    offset: int
+    length: int
+    holds: Checkpoint
+
+
 class NewFile(NamedTuple):
     """A file that is not written yet."""
 
@@ -200,6 +210,8 @@ class NewFile(NamedTuple):
     """The checkpoint to compare it with when it is read back; None for an index."""
     path: str = ""
     """Its place in a set of files; empty for a single file, whose place the user names."""
+    members: Sequence[Member] = ()
+    """What to compare it with, where it is made of files of torch.save's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +288,8 @@ class Format:
     """The text that other libraries look for in its header."""
     remark = ""
     """What there is to know about a file in whose way nothing is."""
+    index_name = ""
+    """The file that names the others, of a format that is a folder of files."""
     shard_ending = ""
     """The ending of its shards, where the user gives none; empty if it has no shards."""
     layout = ""
@@ -322,6 +336,20 @@ class EditableFormat(WritableFormat):
         """What would make the file that `checkpoint` came from hold it; nothing is written yet.
 
         None where that takes a new file.
+
+        Raises:
+            NotRepresentable: the format cannot hold a tensor that must be carried.
+        """
+        raise NotImplementedError
+
+
+class FolderFormat(EditableFormat):
+    """A format of several files in a folder; the paths of its plans are names in there."""
+
+    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
+        """What writing `checkpoint` into files of at most `most` bytes each would give.
+
+        A single item that is larger has a file of its own.
 
         Raises:
             NotRepresentable: the format cannot hold a tensor that must be carried.

@@ -25,7 +25,6 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.computed import gathered
 from ckptool.files.place import place_of
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import zip_archive
@@ -34,20 +33,22 @@ from ckptool.formats.base import (
     Archive,
     Checksum,
     Findings,
-    Format,
+    FolderFormat,
+    Plan,
     Probe,
     Problem,
     Record,
     Refusal,
 )
+from ckptool.formats.placements import row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
-from ckptool.limits import Limits
+from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
-__all__ = ["DCP", "Index", "Item", "archive_of", "index_of", "row_major_data"]
+__all__ = ["DCP", "Index", "Item", "archive_of", "index_of"]
 
 _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
@@ -124,10 +125,11 @@ class Index(NamedTuple):
                 yield name, item, error
 
 
-class Dcp(Format):
+class Dcp(FolderFormat):
     """The format `dcp`."""
 
     name = "dcp"
+    index_name = _METADATA
     refusal = Refusal(
         "distributed",
         "it is a folder of torch.distributed.checkpoint, written by several processes",
@@ -178,6 +180,30 @@ class Dcp(Format):
                 *([probe.source] if probe.source else []),
             ),
         )
+
+    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
+        """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder.
+
+        Raises:
+            NotRepresentable: the tree is no dict, or a tensor has no plain elements.
+        """
+        from ckptool.formats.dcp_writer import plan_folder  # reading needs none of it
+
+        return plan_folder(checkpoint, self, most)
+
+    def plan_edit(self, checkpoint: Checkpoint) -> Plan:
+        """Plan `.metadata` anew over the items that are there.
+
+        Raises:
+            NotRepresentable: more than names was changed, or what is not read would be lost.
+        """
+        from ckptool.formats.dcp_writer import plan_edit, refused
+
+        source = checkpoint.sources[0]
+        if checkpoint.details.left_behind:
+            raise refused(checkpoint, f"it has {listed(checkpoint.details.left_behind)}")
+        index = unpickle(ByteRange(source, 0, source.size), limits=DEFAULT_LIMITS).root
+        return plan_edit(checkpoint, self, index)
 
     def findings(self, probe: Probe) -> Findings:
         """Return what each item states of its bytes, and which items are not there.
@@ -439,28 +465,6 @@ def _elements(
     data = row_major_data(found, place, chunk.item.path)
     whole = found.is_verbatim and found.storage is not None and data.length == found.storage.nbytes
     return data, found.storage.crc32 if found.storage and whole else None
-
-
-def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
-    """Return the elements of a tensor in row-major order.
-
-    Raises:
-        UnsupportedFormat: it has no plain elements; `place` of `file` is named.
-    """
-    if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
-        raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
-    if tensor.is_verbatim:
-        return tensor.data
-    if tensor.flags or tensor.storage.byteorder == "big":
-        raw = tensor.read()  # lazily conjugated, say: all of it is held in memory
-        return ByteRange(MemorySource(raw, file), 0, len(raw))
-    return gathered(
-        tensor.storage.data,
-        itemsize=tensor.itemsize,
-        shape=tuple(size or 0 for size in tensor.shape),
-        stride=tensor.stride,
-        offset=tensor.offset,
-    )
 
 
 def _content(name: str, item: Item, limits: Limits, archive: Archive | None = None) -> Any:

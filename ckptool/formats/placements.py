@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank's DTensor or ShardedTensor is.
+"""Which part of a whole tensor a rank's DTensor or ShardedTensor is, and its elements in a row.
 
 Sources, torch 2.2 to 2.13: torch/distributed/tensor/placement_types.py and device_mesh.py,
 torch/distributed/_shard/sharded_tensor/api.py.
@@ -12,12 +12,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.errors import CorruptFile, UnsupportedFormat
+from ckptool.files import ByteRange, MemorySource
+from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile
-from ckptool.formats.dcp import row_major_data
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
-__all__ = ["Part", "owned_rows", "parts_of"]
+__all__ = ["Part", "owned_rows", "parts_of", "row_major_data"]
 
 _MOST_RUNS = 4096
 """Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
@@ -157,3 +158,25 @@ def _attributes(node: Any) -> dict[Any, Any]:
 def _sizes(value: Any) -> tuple[int, ...]:
     fits = isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
     return tuple(value) if fits else ()
+
+
+def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
+    """Return the elements of a tensor in row-major order.
+
+    Raises:
+        UnsupportedFormat: it has no plain elements; `place` of `file` is named.
+    """
+    if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
+        raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
+    if tensor.is_verbatim:
+        return tensor.data
+    if tensor.flags or tensor.storage.byteorder == "big":
+        raw = tensor.read()  # lazily conjugated, say: all of it is held in memory
+        return ByteRange(MemorySource(raw, file), 0, len(raw))
+    return gathered(
+        tensor.storage.data,
+        itemsize=tensor.itemsize,
+        shape=tuple(size or 0 for size in tensor.shape),
+        stride=tensor.stride,
+        offset=tensor.offset,
+    )

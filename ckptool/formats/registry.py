@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 REGISTRY = (
-    Entry("dcp", "dcp", folder=True),
+    Entry("dcp", "dcp", folder=True, writable=True),
     Entry("dcp-safetensors", "dcp_safetensors", folder=True),
     Entry("fsdp-ranks", "ranks", folder=True),
     Entry("deepspeed", "zero", folder=True),
@@ -82,8 +82,10 @@ ZIP_MAGIC = b"PK\x03\x04"
 _MEMBER = re.compile(r"\.(metadata|distcp|index|data-\d{5}-of-\d{5})\Z")
 """How files are called that stand for the folder of DCP, or for a checkpoint of TensorFlow."""
 JSON_SPACE = b" \t\r\n"
-WRITABLE = tuple(entry.name for entry in REGISTRY if entry.writable)
-"""What `--format` takes."""
+WRITABLE = tuple(
+    entry.name for entry in sorted(REGISTRY, key=lambda entry: entry.folder) if entry.writable
+)
+"""What `--format` takes: files, then folders."""
 
 
 def format_of(name: str) -> Format:

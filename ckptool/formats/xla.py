@@ -18,8 +18,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.dcp import row_major_data
 from ckptool.formats.opening import of_files, opened_together
+from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, OrderedMap, Storage, TensorRef, find_tensors, row_major_strides

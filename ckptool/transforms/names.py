@@ -436,6 +436,7 @@ def rename(
         NotFound: there is nothing at `key`.
         UsageError: a text is not a rule, nothing would be left of a key, or a key would get a `/`.
     """
+    checkpoint = checkpoint.settled()
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
     plan = NamePlan(checkpoint.path, _HINT)
     every = distinct(sections(checkpoint.root))
@@ -575,6 +576,7 @@ def strip_module(
         NotFound: no key starts with the path `at`.
         UsageError: `only` is not a known wrapper, or `levels` is less than 1.
     """
+    checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
     parts = distinct(sections(checkpoint.root))
     _check_path(checkpoint, parts, at)
@@ -608,6 +610,7 @@ def add_module(
         NotFound: there is nothing at `key`, or no key starts with the path `at`.
         UsageError: `wrapper` is not a known wrapper.
     """
+    checkpoint = checkpoint.settled()
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
     rename, every = prefixed(wrapper, at), distinct(sections(checkpoint.root))
     parts = every if key is None else [model_state_dict(checkpoint, key)]

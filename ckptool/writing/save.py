@@ -27,15 +27,21 @@ from ckptool.files.editing import apply_patch
 from ckptool.files.journal import leads_to
 from ckptool.files.system import announce_read
 from ckptool.formats import format_of, shard_of, writer
-from ckptool.formats.base import EditableFormat, Plan
+from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
 from ckptool.writing.sharding import parse_size, plan_shards
-from ckptool.writing.target import check_still_there, check_target, is_a_source, target_format
-from ckptool.writing.verification import source_check, verify
+from ckptool.writing.target import (
+    check_still_there,
+    check_target,
+    in_folder,
+    is_a_source,
+    target_format,
+)
+from ckptool.writing.verification import source_check, verify, verify_members
 
 __all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
 
@@ -188,6 +194,8 @@ def _write_files(plan: Plan, job: Job) -> None:
         check_sources()
         if job.verify:
             for file, output in zip(plan.files, outputs, strict=True):
+                if file.members:
+                    verify_members(file.members, output.name, output.streamed, job.progress)
                 if file.holds is not None:
                     verify(file.holds, output.name, output.streamed, job.progress)
         job.check_sources()
@@ -263,6 +271,7 @@ def save(
         WriteError: verification found a difference; or, in place, another file has taken the
             place of the source meanwhile.
     """
+    path = _file_of(checkpoint, path, format)
     own = in_place and _names_a_source(path, checkpoint.sources)
     if own:
         check_still_there(path, checkpoint.sources)
@@ -301,6 +310,16 @@ def save(
     return _receipt(plan, job, dry_run=dry_run)
 
 
+def _file_of(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None
+) -> str | os.PathLike[str]:
+    """Return the file to write: of a format that is a folder, or the source's own, the index."""
+    if format_of(format or "").index_name:
+        return in_folder(path, format)
+    index = in_folder(path, checkpoint.format)
+    return index if _names_a_source(index, checkpoint.sources) else path
+
+
 def _planned(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
@@ -316,8 +335,16 @@ def _planned(
         return plan
     if shard_of(format):
         plan = _sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
+    elif isinstance(known := writer(format), FolderFormat):
+        if is_a_source(path, checkpoint.sources):
+            raise NotRepresentable(
+                "a folder is not written over itself: in place its names change alone",
+                file=checkpoint.path,
+                hint="write another folder with -o",
+            )
+        plan = _placed(known.plan(checkpoint, _most(max_shard_size)), path)
     else:
-        plan = writer(format).plan(checkpoint)
+        plan = known.plan(checkpoint)
     return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
 
 
@@ -361,7 +388,20 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     if os.stat(path).st_nlink > 1:
         return None
     plan = known.plan_edit(checkpoint)
+    if plan and isinstance(known, FolderFormat):
+        plan = _placed(plan, path)
     return plan and replace(plan, left_out=tuple(_not_carried(checkpoint)))
+
+
+def _placed(plan: Plan, path: str | os.PathLike[str]) -> Plan:
+    """Return the plan of a folder with the paths of its files, of which `path` is the index."""
+    folder = os.path.dirname(path)
+    files = (file._replace(path=os.path.join(folder, file.path)) for file in plan.files)
+    return replace(plan, files=tuple(files))
+
+
+def _most(size: int | str | None) -> int | None:
+    return parse_size(size) if isinstance(size, str) else size
 
 
 def _sharded(
@@ -376,7 +416,7 @@ def _sharded(
 
     Shards that the new index names no more stay, and are named.
     """
-    most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    most = _most(max_shard_size)
     same_files = most is None and is_a_source(path, checkpoint.sources)
     plan = plan_shards(
         checkpoint,

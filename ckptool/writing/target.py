@@ -51,7 +51,7 @@ def default_target(
     if sharded or not all(one.writable for one in REGISTRY if suffix in one.endings):
         suffix = ".pth"
     if format and format not in _written_as(suffix):
-        suffix = next(one.endings[0] for one in REGISTRY if one.name == format)
+        suffix = next("".join(one.endings[:1]) for one in REGISTRY if one.name == format)
     return f"{stem}.{word}{suffix}"
 
 
@@ -96,9 +96,14 @@ def _of_torch() -> list[Entry]:
     return [one for one in REGISTRY if ".pth" in one.endings]
 
 
-def in_folder(path: str | os.PathLike[str]) -> str:
-    """Return the file to write: of a folder the one in it that `from_pretrained` looks for."""
-    name = os.fspath(path)
+def in_folder(path: str | os.PathLike[str], format: str | None = None) -> str:
+    """Return the file to write: of a folder the one in it that `from_pretrained` looks for.
+
+    Of a format that is a folder it is the file that names the others.
+    """
+    name, index = os.fspath(path), format_of(format or "").index_name
+    if index:
+        return name if os.path.basename(name) == index else os.path.join(name, index)
     return os.path.join(name, "model.safetensors") if is_folder(name) else name
 
 
@@ -134,7 +139,7 @@ def target_format(
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
     single = _single(checkpoint, name, format)
-    return _sharded(single, format) if sharded else single
+    return _sharded(single, format) if sharded and not format_of(single).index_name else single
 
 
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
@@ -187,7 +192,8 @@ def check_target(
             hint="choose another name; verbs that take --in-place change the file itself",
         )
     folder = os.path.realpath(checkpoint.path)
-    if os.path.isdir(folder) and os.path.realpath(path).startswith(folder + os.sep):
+    is_inside = os.path.isdir(folder) and os.path.realpath(path).startswith(folder + os.sep)
+    if is_inside and not in_place:
         raise TargetExists(
             "lies in the folder that is the source", file=path, hint="choose another folder"
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,10 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import format_of, open_checkpoint
+from ckptool.formats.archive import zip_archive
+from ckptool.formats.base import Member
+from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.tree import everything
@@ -27,7 +31,7 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["source_check", "verify"]
+__all__ = ["source_check", "verify", "verify_members"]
 
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
@@ -155,6 +159,30 @@ def verify(
     with found:
         flat = format_of(found.format).tensors_only
         runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
+        _compare(runs, streamed, progress)
+
+
+def verify_members(
+    members: Sequence[Member],
+    path: str,
+    streamed: Mapping[int, Streamed],
+    progress: Progress | None = None,
+) -> None:
+    """Compare what stands in the file at `path`, files of torch.save's, with what it is to hold.
+
+    Raises:
+        WriteError, CorruptFile: as `verify`.
+    """
+    with closing(FileSource(path)) as source:
+        runs: list[_Run] = []
+        for one in members:
+            data = ByteRange(source, one.offset, one.length)
+            try:
+                contents = read_contents(zip_archive(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
+            except CheckpointError as error:
+                raise _wrong(f"it cannot be read back ({error.message})") from error
+            found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
+            runs.extend(_storage_runs(one.holds, found))
         _compare(runs, streamed, progress)
 
 

@@ -22,10 +22,10 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.formats import WRITABLE, open_checkpoint, shard_of
+from ckptool.formats import WRITABLE, format_of, open_checkpoint, shard_of
 from ckptool.writing import Receipt, save, target_format
 
-ONE_FILE = [name for name in WRITABLE if not shard_of(name)]
+ONE_FILE = [name for name in WRITABLE if not (shard_of(name) or format_of(name).index_name)]
 
 TENSORS = {"w": torch.arange(50_000.0), "b": torch.ones(3)}
 OLD = b"the old content"
@@ -418,7 +418,7 @@ def run_child(code, *arguments):
     head = """
         import os, resource, signal, sys
         from ckptool.errors import NoSpace
-        from ckptool.formats import WRITABLE, open_checkpoint
+        from ckptool.formats import WRITABLE, format_of, open_checkpoint
         from ckptool.writing import save
     """
     code = textwrap.dedent(head) + textwrap.dedent(code)

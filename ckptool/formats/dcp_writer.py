@@ -1,0 +1,350 @@
+"""A folder of DCP planned: items and their index, or an index alone over items that are there.
+
+The classes in the index are those that torch 2.2 to 2.13 import: `TensorProperties` is the one of
+torch/distributed/_shard, which later versions keep beside their own. What becomes an item of its
+own follows torch/distributed/checkpoint/_traverse.py (torch 2.4 and later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotRepresentable
+from ckptool.files.place import place_of
+from ckptool.formats.base import FolderFormat, Member, NewFile, Plan
+from ckptool.formats.placements import row_major_data
+from ckptool.formats.safetensors import left_out
+from ckptool.formats.torch_zip import TORCH_ZIP
+from ckptool.model import Global, Opaque, Path, Size, Storage, TensorRef, row_major_strides
+from ckptool.symbolic.encoder import encode
+from ckptool.tree import everything, name_of
+from ckptool.words import listed, printable
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Output
+
+__all__ = ["plan_edit", "plan_folder", "refused"]
+
+_DCP = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_Stops = Callable[[Path, Any], bool]
+"""Whether a node is one item, whatever it holds."""
+
+
+def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) -> Plan:
+    """Plan an index, and its files of at most `most` bytes each, unless one item has more.
+
+    Raises:
+        NotRepresentable: the tree is no dict, two of its entries get one name, or a tensor has no
+            plain elements.
+    """
+    entries = _flat(checkpoint)
+    described: dict[str, Opaque] = {}
+    stored: dict[Opaque, Opaque] = {}
+    files, there = _Files(checkpoint, "__0_{}.distcp", most), dict[Any, Opaque]()
+    for name, (_, leaf) in entries.items():
+        item, place, offset = leaf, None, None
+        described[name] = _bytes()
+        if isinstance(leaf, TensorRef):
+            item, place = _plain(name, leaf, checkpoint.path), leaf.place
+            described[name] = _described(item)
+            offset = Size((0,) * len(item.shape))
+        info = there.get(place) or files.add(item)
+        if place is not None:  # tied tensors lie there once
+            there[place] = info
+        stored[_index(name, offset)] = info
+    state = {
+        "state_dict_metadata": described,
+        "planner_data": {name: path for name, (path, _) in entries.items()},
+        "storage_data": stored,
+    }
+    index = _new(f"{_DCP}.metadata", "Metadata", state)
+    return replace(files.plan(format, index), left_out=tuple(_left_out(checkpoint.root, entries)))
+
+
+def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Plan:
+    """Plan the index of a folder anew, so that it leads to the items that are there.
+
+    What changed inside a value is written into a file of its own.
+
+    Args:
+        checkpoint: A tree over the tensors of the folder.
+        format: That of the folder.
+        index: What its `.metadata` holds.
+
+    Raises:
+        NotRepresentable: more than names was changed, or what is in no item.
+    """
+    state = index.attributes
+    known = _Known(checkpoint, state)
+    there = place_of(checkpoint.path).names(checkpoint.path)
+    number = next(n for n in range(len(there) + 1) if f"__ckptool{n}_0.distcp" not in there)
+    files = _Files(checkpoint, f"__ckptool{number}_{{}}.distcp", None)
+    described: dict[str, Any] = {}
+    stored: dict[Opaque, Opaque] = {}
+    paths: dict[str, Path] = {}
+    for path, leaf in _flat(checkpoint, known.is_item).values():
+        if path[0] in known.beside:
+            continue
+        old = known.old_name(path, leaf)
+        name = known.new_name(old, path)
+        if name in described:
+            raise refused(checkpoint, f"two entries would be called {printable(name)!r}")
+        paths[name] = path
+        if old is None:
+            described[name], stored[_index(name, None)] = _bytes(), files.add(leaf)
+            continue
+        described[name] = state["state_dict_metadata"][old]
+        for key, info in known.stored[old]:
+            stored[key if name == old else _with(key, fqn=name)] = info
+    new = {"state_dict_metadata": described, "storage_data": stored}
+    if state.get("planner_data") is not None:
+        new["planner_data"] = paths
+    kept = {id(info) for info in stored.values()}
+    infos = {id(one): one for held in known.stored.values() for _, one in held}
+    gone = sum(one.attributes["length"] for key, one in infos.items() if key not in kept)
+    stays = f"{gone:,} bytes that the index names no more stay in the folder"
+    plan = files.plan(format, _with(index, **new))
+    return replace(
+        plan,
+        kept=max(checkpoint.details.size - checkpoint.sources[0].size, 0),
+        notes=(stays,) if gone else (),
+    )
+
+
+def _flat(
+    checkpoint: Checkpoint, is_item: _Stops = lambda path, node: False
+) -> dict[str, tuple[Path, Any]]:
+    """Return path and content of each item, under the flat name that torch gives it."""
+    if not isinstance(checkpoint.root, dict):
+        raise refused(checkpoint, "it holds one dict, and this is none")
+    entries: dict[str, tuple[Path, Any]] = {}
+    todo: list[tuple[Path, Any]] = [((), checkpoint.root)]
+    while todo:
+        path, node = todo.pop()
+        is_list = isinstance(node, list) and not _is_terminal(node)
+        if path and (is_item(path, node) or not (isinstance(node, dict) or is_list)):
+            if _joined(path) in entries:
+                raise refused(checkpoint, f"two entries get the name {printable(_joined(path))!r}")
+            entries[_joined(path)] = path, node
+        else:
+            items = enumerate(node) if is_list else ((str(key), one) for key, one in node.items())
+            todo.extend(reversed([((*path, key), one) for key, one in items]))
+    return entries
+
+
+def _is_terminal(node: list[Any]) -> bool:
+    """Whether a list is one item: it holds no tensor and no dict, and no list that does."""
+    return not any(isinstance(one, (dict, TensorRef)) for one in _items(node))
+
+
+def _items(node: list[Any]) -> Iterator[Any]:
+    todo = [node]
+    while todo:
+        for one in todo.pop():
+            yield one
+            if isinstance(one, list):
+                todo.append(one)
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+class _Files:
+    """Files of items that are to be written."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, most: int | None) -> None:
+        self._checkpoint, self._name, self._most = checkpoint, name, most
+        self._files: list[list[tuple[NewFile, Member]]] = []
+        self._end = 0
+
+    def add(self, content: Any) -> Opaque:
+        """Add an item, a file of torch.save's; return where it will be."""
+        holds = replace(self._checkpoint, root=content)
+        file = TORCH_ZIP.plan(holds).files[0]
+        full = self._most is not None and self._end + file.size > self._most
+        if not self._files or (full and self._end):
+            self._files.append([])
+            self._end = 0
+        member = Member(self._end, file.size, holds)
+        self._files[-1].append((file, member))
+        self._end += file.size
+        return _new(
+            f"{_DCP}.filesystem",
+            "_StorageInfo",
+            {
+                "relative_path": self._name.format(len(self._files) - 1),
+                "offset": member.offset,
+                "length": member.length,
+            },
+        )
+
+    def plan(self, format: FolderFormat, index: Opaque) -> Plan:
+        """Return the plan of the files and of their index."""
+        new = [self._file(number, items) for number, items in enumerate(self._files)]
+        data = encode(index).data
+        new.append(NewFile(len(data), lambda output: output.write(data), path=format.index_name))
+        tensors = sum(1 for _ in self._checkpoint.tensors())
+        return Plan(format.name, tuple(new), tensors=tensors)
+
+    def _file(self, number: int, items: list[tuple[NewFile, Member]]) -> NewFile:
+        def write(output: Output) -> None:
+            for file, _ in items:
+                file.write(output)
+
+        size = sum(file.size for file, _ in items)
+        members = tuple(member for _, member in items)
+        return NewFile(size, write, path=self._name.format(number), members=members)
+
+
+class _Known:
+    """What is in a folder: which item is of which name, path and content."""
+
+    def __init__(self, checkpoint: Checkpoint, state: Mapping[Any, Any]) -> None:
+        self._checkpoint = checkpoint
+        self.stored: dict[str, list[tuple[Opaque, Opaque]]] = {}
+        for key, info in state["storage_data"].items():
+            self.stored.setdefault(key.attributes["fqn"], []).append((key, info))
+        planned, names = state.get("planner_data") or {}, state["state_dict_metadata"]
+        self._paths: dict[str, Path] = {name: planned.get(name, (name,)) for name in names}
+        self._at = {path: name for name, path in self._paths.items()}
+        leaves = {name: self._leaf(path) for name, path in self._paths.items()}
+        self._tensors = {id(one): name for name, one in leaves.items() if type(one) is TensorRef}
+        self._values = {name: one for name, one in leaves.items() if type(one) is not TensorRef}
+        held = (one for one in self._values.values() if isinstance(one, (dict, list)))
+        self._value_ids = set(map(id, held))
+        self._names = {_content(one): name for name, one in reversed(self._values.items())}
+        self.beside = self._beside()
+
+    def is_item(self, path: Path, node: Any) -> bool:
+        """Whether the node is one item, as it was."""
+        return id(node) in self._value_ids or self._at.get(path) in self._values
+
+    def old_name(self, path: Path, leaf: Any) -> str | None:
+        """Return the item that holds a leaf; None for a value that none holds.
+
+        Raises:
+            NotRepresentable: a tensor is not as it lies in the folder.
+        """
+        if isinstance(leaf, TensorRef):
+            if id(leaf) not in self._tensors:
+                what = printable(name_of(path))
+                raise refused(self._checkpoint, f"{what} is not as it lies in the folder")
+            return self._tensors[id(leaf)]
+        content, at = _content(leaf), self._at.get(path)
+        if at in self._values and _content(self._values[at]) == content:
+            return at
+        return self._names.get(content)
+
+    def new_name(self, old: str | None, path: Path) -> str:
+        """Return what an item is called whose content is at `path` now.
+
+        Raises:
+            NotRepresentable: its name is not made of the path.
+        """
+        at = self._at.get(path)
+        if at is not None and (old in (None, at) or at in self._values):
+            return at
+        if old is not None and old != _joined(self._paths[old]):
+            raise refused(self._checkpoint, f"{printable(old)!r} is not called after its path")
+        return _joined(path)
+
+    def _leaf(self, path: Path) -> Any:
+        node = self._checkpoint.original
+        for key in path:
+            node = node[key]
+        return node.find() if isinstance(node, Opaque) and node.find else node
+
+    def _beside(self) -> set[Any]:
+        """Return the keys of what lies in another file of the folder, which must be as it was."""
+        was, now = self._checkpoint.original, self._checkpoint.root
+        keys = set(was) - {path[0] for path in self._at}
+        kept = {key for key in keys & now.keys() if _content(was[key]) == _content(now[key])}
+        if keys - kept:
+            what = listed(sorted(printable(str(key)) for key in keys - kept))
+            raise refused(self._checkpoint, f"{what} lies in a file of its own, which stays")
+        return keys
+
+
+def _content(node: Any) -> tuple[bytes, tuple[int, ...]]:
+    """Return what is equal for equal content."""
+    encoded = encode(node)
+    return encoded.data, tuple(map(id, encoded.storages))
+
+
+def refused(checkpoint: Checkpoint, why: str) -> NotRepresentable:
+    """Return the error for what such a folder, or the one that is there, cannot hold."""
+    return NotRepresentable(
+        f"cannot be written as a folder of DCP: {why}",
+        file=checkpoint.path,
+        hint="write another file or folder with -o",
+    )
+
+
+def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
+    """Return a tensor of the same elements, in row-major order on the CPU."""
+    if not tensor.has_content:
+        raise NotRepresentable(
+            f"{printable(name)} is a {tensor.kind} tensor, which DCP does not hold",
+            file=file,
+            hint="--exclude NAME leaves it out; --dequantize DTYPE makes plain ones",
+        )
+    data = row_major_data(tensor, printable(name), file)
+    shape = tuple(size or 0 for size in tensor.shape)
+    whole = tensor.storage if tensor.is_verbatim else None
+    known = whole.crc32 if whole and whole.nbytes == data.length and not whole.compressed else None
+    storage = Storage(name, data, data.length, crc32=known)
+    return TensorRef(tensor.dtype, shape, row_major_strides(shape), 0, storage, "cpu")
+
+
+def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:
+    """Yield what the folder will not have, a phrase each."""
+    yield from left_out(
+        {name: leaf for name, (_, leaf) in entries.items() if isinstance(leaf, TensorRef)}
+    )
+    dicts = [node for node in everything(root) if isinstance(node, dict)]
+    if sum(not node for node in dicts):
+        yield "dicts without an entry"
+    if any(type(key) is not str for node in dicts for key in node):
+        yield "that keys are numbers: they become text"
+    if any(getattr(node, "attributes", None) for node in dicts):
+        yield "attributes of dicts, such as _metadata"
+
+
+def _new(module: str, name: str, state: Mapping[str, Any] | tuple[Any, ...] | None) -> Opaque:
+    steps = [] if state is None else [("build", state)]
+    return Opaque(Global(module, name), maker="newobj", args=(), steps=steps)
+
+
+def _with(node: Opaque, **state: Any) -> Opaque:
+    return replace(node, steps=[("build", {**node.attributes, **state})])
+
+
+def _index(name: str, offset: Size | None) -> Opaque:
+    state = {"fqn": name, "index": None} | ({} if offset is None else {"offset": offset})
+    return _new(f"{_DCP}.metadata", "MetadataIndex", state)
+
+
+def _bytes() -> Opaque:
+    return _new(f"{_DCP}.metadata", "BytesStorageMetadata", None)
+
+
+def _described(tensor: TensorRef) -> Opaque:
+    layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
+    properties = (Global("torch", tensor.dtype), layout, False, memory, False)
+    shape = Size(size or 0 for size in tensor.shape)
+    chunk = {"offsets": Size((0,) * len(shape)), "sizes": shape}
+    return _new(
+        f"{_DCP}.metadata",
+        "TensorStorageMetadata",
+        {
+            "properties": _new(_SHARDED, "TensorProperties", properties),
+            "size": shape,
+            "chunks": [_new(f"{_DCP}.metadata", "ChunkStorageMetadata", chunk)],
+        },
+    )
