@@ -137,8 +137,8 @@ def command(
     from_pretrained reads it, and the files that belong beside it: those of --files-from, or
     config.json and the others in SOURCE, where it is a folder of many processes, or in its
     huggingface/. --format dcp writes a folder that torch.distributed.checkpoint.load reads, in
-    files of --max-shard-size. Safetensors holds one flat state dict: what is left out is named. All of it is
-    one pass over the file, in the order in which the options stand here.
+    files of --max-shard-size. Safetensors holds one flat state dict: what is left out is named.
+    All of it is one pass over the file, in the order in which the options stand here.
     """
     if (destination is None) == (target.output is None):
         raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
