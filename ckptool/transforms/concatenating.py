@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.dcp import row_major_data
 from ckptool.formats.megatron import is_rank
+from ckptool.formats.placements import row_major_data
 from ckptool.model import Path, Storage, TensorRef, find_tensors, remade, row_major_strides
 from ckptool.names import families
 from ckptool.tensors.sameness import same_by_checksum, same_content
