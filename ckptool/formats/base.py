@@ -15,6 +15,7 @@ from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
+from ckptool.model import find_tensors
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
@@ -295,6 +296,16 @@ class Format:
     layout = ""
     """Whose order of axes the tensors have, and whose names, where these are not torch's."""
     refusal: Refusal | None = None
+
+    def layout_notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Say whose layout the kernels have, if it is not torch's."""
+        if not self.layout or all(len(one.shape) < 2 for one in find_tensors(checkpoint.root)):
+            return ()
+        return (
+            f"kernels lie as {self.layout} has them: Dense [in, out], convolutions [height, width, "
+            f"in, out]; given {self.layout}'s file, load_into and convert --like put them in "
+            "torch's order",
+        )
 
     def recognise(self, probe: Probe) -> bool:
         """Whether the content is of this format; looks at as little as will tell."""

@@ -195,7 +195,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
             *((name,) if name is not None and name not in layout else ()),
             *(format_notes(checkpoint.path) if name is None and unnamed(checkpoint) else ()),
             *details.notes,
-            *_layout(checkpoint),
+            *format_of(checkpoint.format).layout_notes(checkpoint),
             *details.left_behind,
             *details.unreferenced,
             *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
@@ -249,16 +249,6 @@ def _quantised(sections: tuple[Section, ...]) -> Iterator[str]:
     for section in sections:
         for scheme, count in section.quantisers.items():
             yield f"{counted(count, 'tensor')} quantised: {scheme}"
-
-
-def _layout(checkpoint: Checkpoint) -> Iterator[str]:
-    layout = format_of(checkpoint.format).layout
-    if layout and any(len(tensor.shape) > 1 for _, tensor in checkpoint.tensors()):
-        yield (
-            f"kernels lie as {layout} has them: Dense [in, out], convolutions [height, width, in, "
-            "out]; torch has [out, in] and [out, in, height, width], as load_into and --like make "
-            "them"
-        )
 
 
 def _unread(sections: tuple[Section, ...]) -> Iterator[str]:

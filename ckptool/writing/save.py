@@ -300,6 +300,9 @@ def save(
     refuse_empty(checkpoint, plan)
     if found := hollow(checkpoint):
         plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
+    if all(change.kind != "fit" for change in checkpoint.changes):
+        notes = format_of(checkpoint.format).layout_notes(checkpoint)
+        plan = replace(plan, notes=(*plan.notes, *notes))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)

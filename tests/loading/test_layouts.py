@@ -315,3 +315,10 @@ def test_a_name_that_the_model_has_is_left(folder):
         model["norm"].register_parameter(name, nn.Parameter(torch.zeros(4)))
     ckptool.load_into(model, folder / "words.msgpack", allow_unexpected=True)
     assert model["norm"].scale.all()
+
+
+def test_a_file_written_in_that_layout_says_so(folder, tmp_path):
+    kept = ckptool.convert(folder / "images.msgpack", tmp_path / "a.safetensors")
+    assert "kernels lie as Flax has them" in kept.notes[0]
+    turned = ckptool.convert(folder / "images.msgpack", tmp_path / "b.pth", like=Images())
+    assert turned.notes == ()
