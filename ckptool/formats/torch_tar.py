@@ -22,13 +22,16 @@ __all__ = ["BLOCK", "TORCH_TAR", "TorchTar", "is_tar", "read_members"]
 BLOCK = 512
 """Bytes of a header; the content of a member is filled up to a multiple of it."""
 _MOST_EXTRA = 1 << 20
-_FILES = (b"\0", b"0", b"7")
+_LINKS = (b"1", b"2")
+_NO_FILES = (*_LINKS, b"3", b"4", b"5", b"6")
+"""Links, devices and folders; Python's tarfile takes any other kind for a file."""
+_MEMBERS = ("pickle", "tensors", "storages")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether the first block is a tar header, by its magic and its checksum."""
-    return head[257:262] == b"ustar" and len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
+    """Whether the first block is a tar header, by its checksum: older ones have no magic."""
+    return len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
 
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
@@ -53,7 +56,9 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         if kind in (_PAX, _LONG_NAME):
             extra = extra.with_record(kind, _small(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
-            if kind in _FILES:
+            if kind in _LINKS and (extra.name or name) in _MEMBERS:
+                raise CorruptFile(f"member {name!r:.80} of the tar is a link", file=source.name)
+            if kind not in _NO_FILES:
                 members[extra.name or name] = data
             extra = _Extra()
         position += BLOCK + -(-size // BLOCK) * BLOCK
@@ -77,6 +82,8 @@ class _Extra(NamedTuple):
                 break
             record, raw = raw[: int(length)], raw[int(length) :]
             key, _, value = record[len(length) + 1 : -1].partition(b"=")
+            if key.startswith(b"GNU.sparse"):
+                raise CorruptFile("a member of the tar is sparse")
             if key == b"path":
                 name = _text(value)
             elif key == b"size" and value.isdigit() and len(value) < 20:
@@ -89,8 +96,10 @@ def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
     if not _checksum_fits(header):
         raise CorruptFile(f"the tar has no member header at offset {position:,}", file=file)
     size = _number(header[124:136])
-    if size is None:
+    if size is None or size < 0:
         raise CorruptFile(f"the tar member at offset {position:,} has no size", file=file)
+    if header[156:157] == b"S":
+        raise CorruptFile(f"the tar member at offset {position:,} is sparse", file=file)
     name, prefix = _text(header[:100]), _text(header[345:500])
     whole = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
     return header[156:157], whole, size
@@ -118,26 +127,25 @@ def _small(data: ByteRange) -> bytes:
 
 
 def _checksum_fits(header: bytes) -> bool:
-    """The sum of all bytes, those of the checksum itself taken as spaces."""
-    wanted = _number(header[148:156])
-    return wanted == sum(header[:148]) + sum(header[156:]) + 8 * ord(" ")
+    """The sum of all bytes, signed or not, those of the checksum itself taken as spaces."""
+    summed = header[:148] + b" " * 8 + header[156:]
+    total = sum(summed)
+    signed = total - 256 * sum(byte > 127 for byte in summed)
+    return _number(header[148:156]) in (total, signed)
 
 
 def _number(field: bytes) -> int | None:
     """Octal text, or base 256 where the first bit is set; None for anything else."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
-    text = field.strip(b"\0 ")
-    if not all(byte in b"01234567" for byte in text):
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
         return None
-    return int(text or b"0", 8)
 
 
 def _text(raw: bytes) -> str:
     return raw.partition(b"\0")[0].decode("utf-8", "replace")
-
-
-_MEMBERS = ("pickle", "tensors", "storages")
 
 
 class TorchTar(Format):

@@ -15,6 +15,7 @@ from functools import partial
 from glob import glob, has_magic
 from typing import Any
 
+from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
@@ -27,7 +28,7 @@ from ckptool.formats.npz import read_array_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
+from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
 from ckptool.symbolic.watching import JOBLIB_ARRAY
 
 __all__ = ["Scan", "Stream", "files_below", "scan"]
@@ -38,7 +39,6 @@ _DEEPEST = 6
 _MOST_INFLATED = 256 << 20
 """Bytes that a compressed file or record is inflated to; what is behind them is not known."""
 _MOST_STREAMS = 1000
-_MOST_SEARCHED = 64 << 20
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _HEADER = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
 _LOCAL, _CENTRAL = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI")
@@ -70,6 +70,31 @@ _METHODS: dict[int, Callable[[], Any]] = {
     12: bz2.BZ2Decompressor,
 }
 """The same of a record of a zip."""
+
+
+_Raw = Callable[[ByteRange, Any, int], int]
+
+
+def _behind_storage(data: ByteRange, record: Any, position: int) -> int:
+    """Return the bytes behind a pickle in the storages of torch's tar of 2017."""
+    if not isinstance(record, tuple) or len(record) not in (2, 3):
+        return 0
+    numel = int.from_bytes(data.read(position, COUNT.size), "little")
+    dtype, _ = storage_type(record[-1], data.source.name)
+    return COUNT.size + numel * BY_NAME[dtype].itemsize
+
+
+def _behind_tensor(data: ByteRange, record: Any, position: int) -> int:
+    """Return the bytes behind a pickle in the tensors of that tar: sizes, strides, an offset."""
+    is_tensor = isinstance(record, tuple)
+    return 16 * (1 + int.from_bytes(data.read(position, 4), "little")) if is_tensor else 0
+
+
+_TORCH_TAR: dict[str, _Raw] = {
+    "storages": _behind_storage,
+    "tensors": _behind_tensor,
+    "pickle": lambda *_: 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +266,13 @@ class _Scanner:
     def memory(self, raw: bytes) -> ByteRange:
         return ByteRange(MemorySource(raw, self.file), 0, len(raw))
 
-    def look(self, data: ByteRange, where: str, depth: int) -> set[str]:
+    def look(self, data: ByteRange, where: str, depth: int, raw: _Raw | None = None) -> set[str]:
         """Find what there is in `data`, by its content alone; the keys of storages it names."""
         keys = set[str]()
         try:
             if depth > _DEEPEST:
                 raise LimitExceeded(f"archives are nested deeper than {_DEEPEST}")
-            keys = self._pickles(data, where)
+            keys = self._pickles(data, where, raw=raw)
             self._carrier(data, where, depth)
         except CheckpointError as error:
             self.unread(where, error.message)
@@ -269,9 +294,7 @@ class _Scanner:
                     raise LimitExceeded("a tar inside an archive is too large to be read")
                 data = self.memory(data.read())
             for name, member in read_members(data.source, self.limits).items():
-                self.look(member, _below(where, name), depth + 1)
-                if name in ("storages", "tensors", "pickle"):
-                    self._search(member, _below(where, name))
+                self.look(member, _below(where, name), depth + 1, _TORCH_TAR.get(name))
         elif head.startswith(b"\x93NUMPY"):
             header = read_array_header(Record(where or self.file, data))
             if re.search(r"O|object|\\", header.descr):
@@ -298,8 +321,13 @@ class _Scanner:
 
     # Pickles
 
-    def _pickles(self, data: ByteRange, where: str, start: int = 0) -> set[str]:
-        """Judge pickles one behind the other; the keys of the storages that they name."""
+    def _pickles(
+        self, data: ByteRange, where: str, start: int = 0, raw: _Raw | None = None
+    ) -> set[str]:
+        """Judge pickles one behind the other; the keys of the storages that they name.
+
+        `raw` says how many bytes stand behind a pickle, and that nothing else may.
+        """
         position, keys = start, set[str]()
         chunk, base = b"", start
         roots, stored = list[Any](), dict[str, int]()
@@ -324,6 +352,8 @@ class _Scanner:
             storages = self._storages(run)
             keys |= storages.keys()
             position = base + run.end
+            if raw is not None:
+                position += raw(data, run.root, position)
             roots = [*roots, run.root][-_LEGACY_PICKLES:]
             stored = storages or stored
             if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
@@ -332,6 +362,8 @@ class _Scanner:
                     self._note(instead, where, position)
                 position += sum(COUNT.size + nbytes for nbytes in stored.values())
                 roots, stored = [], {}
+        if raw is not None and position != data.length:
+            self.unread(where, f"what stands at byte {position:,} is no pickle")
         return keys
 
     def _storages(self, run: Judge) -> dict[str, int]:
@@ -362,21 +394,6 @@ class _Scanner:
         if verdict != DATA:
             deeds = tuple(dict.fromkeys(run.deeds))
             self.add(Stream(where, offset, verdict, deeds, tuple(run.names), fault, run.told))
-
-    def _search(self, data: ByteRange, where: str) -> None:
-        """Judge pickles that stand between raw bytes, as in the members of torch's tar."""
-        raw = data.read(0, min(data.length, _MOST_SEARCHED))
-        reached, left = 0, 4 * len(raw) + _WINDOW
-        for found in _PROTOCOL.finditer(raw):
-            if found.start() < reached or left < 0:
-                continue
-            run = self._run(raw, found.start(), 0)
-            left -= run.stopped - found.start()
-            if run.end is not None or run.seen:
-                self._note(run, where, found.start())
-                reached = run.end or found.end()
-        if left < 0 or data.length > len(raw):
-            self.unread(where, "it is too long to be searched for pickles to its end")
 
     def nested(self, raw: bytes) -> tuple[str, tuple[Deed, ...]]:
         """Judge bytes that a pickle hands to a function: each run of bytes once."""

@@ -66,7 +66,7 @@ class Machine:
 
     __slots__ = (
         "by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks", "memo",
-        "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack", "stopped",
+        "nested", "opcodes", "persistent_load", "protocol", "scans_left", "stack",
     )  # fmt: skip
 
     handlers: ClassVar = HANDLERS
@@ -97,8 +97,6 @@ class Machine:
         self.protocol = 0
         self.large_keys = 0
         self.scans_left = 1_000_000
-        self.stopped = 0
-        """Where the opcode stands that was the last one."""
 
     def run(self, position: int) -> tuple[Any, int]:
         """Run from `position`; the object, and the position behind its STOP.
@@ -128,8 +126,6 @@ class Machine:
             raise LimitExceeded(
                 "calls in its pickle are nested too deep", file=self.file
             ) from error
-        finally:
-            self.stopped = start
 
     @property
     def is_tidy(self) -> bool:

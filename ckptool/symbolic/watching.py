@@ -12,6 +12,7 @@ import re
 from functools import partial
 from typing import Any, ClassVar
 
+from ckptool.errors import CorruptFile
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.symbolic.machine import Machine
@@ -35,7 +36,7 @@ def is_unknown(node: Any) -> bool:
 class Watcher(Machine):
     """A machine that recognises no calls: each is reported, and leaves an `Opaque`."""
 
-    __slots__ = ("as_joblib", "at", "cut", "pids")
+    __slots__ = ("as_joblib", "at", "cut", "frame_end", "pids")
     handlers: ClassVar = list(HANDLERS)
 
     def __init__(self, data: bytes, *, file: str, limits: Limits, as_joblib: bool = False) -> None:
@@ -46,6 +47,7 @@ class Watcher(Machine):
         self.as_joblib = as_joblib
         self.at = 0
         """Where the opcode stands that is carried out, if it may report something."""
+        self.frame_end = 0
         self.cut = False
         """Whether a line was read that ends with the data, and may go on behind it."""
 
@@ -58,6 +60,18 @@ class Watcher(Machine):
             items: The state or the items that `what` is given; why it is unknown.
         """
         raise NotImplementedError
+
+    def run(self, position: int) -> tuple[Any, int]:
+        """Run from `position`; the object, and the position behind its STOP.
+
+        Raises:
+            CorruptFile: the same as for any machine, or a frame goes on behind the STOP: some
+                unpicklers go on behind the frame.
+        """
+        root, end = super().run(position)
+        if end < self.frame_end:
+            raise CorruptFile("a frame of its pickle goes on behind its end", file=self.file)
+        return root, end
 
     def unknown(self, why: str) -> Opaque:
         """Report and return a symbol for what the file does not tell."""
@@ -103,6 +117,8 @@ class Watcher(Machine):
         made = self.stack[-1]
         if not isinstance(made, Opaque) or made.class_name != JOBLIB_ARRAY:
             return position
+        if position < self.frame_end:  # joblib goes on behind it, and then comes back
+            raise ValueError("an array of joblib's stands within a frame")
         state = made.attributes
         width = _width(state["dtype"])
         if not width:  # objects: a pickle of its own
@@ -167,6 +183,12 @@ def _build(machine: Watcher, position: int) -> int:
     return machine.behind_array(position) if machine.as_joblib else position
 
 
+def _frame(machine: Watcher, position: int) -> int:
+    end = HANDLERS[0x95](machine, position)
+    machine.frame_end = end + int.from_bytes(machine.data[position:end], "little")
+    return end
+
+
 def _number(machine: Watcher, position: int) -> int:
     """Push an integer: pickle takes 0x10, too."""
     text, end = machine.line(position)
@@ -208,7 +230,7 @@ def _recalling(code: int, width: int) -> None:
 for _code in b"cioRP\x8f\x91\x96suae\x90":
     _watched(_code, HANDLERS[_code])
 for _codes, _handler in {
-    b"\x81\x92": _new, b"b": _build, b"IL": _number, b"\x93": _stack_global,
+    b"\x81\x92": _new, b"b": _build, b"IL": _number, b"\x93": _stack_global, b"\x95": _frame,
     b"\x82\x83\x84\x97": _outside,
 }.items():  # fmt: skip
     for _code in _codes:

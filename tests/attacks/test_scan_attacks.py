@@ -619,6 +619,21 @@ def tarred(entries):
     return made.getvalue()
 
 
+def header_of(data, offset, value, signed=False):
+    """The tar with other bytes in its first header, and the sum that fits."""
+    header = bytearray(data[:512])
+    header[offset : offset + len(value)] = value
+    header[148:156] = b" " * 8
+    total = sum(byte - 256 * (signed and byte > 127) for byte in header)
+    header[148:156] = b"%06o\0 " % total
+    return bytes(header) + data[512:]
+
+
+STORED = b"\x80\x02K\x02.\x80\x02(K\x01U\x03cpuctorch\nFloatStorage\nt." + struct.pack("<q", 2)
+STORED += b"\x80\x02\xff.cos\n"
+"""The beginning of the storages of such a tar: how many, one of them with its bytes."""
+
+
 def array(payload, descr=b"'|O'"):
     header = b"{'descr': %s, 'fortran_order': False, 'shape': (1,), }\n" % descr
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + payload
@@ -653,12 +668,11 @@ CARRIERS = {
     "joblib, objects in fields": joblibs(RECORDS),
     "tar": tarred({"model.ckpt": SYSTEM}),
     "a nemo's tar with a zip": tarred({"model_config.yaml": b"a: 1", "model_weights.ckpt": EVIL}),
-    "torch's tar of 2017": tarred(
-        {"storages": b"\x80\x02K\x01.\x01\x02" + SYSTEM, "pickle": b"N."}
-    ),
-    "torch's tar of 2017, behind decoys": tarred(
-        {"storages": b"\x80\x02\xff" * 50 + SYSTEM, "pickle": b"N."}
-    ),
+    "torch's tar of 2017": tarred({"storages": STORED + SYSTEM, "pickle": b"N."}),
+    "torch's tar of 2017, protocol 0": tarred({"storages": STORED + SYSTEM[2:], "pickle": b"N."}),
+    "tar without a magic": header_of(tarred({"a": SYSTEM}), 257, bytes(8)),
+    "tar with signed bytes in its sum": header_of(tarred({"a": SYSTEM}), 300, b"\xff", signed=True),
+    "tar with a kind that nobody knows": header_of(tarred({"a": SYSTEM}), 156, b"Z"),
     "npy": array(SYSTEM),
     "npz": zipped({"a.npy": array(SYSTEM)}, zipfile.ZIP_DEFLATED),
     "gzip": gzip.compress(SYSTEM),
@@ -674,6 +688,16 @@ CARRIERS = {
 @pytest.mark.parametrize("kind", CARRIERS)
 def test_carriers(kind, tmp_path):
     assert is_found(judged(tmp_path, CARRIERS[kind]), CALL)
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])
+def test_what_is_not_followed_in_torchs_tar_is_no_pass(kind, tmp_path):
+    made = io.BytesIO(tarred({"x": STORED + SYSTEM}))
+    with tarfile.open(fileobj=made, mode="a") as archive:
+        link = tarfile.TarInfo("storages")
+        link.type, link.linkname = kind, "x"
+        archive.addfile(link)
+    assert judged(tmp_path, made.getvalue()).verdict == "cannot tell"
 
 
 @pytest.mark.parametrize(
@@ -693,6 +717,26 @@ def test_a_type_that_joblibs_bytes_do_not_have_is_no_pass(tmp_path):
     data = b"\x80\x04cjoblib.numpy_pickle\nNumpyArrayWrapper\n)\x81}(" + state + b"ub" + inner
     found = judged(tmp_path, data + b"0" + call("os", "system", text(COMMAND)) + b"." + b"x" * 255)
     assert not found.ok()
+
+
+def test_an_array_within_a_frame_is_no_pass(tmp_path):
+    """joblib takes its bytes from behind the frame, and the opcodes behind it from within."""
+
+    def array_of(count):
+        state = text("shape") + b"K" + bytes([count]) + b"\x85" + text("dtype") + dtype("u1")
+        return b"cjoblib.numpy_pickle\nNumpyArrayWrapper\n)\x81}(" + state + b"ub"
+
+    evil = b"0" + call("os", "system", text(COMMAND)) + b"0N."
+    framed = array_of(len(evil)) + evil
+    data = b"\x80\x04" + array_of(1) + b"\xff0\x95" + struct.pack("<Q", len(framed)) + framed
+    assert not judged(tmp_path, data + b"N." + bytes(len(evil) - 2)).ok()
+
+
+def test_a_frame_behind_the_end_of_a_pickle_is_no_pass(tmp_path):
+    """torch goes on behind a frame of 128 KiB or more, and behind any in bytes."""
+    framed = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + b"\xff" * (200 << 10)
+    data = b"\x80\x04\x95" + struct.pack("<Q", len(framed)) + framed + SYSTEM
+    assert not judged(tmp_path, data).ok()
 
 
 def test_a_class_method_is_one_however_it_is_named(tmp_path):
