@@ -38,6 +38,7 @@ _DEEPEST = 6
 """Archives in archives, and pickles in pickles."""
 _MOST_INFLATED = 256 << 20
 """Bytes that a compressed file or record is inflated to; what is behind them is not known."""
+_STEP = 1 << 11
 _MOST_STREAMS = 1000
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _HEADER = re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06)")
@@ -301,10 +302,10 @@ class _Scanner:
                 self._pickles(data, where, header.length)
         for pattern, make in _COMPRESSED.items():
             if found := re.match(pattern, head):
-                start = found.end()
-                with suppress(*[LimitExceeded] * (head[:1] in b"\x78\x5d")):  # a mark by chance
-                    raw = self._inflated(data.slice(start, data.length - start), make, where)
-                    self.look(raw, _below(where, "inflated"), depth + 1)
+                packed = data.slice(found.end(), data.length - found.end())
+                sure = head[:1] not in b"\x78\x5d"  # marks of two bytes may stand by chance
+                inflated = self._inflated(packed, make, where, sure=sure)
+                self.look(inflated, _below(where, "inflated"), depth + 1)
         self._named(head, data, where)
 
     def _named(self, head: bytes, data: ByteRange, where: str) -> None:
@@ -476,8 +477,7 @@ class _Scanner:
             part = data.slice(begin, length)
             yield name, part
             if method in _METHODS:
-                with suppress(CheckpointError):
-                    yield name, self._inflated(part, _METHODS[method], _below(where, name))
+                yield name, self._inflated(part, _METHODS[method], _below(where, name))
             elif method != STORED:
                 self.unread(_below(where, name), f"it is compressed by method {method}: not read")
 
@@ -489,28 +489,35 @@ class _Scanner:
                 position = start + found.start()
                 yield position, data.read(position, min(_HEAD, data.length - position))
 
-    def _inflated(self, data: ByteRange, make: Callable[[], Any], where: str) -> ByteRange:
+    def _inflated(
+        self, data: ByteRange, make: Callable[[], Any], where: str, *, sure: bool = True
+    ) -> ByteRange:
         """Return what is inflated, the members of a stream one after the other.
 
-        Raises:
-            LimitExceeded: nothing can be inflated.
+        It is done in steps that are shorter than those of any reader, which may have read a pickle
+        before it meets a fault. `sure`: a fault is not only one of bytes that look like a stream.
         """
-        out = bytearray()
-        inflater, blocks, pending = make(), data.blocks(), b""
+        out, ended, is_new = bytearray(), -1, False
+        inflater, blocks, pending = make(), data.blocks(_STEP), b""
         try:
             while len(out) < _MOST_INFLATED:
                 block = pending or next(blocks, b"")
                 if not block and getattr(inflater, "needs_input", True):
                     break
-                out += inflater.decompress(block, _MOST_INFLATED - len(out))
+                if is_new and not block.strip(b"\0"):  # as may stand between members
+                    pending = b""
+                    continue
+                block, is_new = block.lstrip(b"\0") if is_new else block, False
+                out += inflater.decompress(block, _STEP)
                 pending = getattr(inflater, "unconsumed_tail", b"")
                 if inflater.eof:
-                    pending, inflater = inflater.unused_data, make()
+                    pending, ended = inflater.unused_data, len(out)
+                    inflater, is_new = make(), True
             else:
                 self.unread(where, f"it inflates to more than {_MOST_INFLATED >> 20} MiB")
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-            if not out:
-                raise LimitExceeded(f"it cannot be inflated ({error})") from error
+            if sure and len(out) != ended:  # not of what stands behind a stream
+                self.unread(where, f"it cannot be inflated to its end ({error})")
         return self.memory(bytes(out))
 
 

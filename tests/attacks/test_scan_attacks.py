@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import pickle
 import struct
 import tarfile
@@ -677,6 +678,11 @@ CARRIERS = {
     "npz": zipped({"a.npy": array(SYSTEM)}, zipfile.ZIP_DEFLATED),
     "gzip": gzip.compress(SYSTEM),
     "gzip, two members": gzip.compress(b"\x80\x02N.") + gzip.compress(SYSTEM),
+    "gzip, zeros between members": gzip.compress(b"N0") + bytes(7000) + gzip.compress(SYSTEM),
+    "gzip, no end": gzip.compress(SYSTEM + os.urandom(9000))[:-9],
+    "gzip, a wrong sum": gzip.compress(SYSTEM + os.urandom(9000))[:-8] + bytes(8),
+    "zlib, a fault behind the pickle": zlib.compress(SYSTEM + os.urandom(30000))[:20000]
+    + b"!" * 99,
     "bzip2": bz2.compress(SYSTEM),
     "xz": lzma.compress(SYSTEM),
     "lzma": lzma.compress(SYSTEM, lzma.FORMAT_ALONE),
