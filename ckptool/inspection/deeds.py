@@ -16,7 +16,6 @@ from pickletools import opcodes
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError
-from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
@@ -99,6 +98,9 @@ class Deed(NamedTuple):
     verdict: str
 
 
+_Nested = Callable[[bytes], tuple[str, tuple[Deed, ...]]]
+
+
 def worst(*verdicts: str) -> str:
     """Return the worst of some verdicts."""
     return max(verdicts, key=VERDICTS.index, default=DATA)
@@ -107,22 +109,13 @@ def worst(*verdicts: str) -> str:
 class Judge(Watcher):
     """One pickle and the verdict on it, while it is run to its end or to a fault."""
 
-    def __init__(
-        self,
-        data: bytes,
-        *,
-        file: str,
-        limits: Limits,
-        nested: Callable[[bytes], tuple[str, tuple[Deed, ...]]],
-        base: int = 0,
-        as_joblib: bool = False,
-    ) -> None:
-        """Prepare to run over `data`, which stands at `base`.
+    def __init__(self, data: bytes, nested: _Nested, base: int = 0, **how: Any) -> None:
+        """Prepare to run over `data`, which stands at `base`; for `how` see `Watcher`.
 
         Bytes in arguments, which may be pickles, are judged by `nested`.
         """
-        super().__init__(data, file=file, limits=limits, as_joblib=as_joblib)
-        self.inner = nested
+        super().__init__(data, **how)
+        self.look_into = nested
         self.base = base
         self.verdict = DATA
         self.deeds: list[Deed] = []
@@ -187,7 +180,7 @@ class Judge(Watcher):
     def _look_inside(self, made: Opaque) -> None:
         """Judge pickles among the arguments of a call."""
         for raw in _bytes_in(made.args) if len(self.deeds) < _MOST_TOLD else ():
-            verdict, deeds = self.inner(raw)
+            verdict, deeds = self.look_into(raw)
             self.verdict = worst(self.verdict, verdict)
             self.told += sum(deed.verdict == RUNS for deed in deeds)
             place = f"in a pickle at {self.base + self.at:,}: "

@@ -78,24 +78,20 @@ _Raw = Callable[[ByteRange, Any, int], int]
 
 def _behind_storage(data: ByteRange, record: Any, position: int) -> int:
     """Return the bytes behind a pickle in the storages of torch's tar of 2017."""
-    if not isinstance(record, tuple) or len(record) not in (2, 3):
+    if not (isinstance(record, tuple) and record):
         return 0
     numel = int.from_bytes(data.read(position, COUNT.size), "little")
-    dtype, _ = storage_type(record[-1], data.source.name)
-    return COUNT.size + numel * BY_NAME[dtype].itemsize
+    return COUNT.size + numel * BY_NAME[storage_type(record[-1], data.source.name)[0]].itemsize
 
 
 def _behind_tensor(data: ByteRange, record: Any, position: int) -> int:
     """Return the bytes behind a pickle in the tensors of that tar: sizes, strides, an offset."""
-    is_tensor = isinstance(record, tuple)
-    return 16 * (1 + int.from_bytes(data.read(position, 4), "little")) if is_tensor else 0
+    if not isinstance(record, tuple):
+        return 0
+    return 16 * (1 + int.from_bytes(data.read(position, 4), "little"))
 
 
-_TORCH_TAR: dict[str, _Raw] = {
-    "storages": _behind_storage,
-    "tensors": _behind_tensor,
-    "pickle": lambda *_: 0,
-}
+_TORCH_TAR = {"storages": _behind_storage, "tensors": _behind_tensor, "pickle": lambda *_: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +374,11 @@ class _Scanner:
 
     def _run(self, chunk: bytes, start: int, base: int) -> Judge:
         """Watch one pickle; as joblib reads it too, where it names joblib's arrays."""
-        make = partial(Judge, chunk, file=self.file, limits=self.limits, nested=self.nested)
-        run = make(base=base).watch(start)
+        make = partial(Judge, chunk, self.nested, base, file=self.file, limits=self.limits)
+        run = make().watch(start)
         if JOBLIB_ARRAY not in run.names:
             return run
-        both = make(base=base, as_joblib=True).watch(start)
+        both = make(as_joblib=True).watch(start)
         if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
             both.verdict = RUNS
             both.deeds += [deed for deed in run.deeds if deed.verdict == RUNS]
