@@ -1,4 +1,4 @@
-"""Imports when a name is first used, and rest for the garbage collector meanwhile."""
+"""Imports when something is first used, and rest for the garbage collector meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-__all__ = ["importer", "uncollected"]
+__all__ = ["Result", "importer", "uncollected"]
+
+
+class Result:
+    """What prints as its page on the command line does, and has one line as its repr."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """The page; where there is none, the line."""
+        from ckptool.render.results import page
+
+        return page(self)
+
+    def __repr__(self) -> str:
+        """One line that says what it is, safe for a terminal."""
+        from ckptool.render.results import line
+
+        return line(self)
 
 
 @contextmanager

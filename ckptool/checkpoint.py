@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import Result
 from ckptool.files import Source
 from ckptool.model import Path, TensorRef
 
@@ -88,8 +89,8 @@ class Details:
     """Whether the tree holds values that are read when they are asked for (`Opaque.find`)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Checkpoint(Result):
     """The content of a file, read from its header; tensors are read when they are used.
 
     Close the checkpoint, or use it as a context manager. Its methods return a new checkpoint over

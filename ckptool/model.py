@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptool._lazy import Result
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CorruptFile, UsageError
 from ckptool.files import ByteRange, InflatedSource
@@ -125,8 +126,8 @@ class DeviceValue:
         return f"device(type={word!r}, index={index})" if index else f"device(type={word!r})"
 
 
-@dataclass(slots=True, eq=False)
-class Opaque:
+@dataclass(slots=True, eq=False, repr=False)
+class Opaque(Result):
     """Anything that is neither plain data nor a tensor: kept as data, written back as it came.
 
     `func(*args, **kwargs)` made it (`newobj`: `cls.__new__`), then `steps` were applied in order:
@@ -196,8 +197,8 @@ SPARSE_KINDS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_
 MAX_ELEMENTS = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Storage:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Storage(Result):
     """A run of bytes in a file, never read until asked. Compared by identity."""
 
     key: str
@@ -262,8 +263,8 @@ class Wrapping:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TensorRef(Result):
     """A tensor that has not been read: what it is, and where its bytes lie.
 
     `offset` and `stride` count elements of `dtype`, as in torch. Dimensions that are ragged are

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import Result
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
 from ckptool.modules import held_apart, is_module, module_state
@@ -55,8 +56,8 @@ It holds the keys of the optimizers beside it, each with that of the state dict 
 has."""
 
 
-@dataclass(frozen=True, eq=False)
-class Section:
+@dataclass(frozen=True, eq=False, repr=False)
+class Section(Result):
     """A named part of a checkpoint.
 
     `kind` is `state_dict`, `optimizer`, `scheduler`, `module` (a pickled one), or `values` for

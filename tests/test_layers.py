@@ -65,7 +65,7 @@ ROOMS_INSIDE = sorted({file.rpartition("/")[0] for file in trees() if file.count
 DOORS = {"__init__", "__main__"}
 """The package's own entrances import from everywhere."""
 
-UPWARD = {"model.py", "checkpoint.py", "matching/report.py"}
+UPWARD = {"_lazy.py", "model.py", "checkpoint.py"}
 """Their methods chain, make tensors and make text, by lazy imports: the only calls upward."""
 
 WITH_TORCH = {"tensors", "loading", "trainer"}

@@ -7,7 +7,7 @@ import click
 from ckptool.cli.console import print_document, say
 from ckptool.cli.options import file_argument, json_option, quiet_option, verb
 from ckptool.files.recovery import recover
-from ckptool.words import clean
+from ckptool.render.receipt import recovery_lines
 
 __all__ = ["command"]
 
@@ -38,6 +38,6 @@ def command(file: str, discard: bool, force: bool, as_json: bool, quiet: bool) -
     journal alone.
     """
     done = recover(file, discard=discard, force=force)
-    say([f"{clean(done.path)}: {clean(done.text)}"], quiet=quiet)
+    say(recovery_lines(done), quiet=quiet)
     if as_json:
         print_document(done.to_dict())

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
 from ckptool.diagnosis.complaint import Complaint, Found, Patient, Reference
@@ -35,8 +36,8 @@ _HOPELESS = frozenset({"damaged", "part", "meta", "packed"})
 """Kinds of complaint after which no command is worth running."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+@dataclass(frozen=True, slots=True, repr=False)
+class Diagnosis(Result):
     """Every complaint about a file, and the command that mends them."""
 
     file: str

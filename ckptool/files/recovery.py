@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import sleep
 from typing import Any, TypeVar
 
+from ckptool._lazy import Result
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.beside import has_journal
 from ckptool.files.editing import KIND, Edit, State
@@ -27,8 +28,8 @@ _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
 """Seconds between two attempts to get the lock: an edit takes less than they are together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
+@dataclass(frozen=True, slots=True, repr=False)
+class Recovery(Result):
     """What `recover` found beside a file, and did."""
 
     path: str

@@ -31,6 +31,7 @@ from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
+from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable
 
 __all__ = ["DEEPSPEED", "MASTER", "SLICED", "is_part", "is_step", "step_files"]
@@ -334,12 +335,12 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
             raise CorruptFile(what, file=file, hint=_HINT)
 
 
-def _marks(own: Mapping[Any, Any]) -> list[str]:
+def _marks(own: Mapping[Any, Any]) -> list[bytes]:
     """Return what every rank's file of one save states alike."""
     groups = _base(own)[1]
     plain = [[(k, v) for k, v in one.items() if not isinstance(v, TensorRef)] for one in groups]
     parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
-    return [repr(one) for one in (*parts, *plain)]
+    return [encode(one).data for one in (*parts, *plain)]
 
 
 def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
@@ -404,7 +405,7 @@ def _check_numbers(every: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> 
 def _stated(node: Any) -> Any:
     """Return what tells a number from others; None if that takes more than the header."""
     if not isinstance(node, TensorRef):
-        return repr(node)
+        return encode(node).data
     return node.storage and node.storage.crc32
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import Result
 from ckptool.inspection.values import json_value
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class Renamed:
         return {"a": about.pop("name"), "b": self.b.name, "what": list(self.what), **about}
 
 
-@dataclass(frozen=True, slots=True)
-class Diff:
+@dataclass(frozen=True, slots=True, repr=False)
+class Diff(Result):
     """Two checkpoints compared.
 
     `changed` has tensors: those of another type first, then those that became NaN or infinite, then

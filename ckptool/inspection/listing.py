@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.errors import LimitExceeded
 from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
@@ -100,8 +101,8 @@ class ObjectRow:
         return {"path": self.path, "name": self.name, "class": self.class_name}
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+@dataclass(frozen=True, slots=True, repr=False)
+class Listing(Result):
     """All rows, in the order of the file."""
 
     file: str

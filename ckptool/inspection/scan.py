@@ -15,6 +15,7 @@ from functools import partial
 from glob import glob, has_magic
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, MemorySource
@@ -123,8 +124,8 @@ class Stream:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Scan(Result):
     """What loading a file would do."""
 
     file: str

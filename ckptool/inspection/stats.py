@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import Result
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError
 from ckptool.formats import Source, opened
 from ckptool.inspection.listing import (
@@ -156,8 +157,8 @@ class Totals:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+@dataclass(frozen=True, slots=True, repr=False)
+class Stats(Result):
     """The figures of every tensor that was asked for, in the order of the file."""
 
     file: str

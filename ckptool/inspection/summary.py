@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError
 from ckptool.formats import Source, format_of, opened
@@ -81,8 +82,8 @@ class SectionInfo:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Info:
+@dataclass(frozen=True, slots=True, repr=False)
+class Info(Result):
     """What `ckptool info` says."""
 
     file: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -35,8 +36,8 @@ _CONTRADICTIONS: dict[type[CheckpointError], str] = {
 """Those that are where other facts say that the file should be there, and of another kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verdict(Result):
     """What was found of one checkpoint; `format` is empty where it could not be opened.
 
     `size` are bytes on disk, `records` those of an archive, `summed` those whose CRC-32 was

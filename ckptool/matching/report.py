@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from ckptool._lazy import Result
 from ckptool.matching.slots import Slot, holds
 from ckptool.model import Shape
 from ckptool.remedies import Remedy
@@ -182,8 +183,8 @@ class OptimizerReport:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatchReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MatchReport(Result):
     """Whether a state dict fits a model, and how it is made to."""
 
     file: str = ""
@@ -292,12 +293,6 @@ class MatchReport:
             "optimizer": self.optimizer and self.optimizer.to_dict(),
             "notes": list(self.notes),
         }
-
-    def __str__(self) -> str:
-        """A table, repeated layers folded, as `ckptool match` prints it."""
-        from ckptool.render.match import match_text
-
-        return match_text(self)
 
 
 def most_allowed(names: int) -> int:

@@ -13,7 +13,7 @@ from ckptool.inspection.diffing import TAGS
 from ckptool.inspection.values import shape_text
 from ckptool.names import Family, families, numbered
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import count, number, quoted, share, shorten, wrapped
 from ckptool.words import clean, counted
 
@@ -250,7 +250,7 @@ class Column:
     flexible: bool = False
 
 
-def diff_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
+def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
     """The files, what differs with the largest change first, and a summary.
 
     With `fold` repeated layers are one row with the worst of each figure. Where tables are all that
@@ -303,6 +303,11 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
     """`12 of 161 entries differ, 3 only in A; 149 equal (20 by CRC-32 alone)`."""
     text = _identical(diff) if diff.identical else _different(diff)
     yield from (look.bold(line) for line in wrapped(text, look.width))
+
+
+def diff_line(diff: Diff) -> str:
+    """Return the summary, the two files in front."""
+    return " ".join([clean(diff.a), f"{clean(diff.b)}:", *summary_lines(diff, PLAIN)])
 
 
 def _identical(diff: Diff) -> str:

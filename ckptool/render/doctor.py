@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.formats import format_of
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import runnable
 from ckptool.words import clean, counted, listed
 
@@ -28,7 +28,9 @@ _OPENED = "torch.load opens it", "safetensors.torch.load_file opens it"
 """By whether it is a safetensors file, which torch.load opens only where torch is new."""
 
 
-def diagnosis_lines(diagnosis: Diagnosis, look: Look, *, explain: bool = False) -> Iterator[str]:
+def diagnosis_lines(
+    diagnosis: Diagnosis, look: Look = PLAIN, *, explain: bool = False
+) -> Iterator[str]:
     """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
     if not diagnosis.complaints:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptool.inspection.summary import Info, SectionInfo
+from ckptool.checkpoint import Checkpoint
+from ckptool.inspection.summary import Info, SectionInfo, info
 from ckptool.render.table import table
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import count, runnable, shorten, size
-from ckptool.words import clean, listed
+from ckptool.statedict import Section
+from ckptool.words import clean, counted, listed
 
-__all__ = ["NAMELESS", "counts_text", "format_text", "info_lines", "size_text"]
+__all__ = [
+    "NAMELESS",
+    "checkpoint_line",
+    "checkpoint_lines",
+    "counts_text",
+    "format_text",
+    "info_line",
+    "info_lines",
+    "section_line",
+    "size_text",
+]
 
 _INDENT = 14
 _MOST_LISTED = 8
@@ -19,7 +31,30 @@ NAMELESS = {"values": "(beside them)"}
 _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
-def info_lines(info: Info, look: Look) -> Iterator[str]:
+def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """The screen about it."""
+    return info_lines(info(checkpoint))
+
+
+def checkpoint_line(checkpoint: Checkpoint) -> str:
+    """`model.pth: torch-zip, 27 tensors, 1.4 KiB, module., cuda:3`."""
+    nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
+    return _line(checkpoint.path, checkpoint, nbytes)
+
+
+def info_line(info: Info) -> str:
+    """The same of what is known of one."""
+    return _line(info.file, info, sum(section.nbytes for section in info.sections))
+
+
+def _line(file: str, told: Checkpoint | Info, nbytes: int) -> str:
+    wrappers = dict.fromkeys(f"{one}." for part in told.sections for one in part.wrappers)
+    counts = told.devices
+    facts = [told.format, counted(sum(counts.values()), "tensor"), size(nbytes), *wrappers, *counts]
+    return f"{clean(file)}: {', '.join(map(clean, facts))}"
+
+
+def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
     """What it is, what is in it, what keeps it from loading, and what to do about it.
 
     Where tables are all that is asked for (`look.fmt`): its sections.
@@ -94,10 +129,19 @@ def _few(texts: list[str], between: str, most: int) -> str:
     return shown + (f"{between}and {count(len(texts) - most)} more" if len(texts) > most else "")
 
 
+def section_line(section: Section) -> str:
+    """`optim_dict: optimizer, 12 entries`."""
+    return f"{_named(section)}: {section.kind}, {counted(len(section.node), 'entry')}"
+
+
+def _named(section: Section | SectionInfo) -> str:
+    return clean(section.name) or NAMELESS.get(section.kind, "(the whole file)")
+
+
 def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
     rows = [
         [
-            clean(section.name) or NAMELESS.get(section.kind, "(the whole file)"),
+            _named(section),
             section.kind,
             count(section.tensors) if section.tensors else "",
             count(section.parameters) if section.parameters else "",

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from ckptool.inspection.closeup import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
-from ckptool.inspection.values import shape_text
+from ckptool.inspection.values import shape_text, summarise
+from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import count, fit_names, label, number, shorten, size
 from ckptool.words import clean, clean_lines, counted
 
@@ -19,7 +20,7 @@ __all__ = ["listing_lines", "shown_lines", "tree_lines"]
 _VALUE_WIDTH = 60
 
 
-def listing_lines(listing: Listing, look: Look) -> Iterator[str]:
+def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
     """Tensors, then values, then objects, then a line of totals unless tables are all."""
     tables = [
         _tensors(listing, look) if listing.tensors else (),
@@ -27,6 +28,11 @@ def listing_lines(listing: Listing, look: Look) -> Iterator[str]:
         _objects(listing, look) if listing.objects else (),
     ]
     return apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
+
+
+def listing_line(listing: Listing) -> str:
+    """Return the totals, the file in front."""
+    return f"{clean(listing.file)}: {totals(listing)}"
 
 
 def totals(listing: Listing) -> str:
@@ -216,11 +222,26 @@ def _length(shown: ShownContainer) -> str:
     return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
 
 
+def tensor_line(tensor: TensorRow | TensorRef) -> str:
+    """`float32 [8, 3] on cuda:3, requires_grad`."""
+    kind = "" if tensor.kind == "strided" else f", {tensor.kind}"
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return f"{tensor.dtype} {shape_text(tensor.shape)} on {clean(tensor.device)}{kind}{grad}"
+
+
+def object_line(node: Opaque) -> str:
+    """`pathlib.PosixPath('runs')`, or the class alone."""
+    return clean(summarise(node))
+
+
+def storage_line(storage: Storage) -> str:
+    """`3: 864 B on cuda:3`."""
+    return f"{clean(storage.key)}: {size(storage.nbytes)} on {clean(storage.device)}"
+
+
 def _one_tensor(shown: ShownTensor) -> Iterator[str]:
     row, stats = shown.row, shown.statistics
-    kind = "" if row.kind == "strided" else f", {row.kind}"
-    grad = ", requires_grad" if row.requires_grad else ""
-    yield f"{row.dtype} {shape_text(row.shape)} on {clean(row.device)}{kind}{grad}"
+    yield tensor_line(row)
     stride = "" if row.storage is None else f", stride {shape_text(row.stride)}"
     yield f"{counted(row.numel, 'element')}, {size(row.nbytes)}{stride}"
     for name, text in shown.parts:

@@ -18,7 +18,7 @@ from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import count, share, shorten, wrapped
 from ckptool.words import clean, counted
 
-__all__ = ["advice_lines", "match_lines", "match_text", "note_lines"]
+__all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
 
 _MOST_NAMED = 3
 """Patterns that one cell names."""
@@ -37,14 +37,9 @@ class _Row:
     details: str = ""
 
 
-def match_text(report: MatchReport) -> str:
-    """The report as `print` shows it: a table, repeated layers folded."""
-    return "\n".join(match_lines(report, PLAIN))
-
-
 def match_lines(
     report: MatchReport,
-    look: Look,
+    look: Look = PLAIN,
     *,
     fold: bool = True,
     judgement: Judgement | None = None,
@@ -69,6 +64,11 @@ def match_lines(
     if len(shown) < len(rows):
         notes = chain(notes, wrapped(f"note: {_WHOLE[options]}", look.width))
     return apart([heading, _table(shown, look) if rows else (), notes, _optimizer(report, look)])
+
+
+def match_line(report: MatchReport) -> str:
+    """Return the heading, by which a report is known."""
+    return next(_heading(report, PLAIN, Allowance().judged(report)))
 
 
 def note_lines(

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from ckptool.checkpoint import Change
+from ckptool.files.recovery import Recovery
 from ckptool.render.text import size
 from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
-__all__ = ["receipt_lines"]
+__all__ = ["receipt_line", "receipt_lines", "recovery_lines"]
 
 SCREEN = 40
 """Lines that are printed of one kind."""
@@ -31,7 +32,9 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
         yield f"weights_only=True will not load it: {clean(text)}"
-    yield from _written(receipt)
+    for path, length in receipt.files:
+        yield f"{clean(path)}  {size(length)}"
+    yield receipt_line(receipt)
 
 
 def _few(lines: Iterable[str]) -> Iterator[str]:
@@ -60,10 +63,8 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
             yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json names them)"
 
 
-def _written(receipt: Receipt) -> Iterator[str]:
-    """The files, what was done to them, and how large they are."""
-    for path, length in receipt.files:
-        yield f"{clean(path)}  {size(length)}"
+def receipt_line(receipt: Receipt) -> str:
+    """What was done to the file, and how large it is."""
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     if not receipt.written:
         present, past = "leave", "left"
@@ -74,4 +75,9 @@ def _written(receipt: Receipt) -> Iterator[str]:
     if receipt.verified:
         facts.append("verified")
     as_it_is = "" if receipt.written else " as it is"
-    yield f"{done} {clean(receipt.path)}{as_it_is} ({', '.join(facts)})"
+    return f"{done} {clean(receipt.path)}{as_it_is} ({', '.join(facts)})"
+
+
+def recovery_lines(recovery: Recovery) -> Iterator[str]:
+    """What became of a file and its journal."""
+    yield f"{clean(recovery.path)}: {clean(recovery.text)}"

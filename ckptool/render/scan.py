@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.inspection.scan import Scan, Stream
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.words import clean, counted, listed
 
 __all__ = ["result_lines", "summary_line"]
@@ -16,7 +16,7 @@ _SCREEN = 20
 """Calls that are printed of one file."""
 
 
-def result_lines(found: Scan, look: Look) -> Iterator[str]:
+def result_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
     """Yield `model.pth: runs` or another verdict, and each call that decides it."""
     name = look.bold(clean(found.file))
     if found.skipped:

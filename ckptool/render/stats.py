@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import count, label, share, wrapped
 from ckptool.words import clean, counted, listed
 
@@ -58,12 +58,17 @@ def ramp_for(encoding: str | None) -> str:
     return BLOCKS
 
 
-def stats_lines(stats: Stats, look: Look, ramp: str = BLOCKS) -> Iterator[str]:
+def stats_lines(stats: Stats, look: Look = PLAIN, ramp: str = BLOCKS) -> Iterator[str]:
     """A row for each tensor, what is odd in words, and totals; with `look.fmt` the table alone."""
     rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
     if look.fmt:
         return iter(rows)
     return apart([rows, _remarks(stats.tensors, look.width), _totals(stats.totals, look)])
+
+
+def stats_line(stats: Stats) -> str:
+    """Return the totals, the file in front."""
+    return f"{clean(stats.file)}: {next(_totals(stats.totals, PLAIN))}"
 
 
 def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:

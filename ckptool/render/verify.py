@@ -8,7 +8,7 @@ from ckptool.errors import CheckpointError
 from ckptool.formats.base import Problem
 from ckptool.inspection.verifying import ManifestOutcome, Verdict
 from ckptool.render.table import table
-from ckptool.render.terminal import Look
+from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import size
 from ckptool.words import clean, counted
 
@@ -18,7 +18,7 @@ SCREEN = 40
 """Problems that are printed of one file."""
 
 
-def verdict_lines(verdict: Verdict, look: Look) -> Iterator[str]:
+def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
     """`model.pth: fine (...)`, or how many problems there are, and these below."""
     name = look.bold(clean(verdict.file))
     if verdict.ok:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool._lazy import Result
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import (
     AmbiguousName,
@@ -46,8 +47,8 @@ from ckptool.writing.verification import source_check, verify, verify_members
 __all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+@dataclass(frozen=True, slots=True, repr=False)
+class Receipt(Result):
     """What one write did."""
 
     path: str

@@ -17,7 +17,7 @@ from ckptool.matching import (
     Renaming,
 )
 from ckptool.remedies import Remedy
-from ckptool.render.match import match_lines, match_text, note_lines
+from ckptool.render.match import match_lines, note_lines
 from ckptool.render.terminal import PLAIN, Look
 
 LAYERS = [f"layers.{n}.attn.weight" for n in range(32)]
@@ -57,7 +57,7 @@ def test_a_report_has_the_form_that_transformers_made_familiar():
         unexpected_keys=["aux.weight"],
         mismatched=(Mismatch("fc.weight", "module.fc.weight", (1000, 512), (10, 512)),),
     )
-    assert match_text(found) == str(found)
+    assert str(found) == "\n".join(match_lines(found))
     assert lines(found)[:7] == [
         "model.pth does not fit Net: 60 of its 62 tensors fit (98.1% of the parameters)",
         "",

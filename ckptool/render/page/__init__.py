@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
 from ckptool.files.atomic import atomic_output
 from ckptool.render.page.document import page
@@ -17,11 +18,11 @@ from ckptool.writing.target import check_target
 if TYPE_CHECKING:
     from ckptool.inspection.reporting import Report
 
-__all__ = ["PageReceipt", "check_page_target", "page", "page_lines", "write_page"]
+__all__ = ["PageReceipt", "check_page_target", "page", "page_line", "page_lines", "write_page"]
 
 
-@dataclass(frozen=True, slots=True)
-class PageReceipt:
+@dataclass(frozen=True, slots=True, repr=False)
+class PageReceipt(Result):
     """What one page tells of, and where it is."""
 
     path: str
@@ -114,5 +115,10 @@ def page_lines(receipt: PageReceipt) -> Iterator[str]:
     """What was written, for people."""
     for note in receipt.notes:
         yield f"note: {clean(note)}"
+    yield page_line(receipt)
+
+
+def page_line(receipt: PageReceipt) -> str:
+    """The page, and how large it is."""
     tensors = counted(receipt.tensors, "tensor")
-    yield f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"
+    return f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"

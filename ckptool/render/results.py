@@ -1,0 +1,58 @@
+"""Each result of the library as text: its page on the command line, and one line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ckptool.errors import CheckpointError
+from ckptool.render.text import shorten
+from ckptool.words import clean
+
+__all__ = ["line", "page"]
+
+_LONGEST = 200
+"""Characters of a line: names in a file may be as long as it is."""
+_TEXTS = {
+    "Checkpoint": ("info", "checkpoint_lines", "checkpoint_line"),
+    "Diagnosis": ("doctor", "diagnosis_lines", ""),
+    "Diff": ("diff", "diff_lines", "diff_line"),
+    "Info": ("info", "info_lines", "info_line"),
+    "Listing": ("listing", "listing_lines", "listing_line"),
+    "MatchReport": ("match", "match_lines", "match_line"),
+    "Opaque": ("listing", "", "object_line"),
+    "PageReceipt": ("page", "page_lines", "page_line"),
+    "Receipt": ("receipt", "receipt_lines", "receipt_line"),
+    "Recovery": ("receipt", "recovery_lines", ""),
+    "Scan": ("scan", "result_lines", ""),
+    "Section": ("info", "", "section_line"),
+    "Stats": ("stats", "stats_lines", "stats_line"),
+    "Storage": ("listing", "", "storage_line"),
+    "TensorRef": ("listing", "", "tensor_line"),
+    "Verdict": ("verify", "verdict_lines", ""),
+}
+"""Of each class: the module, what makes its page, and its line, if that is not the page's first."""
+
+
+def page(result: object) -> str:
+    """Return what the command line prints of a result; of what has no page, the line."""
+    _, lines, _ = _functions(result)
+    return "\n".join(lines(result)) if lines else line(result)
+
+
+def line(result: object) -> str:
+    """Return `<Listing model.pth: 27 tensors, 363 elements, 1.4 KiB>`; of other classes alike."""
+    name, lines, short = _functions(result)
+    try:
+        text = short(result) if short else next(iter(lines(result)))
+    except CheckpointError as error:  # what cannot be walked can be shown
+        text = error.sentence
+    return f"<{name} {clean(shorten(text, _LONGEST))}>"
+
+
+def _functions(result: object) -> tuple[str, Any, Any]:
+    """The name of a class that has texts, and the functions that make them."""
+    name = next(one.__name__ for one in type(result).__mro__ if one.__name__ in _TEXTS)
+    room, lines, short = _TEXTS[name]
+    module = import_module(f"ckptool.render.{room}")
+    return name, getattr(module, lines, None), getattr(module, short, None)
