@@ -128,10 +128,12 @@ def _small(data: ByteRange) -> bytes:
 
 def _checksum_fits(header: bytes) -> bool:
     """The sum of all bytes, signed or not, those of the checksum itself taken as spaces."""
+    wanted = _number(header[148:156])
+    if not wanted:
+        return False
     summed = header[:148] + b" " * 8 + header[156:]
     total = sum(summed)
-    signed = total - 256 * sum(byte > 127 for byte in summed)
-    return _number(header[148:156]) in (total, signed)
+    return wanted in (total, total - 256 * sum(byte > 127 for byte in summed))
 
 
 def _number(field: bytes) -> int | None:

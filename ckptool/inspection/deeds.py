@@ -12,7 +12,6 @@ from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from pickletools import opcodes
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError
@@ -84,7 +83,6 @@ _APPLIERS = tuple(
     f"torch.{at}._rebuild_from_type{v}" for at in ("_tensor", "tensor") for v in ("", "_v2")
 )
 _MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
-_OPCODES = {ord(one.code): one.name for one in opcodes}
 _MOST_TOLD, _MOST_PARTS = 100, 2_000_000
 
 
@@ -130,14 +128,15 @@ class Judge(Watcher):
         self.root: Any = None
         self.end: int | None = None
         """Where it ends; None where it has a fault."""
-        self.fault: CheckpointError | None = None
+        self.fault = ""
+        self.failed: type[CheckpointError] | None = None
 
     def watch(self, start: int) -> Judge:
         """Run from `start`, and return itself."""
         try:
             self.root, self.end = self.run(start)
         except CheckpointError as error:
-            self.fault = error
+            self.fault, self.failed = error.message, type(error)  # not its frames, which hold this
         return self
 
     def report(self, kind: str, what: Any, items: Any = None) -> Any:
@@ -147,7 +146,7 @@ class Judge(Watcher):
         elif kind in ("call", "new"):
             self.seen += 1
             found = self.judge_call(what.func, what.args, what.kwargs, is_new=kind == "new")
-            if found == RUNS or what.class_name == _LOADER:
+            if found == RUNS or (found != DATA and what.class_name == _LOADER):
                 self._look_inside(what)
             self.tell(found, kind, what)
         else:
@@ -173,8 +172,9 @@ class Judge(Watcher):
             self.verdict = worst(self.verdict, verdict)
         self.told += verdict == RUNS
         if verdict in (RUNS, CANNOT_TELL) and len(self.deeds) < _MOST_TOLD:
-            opcode = _OPCODES[self.data[self.at]]
-            text = _told(kind, what, items)
+            from pickletools import code2op  # type: ignore[attr-defined]  # few files need it
+
+            text, opcode = _told(kind, what, items), code2op[chr(self.data[self.at])].name
             self.deeds.append(Deed(text, self.base + self.at, opcode, verdict))
 
     def _look_inside(self, made: Opaque) -> None:
@@ -189,7 +189,7 @@ class Judge(Watcher):
 
     def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
         """Return the verdict on a call, or on `func.__new__` (`is_new`)."""
-        func = _meant(func)
+        func = func if isinstance(func, Global) else _meant(func)
         if not isinstance(func, Global):  # pickle stops where it is no object either
             is_made = isinstance(func, Opaque) and not is_unknown(func)
             return RUNS if is_made else CANNOT_TELL
@@ -208,7 +208,7 @@ class Judge(Watcher):
             objects = [one for row in (parts, *pairs) for one in row if isinstance(one, Opaque)]
             strict = not func.name.startswith("_rebuild")
             is_fine = self.is_harmless(parts if kind == NEEDS_CODE else objects, strict=strict)
-            return kind if is_fine and not _goes_through(name, objects) else RUNS
+            return kind if is_fine and not (objects and _goes_through(name, objects)) else RUNS
         is_class = bool(_CLASS.fullmatch(func.name))
         if kind == "numeric":
             is_counted = bool(parts) and all(type(part) in (int, float, bool) for part in parts)
@@ -282,7 +282,8 @@ class Judge(Watcher):
 
     def _affords(self, *rows: Sequence[Any]) -> bool:
         """Count the parts of long rows, which calls may share; return whether there may be more."""
-        self.parts_left -= sum(max(len(row) - 100, 0) for row in rows)
+        for row in rows:
+            self.parts_left -= len(row) if len(row) > 100 else 0
         return self.parts_left >= 0
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:

@@ -333,7 +333,7 @@ class _Scanner:
             if position - base >= len(chunk):
                 chunk, base = data.read(position, min(_WINDOW, data.length - position)), position
             run = self._run(chunk, position - base, base)
-            is_short = isinstance(run.fault, TruncatedFile) or (run.fault and run.cut)
+            is_short = run.failed is TruncatedFile or (run.failed and run.cut)
             if is_short and base + len(chunk) < data.length:
                 refuse_bomb(data, self.limits.max_header_inflation)
                 wanted = min(_WINDOW if position > base else len(chunk) * 8, data.length - position)
@@ -341,7 +341,7 @@ class _Scanner:
                     raise LimitExceeded("its pickle is longer than the limit allows")
                 chunk, base = data.read(position, wanted), position
                 continue
-            is_one = run.end is not None or run.seen or isinstance(run.fault, LimitExceeded)
+            is_one = run.end is not None or run.seen or run.failed is LimitExceeded
             if not (is_one or _PROTOCOL.match(chunk, position - base)):
                 break
             self._note(run, where, position)
@@ -387,11 +387,10 @@ class _Scanner:
 
     def _note(self, run: Judge, where: str, offset: int) -> None:
         self.pickles += 1
-        fault = run.fault.message if run.fault else ""
-        verdict = worst(run.verdict, CANNOT_TELL if fault else DATA)
+        verdict = worst(run.verdict, CANNOT_TELL if run.failed else DATA)
         if verdict != DATA:
             deeds = tuple(dict.fromkeys(run.deeds))
-            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), fault, run.told))
+            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), run.fault, run.told))
 
     def nested(self, raw: bytes) -> tuple[str, tuple[Deed, ...]]:
         """Judge bytes that a pickle hands to a function: each run of bytes once."""
