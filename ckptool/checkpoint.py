@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from ckptool.transforms.name_rules import Rule
     from ckptool.writing import Receipt
 
-__all__ = ["MEMORY", "TORCH_REFUSES", "Change", "Checkpoint", "Details", "Report"]
+__all__ = [
+    "MEMORY",
+    "TORCH_REFUSES",
+    "Change",
+    "Checkpoint",
+    "Details",
+    "Gather",
+    "Report",
+    "alone",
+]
 
 MEMORY = "memory"
 """What stands for the format of a tree of live objects."""
@@ -46,8 +55,15 @@ class Change:
     needed: bool = False
 
 
-Report = Callable[[], Iterable[Change]]
+Gather = Callable[[Any], "list[Any]"]
+"""What each of the processes gives that write a file together."""
+Report = Callable[[Gather], Iterable[Change]]
 """What is known of a transform only when every byte has been computed: asked after a write."""
+
+
+def alone(own: Any) -> list[Any]:
+    """Return what the one process gives that has written all of it."""
+    return [own]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
+from ckptool.cli.dividing import divided, workers_option
 from ckptool.cli.options import (
     Target,
     completed_by,
@@ -55,6 +56,7 @@ __all__ = ["command", "parsed_keep"]
     help="Write elements that the type cannot hold as torch does (inf, NaN, the largest).",
 )
 @master_option
+@workers_option
 @target_options()
 def command(
     file: str,
@@ -65,6 +67,7 @@ def command(
     keep: tuple[str, ...],
     everything: bool,
     allow_overflow: bool,
+    workers: int | None,
     target: Target,
 ) -> None:
     """Cast the floating tensors to another type.
@@ -97,7 +100,7 @@ def command(
             made = made.with_root(made.root, Change("note", text))
         return made
 
-    write_changed(file, change, target, word=name)
+    divided(lambda: write_changed(file, change, target, word=name), workers)
 
 
 def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import click
+
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import Progress, print_document, say
+from ckptool.cli.dividing import team_of
 from ckptool.cli.options import Target
 from ckptool.errors import TargetExists, UsageError
 from ckptool.formats import open_checkpoint, shard_of
@@ -38,8 +41,9 @@ def write_changed(
         TargetExists: `--in-place` through a link, without `--force`.
         CheckpointError: whatever opening, changing or writing meets.
     """
-    chosen = _chosen(target)
-    progress = Progress(quiet=target.quiet, phases=("writing", "reading back"))
+    chosen, team = _chosen(target), team_of()
+    quiet = target.quiet or (team is not None and team.own > 0)
+    progress = Progress(quiet=quiet, phases=("writing", "reading back"))
     with open_checkpoint(source) as checkpoint, progress:
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
@@ -64,9 +68,11 @@ def write_changed(
             dry_run=target.dry_run,
             verify=target.verify,
             progress=progress,
+            team=team,
+            options=repr(sorted(click.get_current_context().params.items(), key=str)),
         )
-    say(receipt_lines(receipt), quiet=target.quiet)
-    if target.as_json:
+    say(receipt_lines(receipt), quiet=quiet)
+    if target.as_json and (team is None or team.own == 0):
         print_document(receipt.to_dict())
     return receipt
 

@@ -26,6 +26,7 @@ from ckptool.words import clean, clean_lines, listed
 
 __all__ = [
     "EXIT_CODE",
+    "WORDS",
     "Ended",
     "Interrupts",
     "Progress",
@@ -268,6 +269,8 @@ def complain(message: str, hint: str | None) -> None:
 
 
 ERROR, INTERRUPTED = 2, 130
+WORDS = "ckptool.words"
+"""Where the context keeps what follows `ckptool` on the command line."""
 _NEEDED = frozenset(
     ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
 )
@@ -360,7 +363,8 @@ def _invoke(words: list[str], settled: dict[str, Any]) -> None:
     if "_CKPTOOL_COMPLETE" in os.environ:
         cli.main(words, prog_name="ckptool")
     try:
-        with cli.make_context("ckptool", words) as context:
+        with cli.make_context("ckptool", list(words)) as context:
+            context.meta[WORDS] = words
             context.call_on_close(lambda: settled.update(context.meta))
             cli.invoke(context)
     except click.exceptions.Exit as exit_:

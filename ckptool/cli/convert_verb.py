@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
+from ckptool.cli.dividing import divided, workers_option
 from ckptool.cli.factory import referred
 from ckptool.cli.options import (
     PATH,
@@ -114,6 +115,7 @@ __all__ = ["command"]
     type=PATH,
     help="Copy configuration, tokenizer and processor files of DIR beside the weights.",
 )
+@workers_option
 @click.option("--strict", is_flag=True, help="Refuse to leave anything out.")
 @target_options(place=False)
 def command(
@@ -124,6 +126,7 @@ def command(
     keep: tuple[str, ...],
     max_shard_size: str | None,
     files_from: str | None,
+    workers: int | None,
     strict: bool,
     like: str | None,
     allowance: Allowance,
@@ -142,6 +145,7 @@ def command(
     """
     if (destination is None) == (target.output is None):
         raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
+    to_folder = is_folder(destination or target.output or "")  # one that a worker makes is none
     path = in_folder(destination or target.output or "", target.format)
     conversion = Conversion(
         device_map=parsed_rules(device_map),
@@ -161,13 +165,16 @@ def command(
         with in_options():
             return conversion.applied(checkpoint, name)
 
-    write_changed(
-        source,
-        change,
-        replace(target, output=path),
-        word="converted",
-        strict=strict,
-        max_shard_size=max_shard_size,
-        files_from=files_from,
-        to_folder=is_folder(destination or target.output or ""),
-    )
+    def write() -> None:
+        write_changed(
+            source,
+            change,
+            replace(target, output=path),
+            word="converted",
+            strict=strict,
+            max_shard_size=max_shard_size,
+            files_from=files_from,
+            to_folder=to_folder,
+        )
+
+    divided(write, workers)

@@ -52,10 +52,13 @@ from ckptool.files.system import (
 __all__ = [
     "FileOutput",
     "Output",
+    "Part",
     "Progress",
     "Streamed",
     "atomic_output",
     "atomic_set",
+    "begun_set",
+    "parts_of",
     "refuse_target",
 ]
 
@@ -426,13 +429,38 @@ def atomic_set(
         CorruptFile: an earlier write was cut short, and can be neither finished nor taken back.
     """
     path, target = os.fspath(index), os.path.realpath(index)
-    parts = _parts(target, sizes, mode)
+    parts = parts_of(target, sizes, mode)
     if len(parts) == 1:
         with atomic_output(
             path, parts[0].size, overwrite=overwrite, mode=mode, check=check, progress=progress
         ) as alone:
             yield lambda _: nullcontext(alone)
         return
+    with begun_set(path, target, parts, overwrite=overwrite), _cleared(target, parts):
+        for part in parts:
+            part.reserve()
+        yield _outputs(parts, progress)
+        for part in parts:
+            part.check_finished(overwrite=overwrite)
+        if check is not None:
+            check()
+        rename_all(target, [part.move() for part in parts])
+
+
+@contextmanager
+def begun_set(
+    path: str,
+    target: str,
+    parts: Sequence[Part],
+    *,
+    overwrite: bool,
+    keeps: Callable[[str], bool] = lambda name: False,
+) -> Iterator[None]:
+    """Hold the lock on a set; what a kill left of it is finished, or removed unless `keeps` it.
+
+    Raises:
+        As `atomic_set`.
+    """
     with worded(path), _folder_of(target) as folder, only_writer(target, path) as is_locked:
         journal = read_journal(target)
         if journal is not None:
@@ -445,20 +473,13 @@ def atomic_set(
         if is_locked:
             remove_unfinished(target)
             for found in _found_beside(target, PART):
-                remove(found)
-        check_space(folder, sum(part.size for part in parts))
-        with _cleared(target, parts):
-            for part in parts:
-                part.reserve()
-            yield _outputs(parts, progress)
-            for part in parts:
-                part.check_finished(overwrite=overwrite)
-            if check is not None:
-                check()
-            rename_all(target, [part.move() for part in parts])
+                if not keeps(found):
+                    remove(found)
+        check_space(folder, sum(part.size for part in parts if not keeps(part.temporary)))
+        yield
 
 
-def _outputs(parts: Sequence[_Part], progress: Progress | None) -> _Outputs:
+def _outputs(parts: Sequence[Part], progress: Progress | None) -> _Outputs:
     known, size, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
 
     def report(now: int, _: int) -> None:
@@ -477,7 +498,7 @@ def _outputs(parts: Sequence[_Part], progress: Progress | None) -> _Outputs:
 
 
 @dataclass(slots=True)
-class _Part:
+class Part:
     """One file of a set while it is written."""
 
     path: str
@@ -522,7 +543,7 @@ class _Part:
 
 
 @contextmanager
-def _cleared(target: str, parts: Sequence[_Part]) -> Iterator[None]:
+def _cleared(target: str, parts: Sequence[Part]) -> Iterator[None]:
     """Where the block fails, no temporary file stays, unless a journal still needs it."""
     try:
         yield
@@ -533,12 +554,14 @@ def _cleared(target: str, parts: Sequence[_Part]) -> Iterator[None]:
         raise
 
 
-def _parts(target: str, sizes: Mapping[str, int], mode: int | None) -> list[_Part]:
-    """The files, which lie in one folder, the index last."""
-    token, parts = secrets.token_hex(6), []
+def parts_of(
+    target: str, sizes: Mapping[str, int], mode: int | None, token: str | None = None
+) -> list[Part]:
+    """The files, which lie in one folder, the index last; `token` is part of temporary names."""
+    token, parts = token or secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = beside(target, f".ckptool-{token}-{number:05}.part")
-        part = _Part(path, os.path.realpath(path), temporary, size, mode)
+        part = Part(path, os.path.realpath(path), temporary, size, mode)
         if os.path.dirname(part.target) != os.path.dirname(target):
             raise UsageError(
                 f"must be in the folder of the index, {os.path.dirname(target)}",

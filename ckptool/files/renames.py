@@ -40,7 +40,7 @@ KIND = "set"
 FINISHED = "it and its files are all the new ones: their write had been cut short"
 """What to say of an index whose journal has been carried out."""
 
-PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.part"
+PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.(?:part|whole)"
 """How the temporary names of a set end, behind that of the index."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.checkpoint import Change, Checkpoint, Gather
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
@@ -558,8 +558,11 @@ class _Work:
             storage = self._storages[id(storage), tensor.dtype, dtype]
         return over_elements(tensor, dtype=dtype, storage=storage)
 
-    def report(self) -> Iterator[Change]:
+    def report(self, gather: Gather) -> Iterator[Change]:
         """Totals for each pair of types, then each tensor that lost something, the worst first."""
+        for caster in self._casters.values():
+            for losses in gather(dict(caster.losses)):
+                caster.losses.update(losses)
         for pair, caster in self._casters.items():
             done = [
                 wish

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.checkpoint import Change, Checkpoint, alone
 from ckptool.errors import (
     AmbiguousName,
-    CheckpointError,
     NotFound,
     NotRepresentable,
-    TruncatedFile,
     UsageError,
-    warn,
 )
 from ckptool.files import Source
-from ckptool.files.atomic import FileOutput, Progress, atomic_set
+from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
-from ckptool.files.editing import apply_patch
-from ckptool.files.journal import leads_to
-from ckptool.files.system import announce_read
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
@@ -34,6 +26,8 @@ from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
+from ckptool.writing.divided import Team, write_divided
+from ckptool.writing.job import Job, carry_out
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
     check_still_there,
@@ -42,7 +36,6 @@ from ckptool.writing.target import (
     is_a_source,
     target_format,
 )
-from ckptool.writing.verification import source_check, verify, verify_members
 
 __all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
 
@@ -110,116 +103,6 @@ def _documents(changes: Iterable[Change]) -> list[dict[str, Any]]:
     return [{"kind": change.kind, "text": change.text, "count": change.count} for change in changes]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be written, where, and under which conditions."""
-
-    checkpoint: Checkpoint
-    path: str
-    overwrite: bool
-    in_place: bool
-    """Whether the target is the source, or has its name."""
-    verify: bool
-    progress: Progress | None
-
-    def check_sources(self) -> None:
-        """Refuse to keep what was read of a file that changed; in place, it must still be there.
-
-        A source of which another file has taken the place stays what it was, and is told.
-
-        Raises:
-            UnreadableFile: a source has been written to.
-            WriteError: in place, another file has taken the place of the source, or none.
-        """
-        sources = self.checkpoint.sources
-        for source in sources:
-            source.check_unchanged()
-        if self.in_place:
-            check_still_there(self.path, sources)
-            return
-        for source in sources:
-            fd = source.fd()
-            if fd is not None and not leads_to(source.name, fd):
-                warn(
-                    f"{source.name}: has been replaced or removed meanwhile; "
-                    "the result is of the file that was there before"
-                )
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Where a source has been written to, what is found wrong with it comes from that.
-
-        Raises:
-            UnreadableFile: it has, and something went wrong that is no refusal of the system.
-            TruncatedFile: it has become shorter.
-        """
-        try:
-            yield
-        except CheckpointError as error:
-            if not isinstance(error, (OSError, TruncatedFile)):
-                for source in self.checkpoint.sources:
-                    source.check_unchanged()
-            raise
-
-
-def _carry_out(plan: Plan, job: Job) -> None:
-    """Execute `plan`, whole or not at all; errors as `save`."""
-    if plan.files:
-        _write_files(plan, job)
-        return
-
-    def check() -> None:
-        if job.verify:
-            verify(job.checkpoint, job.path, {}, job.progress)
-
-    if plan.patch is None:  # the source holds already what it is to hold
-        with job.reading():
-            check()
-        job.check_sources()
-        return
-    header = job.checkpoint.with_root(None)
-    with job.reading(), source_check(header, plan.format) as check_header:
-        check_header()
-    apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
-
-
-def _write_files(plan: Plan, job: Job) -> None:
-    """Write new files beside their targets, reading the sources from front to back; rename them."""
-    sources, outputs = job.checkpoint.sources, list[FileOutput]()
-    open_files = [fd for source in sources if (fd := source.fd()) is not None]
-    for fd in open_files:
-        announce_read(fd)
-    mode = stat.S_IMODE(os.fstat(open_files[0]).st_mode) & 0o777 if open_files else None
-
-    def check() -> None:
-        check_sources()
-        if job.verify:
-            for file, output in zip(plan.files, outputs, strict=True):
-                if file.members:
-                    verify_members(file.members, output.name, output.streamed, job.progress)
-                if file.holds is not None:
-                    verify(file.holds, output.name, output.streamed, job.progress)
-        job.check_sources()
-
-    with (
-        job.reading(),
-        source_check(job.checkpoint, plan.format) as check_sources,
-        atomic_set(
-            plan.index or job.path,
-            {file.path or job.path: file.size for file in plan.files},
-            overwrite=job.overwrite or job.in_place,
-            mode=mode,
-            check=check,
-            progress=job.progress,
-        ) as output_of,
-    ):
-        for file in plan.files:
-            with output_of(file.path or job.path) as output:
-                output.is_verified = job.verify
-                file.write(output)
-            outputs.append(output)
-
-
 LEFT_OUT = "left-out"
 """The kind of the changes that name what a transform did not carry over."""
 
@@ -239,6 +122,8 @@ def save(
     files_from: str | os.PathLike[str] | None = None,
     to_folder: bool = False,
     progress: Progress | None = None,
+    team: Team | None = None,
+    options: str = "",
 ) -> Receipt:
     """Write `checkpoint` to `path`, whole or not at all.
 
@@ -261,6 +146,8 @@ def save(
         to_folder: Whether the target is a folder that the weights are written into: the files are
             looked for in the folder that the source is.
         progress: Told bytes done and bytes in all.
+        team: The processes that write it together: each calls this in the same way.
+        options: What was asked for, in words of any kind, by which such a write is known again.
 
     Raises:
         NotRepresentable: the format cannot hold a tensor (or, `strict`, anything else).
@@ -308,10 +195,15 @@ def save(
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
     if not dry_run:
-        _carry_out(plan, job)
+        if team is None:
+            carry_out(plan, job)
+        elif plan.index and len(plan.files) > 2:
+            write_divided(plan, job, team, options)
+        else:
+            team.first(lambda: carry_out(plan, job))
     elif plan.index or os.path.isdir(checkpoint.path):
         plan = replace(plan, notes=(*plan.notes, _room(plan, path)))
-    return _receipt(plan, job, dry_run=dry_run)
+    return _receipt(plan, job, team, dry_run=dry_run)
 
 
 def _file_of(
@@ -446,8 +338,9 @@ def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_plac
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
 
 
-def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
+def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Receipt:
     reports = () if dry_run else job.checkpoint.reports
+    gather = team.all if team is not None and plan.index else alone
     return Receipt(
         path=plan.index or job.path,
         format=plan.format,
@@ -462,7 +355,7 @@ def _receipt(plan: Plan, job: Job, *, dry_run: bool) -> Receipt:
         written=plan.written,
         files=tuple((file.path, file.size) for file in plan.files if plan.index),
         verified=job.verify and not dry_run,
-        outcomes=tuple(change for report in reports for change in report()),
+        outcomes=tuple(change for report in reports for change in report(gather)),
     )
 
 

@@ -14,13 +14,13 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.atomic import Progress, Streamed
+from ckptool.files.atomic import FileOutput, Progress, Streamed
 from ckptool.files.checksums import crc32s
 from ckptool.files.source import Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.formats.archive import zip_archive
-from ckptool.formats.base import Member
+from ckptool.formats.base import Member, NewFile
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Storage, StorageRef, TensorRef
@@ -31,7 +31,7 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-__all__ = ["source_check", "verify", "verify_members"]
+__all__ = ["source_check", "verify", "verify_file"]
 
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
@@ -162,17 +162,25 @@ def verify(
         _compare(runs, streamed, progress)
 
 
-def verify_members(
+def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) -> None:
+    """Compare a file that has been written with what it is to hold; an index is not looked at.
+
+    Raises:
+        WriteError, CorruptFile: as `verify`.
+    """
+    if file.members:
+        _verify_members(file.members, output.name, output.streamed, progress)
+    if file.holds is not None:
+        verify(file.holds, output.name, output.streamed, progress)
+
+
+def _verify_members(
     members: Sequence[Member],
     path: str,
     streamed: Mapping[int, Streamed],
     progress: Progress | None = None,
 ) -> None:
-    """Compare what stands in the file at `path`, files of torch.save's, with what it is to hold.
-
-    Raises:
-        WriteError, CorruptFile: as `verify`.
-    """
+    """Compare what stands in the file at `path`, files of torch.save's, with what it is to hold."""
     with closing(FileSource(path)) as source:
         runs: list[_Run] = []
         for one in members:

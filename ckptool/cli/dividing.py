@@ -1,0 +1,92 @@
+"""A command that several processes do together: torchrun starts them, or --workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptool.cli.console import WORDS, in_words, settle
+from ckptool.errors import UsageError, WriteError
+from ckptool.tensors.runtime import require_torch
+
+if TYPE_CHECKING:
+    from ckptool.writing.divided import Team
+
+__all__ = ["divided", "team_of", "workers_option"]
+
+_TEAM = "ckptool.team"
+_PATIENCE = timedelta(days=30)
+"""How long processes wait for each other: a write takes hours, and a launcher ends who is left."""
+
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Write the shards in so many processes of this machine; torchrun does it on several.",
+)
+
+
+def divided(work: Callable[[], object], workers: int | None) -> None:
+    """Do the work: here, as one of the processes that torchrun has started, or in new ones.
+
+    Raises:
+        UsageError: --workers inside of torchrun's processes.
+        WorkerFailed: a worker's error.
+    """
+    if _is_launched():
+        from ckptool.trainer.launching import recorded
+
+        with recorded(in_words), _joined() as team:
+            click.get_current_context().meta[_TEAM] = team
+            work()
+    elif workers is None or workers == 1:
+        work()
+    else:
+        require_torch()
+        from ckptool.trainer.launching import launch
+
+        settle(launch(click.get_current_context().meta[WORDS], nproc=workers))
+
+
+def team_of() -> Team | None:
+    """Return the processes that this command runs in; None: it is alone.
+
+    Raises:
+        UsageError: torchrun has started a verb that is not divided.
+    """
+    context = click.get_current_context()
+    team: Team | None = context.meta.get(_TEAM)
+    if team is None and _is_launched():
+        raise UsageError(
+            f"{context.info_name} is not divided between processes, and torchrun has started "
+            f"{os.environ['WORLD_SIZE']}",
+            hint="run it without torchrun; convert and cast are divided",
+        )
+    return team
+
+
+def _is_launched() -> bool:
+    """Whether torchrun has started this command itself, not a script that calls it."""
+    is_module = os.path.basename(sys.argv[0]) == "__main__.py"
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return is_module and many and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+@contextmanager
+def _joined() -> Iterator[Team]:
+    require_torch()
+    import torch
+    import torch.distributed as dist
+
+    from ckptool.loading.ranks import Ranks
+    from ckptool.trainer.processes import connected
+
+    with connected(torch.device("cpu")):
+        group = dist.new_group(timeout=_PATIENCE)
+        undone = "nothing has got its name"
+        yield Ranks((group,), error=WriteError, undone=undone, call="ckptool")

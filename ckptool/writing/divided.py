@@ -1,0 +1,164 @@
+"""A set of files that several processes write together, on one machine or on many.
+
+Each process writes whole files beside their targets, under names that are made of the plan, so that
+the same plan, begun again, goes on with those that are whole; any other plan removes them. Once all
+are there the first process writes the index and renames them, as `atomic_set` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol, TypeVar
+
+from ckptool.files.atomic import Part, begun_set, parts_of, refuse_target
+from ckptool.files.place import place_of
+from ckptool.files.renames import rename_all
+from ckptool.files.system import worded
+from ckptool.formats.base import NewFile, Plan
+from ckptool.tree import name_of
+from ckptool.writing.job import Job
+from ckptool.writing.verification import source_check, verify_file
+
+__all__ = ["Team", "write_divided"]
+
+_Result = TypeVar("_Result")
+
+
+class Team(Protocol):
+    """The processes that make the same calls in the same order; `loading.ranks.Ranks` is one."""
+
+    @property
+    def own(self) -> int:
+        """The number of this process."""
+        ...
+
+    def reached(self) -> AbstractContextManager[None]:
+        """Raise in every process where the block raises in one."""
+        ...
+
+    def first(self, work: Callable[[], _Result]) -> _Result:
+        """Do the work in process 0 alone, and return its result in all of them."""
+        ...
+
+    def all(self, own: _Result) -> list[_Result]:
+        """Return what each process gives, in the order of their numbers."""
+        ...
+
+
+def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
+    """Write the files of a plan, those of each process by itself, and their index last.
+
+    Args:
+        plan: With an index; the same in every process.
+        job: As `save` has it.
+        team: The processes.
+        options: What else the bytes depend on: with the plan it names what is being written.
+
+    Raises:
+        As `save`, in every process what is raised in one.
+    """
+    target = os.path.realpath(plan.index)
+    sizes = {file.path: file.size for file in plan.files}
+    token = hashlib.sha256("\0".join(_identity(plan, job, options)).encode()).hexdigest()[:12]
+    parts = parts_of(target, sizes, job.mode, token)
+    with ExitStack() as stack:
+        whole = team.first(lambda: _begin(stack, plan, target, parts, job))
+        for part in parts:
+            if _whole_name(part) in whole:
+                part.temporary = _whole_name(part)
+        left = [part for part in parts[:-1] if part.temporary not in whole]
+        shares = _shares(left, len(team.all(0)))
+        with team.reached():
+            files = {file.path: file for file in plan.files}
+            _write(job, [(files[one.path], one) for one in shares[team.own]], plan.format)
+        team.first(lambda: _finish(plan, target, parts, job))
+
+
+def _identity(plan: Plan, job: Job, options: str) -> Iterable[str]:
+    """Yield what makes another write of a write: its sources, its options and its files."""
+    yield options
+    checkpoint = job.checkpoint
+    paths = {source.name for source in checkpoint.sources}
+    if os.path.isdir(checkpoint.path):  # of many processes: most of it is opened when it is read
+        names = place_of(checkpoint.path).names(checkpoint.path)
+        paths |= {os.path.join(checkpoint.path, name) for name in names}
+    for path in sorted(paths):
+        status = os.stat(path)
+        yield f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
+    for file in plan.files:
+        yield f"{os.path.basename(file.path)} {file.size}"
+        for place, tensor in file.holds.tensors() if file.holds else ():
+            yield f"{name_of(place)} {tensor.dtype} {tensor.shape}"
+
+
+def _begin(
+    stack: ExitStack, plan: Plan, target: str, parts: Sequence[Part], job: Job
+) -> frozenset[str]:
+    """Take the set, and return the files that an earlier run has left whole."""
+    whole = frozenset(name for part in parts if _size(name := _whole_name(part)) == part.size)
+    stack.enter_context(
+        begun_set(plan.index, target, parts, overwrite=job.may_replace, keeps=whole.__contains__)
+    )
+    return whole
+
+
+def _whole_name(part: Part) -> str:
+    return f"{os.path.splitext(part.temporary)[0]}.whole"
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return None
+
+
+def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
+    """Deal the files out, the largest first, each to the process that has the fewest bytes."""
+    shares: list[list[Part]] = [[] for _ in range(count)]
+    for part in sorted(parts, key=lambda part: -part.size):
+        min(shares, key=lambda share: sum(one.size for one in share)).append(part)
+    return shares
+
+
+def _write(job: Job, own: Sequence[tuple[NewFile, Part]], format: str) -> None:
+    total, done = sum(part.size for _, part in own), 0
+
+    def report(now: int, _: int) -> None:
+        if job.progress is not None:
+            job.progress(done + now, total)
+
+    roots = [file.holds.root for file, _ in own if file.holds]
+    roots += [member.holds.root for file, _ in own for member in file.members]
+    held = job.checkpoint.with_root(roots)
+    with job.reading(), source_check(held, format) as check_sources:
+        for file, part in own:
+            part.old = refuse_target(part.path, overwrite=job.may_replace)
+            part.reserve()
+            with worded(part.path), part.output(report) as output:
+                output.is_verified = job.verify
+                file.write(output)
+            if job.verify:
+                verify_file(file, output, job.progress)
+            done += part.size
+            job.check_sources()
+            os.replace(part.temporary, _whole_name(part))
+        check_sources()
+
+
+def _finish(plan: Plan, target: str, parts: Sequence[Part], job: Job) -> None:
+    """Write the index and give all files their names, as process 0."""
+    index = parts[-1]
+    index.reserve()
+    with worded(index.path), index.output(lambda now, total: None) as output:
+        plan.files[-1].write(output)
+    for part in parts[:-1]:
+        part.temporary = _whole_name(part)
+        part.inode = os.stat(part.temporary).st_ino
+    for part in parts:
+        part.check_finished(overwrite=job.may_replace)
+    job.check_sources()
+    rename_all(target, [part.move() for part in parts])

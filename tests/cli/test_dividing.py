@@ -1,0 +1,190 @@
+"""One command in several processes: the bytes of one, a failure in all, a kill and what follows."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+
+DEADLINE = 240
+CHANGED = ["--max-shard-size", "40KB", "--cast", "bfloat16"]
+
+PROGRAM = """
+import os, sys, time
+import ckptool.writing.divided as divided
+from ckptool.cli import main
+name, work = os.environ.get("STEP", "").partition("=")[::2]
+rank, at = os.environ["RANK"], work.partition(":")
+done, replace = [], os.replace
+def counted(*names):
+    replace(*names)
+    if str(names[1]).endswith(".whole"):
+        done.append(names)
+    if name == "kill" and rank == at[0] and len(done) == int(at[2]):
+        os.kill(os.getpid(), 9)
+divided.os.replace = counted
+sys.argv[0] = "__main__.py"
+sys.exit(main())
+"""
+"""`python -m ckptool`, in which one process may end in the middle."""
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    torch.save({f"l.{i}.w": torch.randn(50, 40) for i in range(20)}, tmp_path / "m.pth")
+    return tmp_path / "m.pth"
+
+
+def ckptool_does(*words, exit_code=0):
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckptool", *map(str, words)],
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert ran.returncode == exit_code, ran.stderr
+    return ran
+
+
+def torchrun(words, program, *, nodes=1, nproc=2, step=""):
+    """Run the processes of all nodes; what they wrote, and whether all ended well."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    script = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
+    script += ["--nproc-per-node", str(nproc), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    script += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    environment = {**os.environ, "STEP": step, "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*script, program, *map(str, words)], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+        for _ in range(nodes)
+    ]  # fmt: skip
+    try:
+        told = [one.communicate(timeout=DEADLINE)[0] for one in running]
+    finally:
+        for one in running:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+    return "\n".join(told), all(one.returncode == 0 for one in running)
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_workers_write_what_one_process_writes(model, tmp_path):
+    for name, more in (("one", []), ("two", ["--workers", 2])):
+        ckptool_does(
+            "convert", model, tmp_path / name / "m.safetensors.index.json", *CHANGED, *more
+        )
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+    assert len(files_in(tmp_path / "one")) == 3
+
+
+def test_what_they_lost_is_told_once_for_all(model, tmp_path):
+    told = []
+    for name, more in (("one", []), ("two", ["--workers", 2])):
+        words = ["convert", model, tmp_path / name / "m.safetensors.index.json", *CHANGED, *more]
+        told.append(json.loads(ckptool_does(*words, "--json").stdout))
+    assert told[0]["outcomes"] == told[1]["outcomes"]
+    assert sum(one["kind"] == "precision" for one in told[1]["outcomes"]) == 20
+
+
+def test_a_folder_of_dcp_is_written_by_workers(model, tmp_path):
+    for name, more in (("one", []), ("two", ["--workers", 2])):
+        ckptool_does(
+            "convert", model, tmp_path / name, "--format", "dcp", "--max-shard-size", "60KB", *more
+        )
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+def test_shards_are_cast_by_workers(model, tmp_path):
+    index = tmp_path / "whole" / "m.safetensors.index.json"
+    ckptool.convert(model, index, max_shard_size="80KB")
+    for name, more in (("one", []), ("two", ["--workers", 2])):
+        target = tmp_path / name / index.name
+        ckptool_does("cast", index, "--dtype", "float16", "-o", target, *more)
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+def test_a_single_file_is_written_by_one_of_them(model, tmp_path):
+    ckptool_does("convert", model, tmp_path / "m.safetensors", "--workers", 2)
+    assert ckptool.diff(model, tmp_path / "m.safetensors").identical
+
+
+def test_what_one_process_cannot_write_fails_in_all(model, tmp_path):
+    state = torch.load(model)
+    state["l.19.w"][0] = 1e30
+    torch.save(state, model)
+    words = ["convert", model, tmp_path / "m.safetensors.index.json", "--max-shard-size", "40KB"]
+    ran = ckptool_does(*words, "--cast", "float16", "--workers", 2, exit_code=2)
+    assert "l.19.w' cannot be cast" in ran.stderr
+    assert ran.stderr.count("cannot be cast") == 1
+    assert "Traceback" not in ran.stderr
+    assert not list(tmp_path.glob("*.json")) + list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_rerun_goes_on_after_a_kill_on_one_of_two_nodes(model, program, tmp_path):
+    index = tmp_path / "out" / "m.safetensors.index.json"
+    words = ["convert", model, index, "--max-shard-size", "20KB"]
+    told, ended_well = torchrun(words, program, nodes=2, nproc=1, step="kill=1:3")
+    assert not ended_well, told
+    assert not list((tmp_path / "out").glob("*.json"))
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    whole = {path.stat().st_ino for path in (tmp_path / "out").glob(".*.whole")}
+    assert len(whole) >= 3
+    told, ended_well = torchrun(words, program, nodes=2, nproc=1)
+    assert ended_well, told
+    made = {path.stat().st_ino for path in (tmp_path / "out").glob("*.safetensors")}
+    assert whole <= made
+    assert len(list((tmp_path / "out").iterdir())) == 11
+    assert ckptool.diff(model, index).identical
+
+
+def test_another_plan_uses_nothing_of_it(model, program, tmp_path):
+    index = tmp_path / "out" / "m.safetensors.index.json"
+    words = ["convert", model, index, "--max-shard-size", "20KB"]
+    torchrun(words, program, step="kill=0:2")
+    left = {path.stat().st_ino for path in (tmp_path / "out").glob(".*.whole")}
+    assert left
+    other = torch.load(model)
+    other["l.0.w"] += 1
+    torch.save(other, model)  # the same names and sizes
+    torchrun(words, program)
+    assert len(list((tmp_path / "out").iterdir())) == 11
+    assert ckptool.diff(model, index).identical
+
+
+def test_an_old_set_keeps_its_names_until_the_new_one_is_whole(model, program, tmp_path):
+    index = tmp_path / "out" / "m.safetensors.index.json"
+    ckptool.convert(model, index, max_shard_size="20KB")
+    before = files_in(tmp_path / "out")
+    words = ["convert", model, index, "--max-shard-size", "20KB", "--cast", "float16", "--force"]
+    torchrun(words, program, step="kill=1:2")
+    now = files_in(tmp_path / "out")
+    assert {name: now[name] for name in before} == before
+    ckptool.convert(model, index, max_shard_size="20KB", overwrite=True)
+    assert files_in(tmp_path / "out") == before  # what was left is gone
+
+
+def test_a_verb_that_is_not_divided_says_so(model, program, tmp_path):
+    told, ended_well = torchrun(["strip-module", model, "-o", tmp_path / "s.pth"], program)
+    assert not ended_well
+    assert "strip-module is not divided between processes" in told
+    assert not (tmp_path / "s.pth").exists()
