@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
 from ckptool.cli.console import WORDS, in_words, settle
-from ckptool.errors import UsageError, WriteError
+from ckptool.errors import UsageError
 from ckptool.tensors.runtime import require_torch
 
 if TYPE_CHECKING:
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["divided", "team_of", "workers_option"]
 
 _TEAM = "ckptool.team"
-_PATIENCE = timedelta(days=30)
-"""How long processes wait for each other: a write takes hours, and a launcher ends who is left."""
 
 workers_option = click.option(
     "--workers",
@@ -39,10 +35,12 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         WorkerFailed: a worker's error.
     """
     if _is_launched():
+        require_torch()
         from ckptool.trainer.launching import recorded
+        from ckptool.trainer.processes import team
 
-        with recorded(in_words), _joined() as team:
-            click.get_current_context().meta[_TEAM] = team
+        with recorded(in_words), team("ckptool", undone="nothing has got its name") as found:
+            click.get_current_context().meta[_TEAM] = found
             work()
     elif workers is None or workers == 1:
         work()
@@ -75,18 +73,3 @@ def _is_launched() -> bool:
     is_module = os.path.basename(sys.argv[0]) == "__main__.py"
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return is_module and many and "TORCHELASTIC_RUN_ID" in os.environ
-
-
-@contextmanager
-def _joined() -> Iterator[Team]:
-    require_torch()
-    import torch
-    import torch.distributed as dist
-
-    from ckptool.loading.ranks import Ranks
-    from ckptool.trainer.processes import connected
-
-    with connected(torch.device("cpu")):
-        group = dist.new_group(timeout=_PATIENCE)
-        undone = "nothing has got its name"
-        yield Ranks((group,), error=WriteError, undone=undone, call="ckptool")

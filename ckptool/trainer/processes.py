@@ -13,16 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ckptool.errors import CheckpointError, PeerLost, TrainingError
+from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
+from ckptool.loading.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["TIMEOUT", "Processes", "connected", "local_rank", "of_this_attempt", "require_launcher"]
+__all__ = [
+    "TIMEOUT",
+    "Processes",
+    "connected",
+    "local_rank",
+    "of_this_attempt",
+    "require_launcher",
+    "team",
+]
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 """How long processes wait for each other."""
+_HOURS = timedelta(days=30)
+"""The same, where one writes for hours: a launcher ends who is left."""
 _RUNS = count()
 """Numbers the runs of a script, the same in all of its processes."""
 _ENDED: list[Any] = []
@@ -142,6 +153,22 @@ def connected(device: torch.device) -> Iterator[Processes]:
     finally:
         _ENDED[:] = [dist.group.WORLD]
         dist.destroy_process_group()
+
+
+@contextmanager
+def team(call: str, *, undone: str) -> Iterator[Ranks]:
+    """The processes of a launcher, which wait for each other as long as it takes, until the end.
+
+    Args:
+        call: What all of them do, for messages.
+        undone: What a failure of another one means, for messages.
+
+    Raises:
+        As `connected`.
+    """
+    with connected(torch.device("cpu")):
+        group = dist.new_group(timeout=_HOURS)
+        yield Ranks((group,), error=WriteError, undone=undone, call=call)
 
 
 @cache

@@ -283,7 +283,7 @@ def test_an_edit_that_reads_back_wrong_is_taken_back(checkpoint, tmp_path, monke
     def wrong(*_):
         raise WriteError("verification failed")
 
-    monkeypatch.setattr(sys.modules["ckptool.writing.save"], "verify", wrong)
+    monkeypatch.setattr(sys.modules["ckptool.writing.job"], "verify", wrong)
     with pytest.raises(WriteError, match="verification failed"):
         save(
             checkpoint.with_root({"v": checkpoint["w"]}),
