@@ -30,9 +30,11 @@ define LOAD
 import sys, torch
 from torch import nn
 net = nn.ModuleDict({"conv1": nn.Conv2d(3, 8, 3), "bn1": nn.BatchNorm2d(8), "fc": nn.Linear(8, 10)})
-print(f"\n>>> net.load_state_dict(torch.load({sys.argv[1]!r})['state_dict'])")
+path, *device = sys.argv[1:]
+call = repr(path) + "".join(f", map_location={one!r}" for one in device)
+print(f"\n>>> net.load_state_dict(torch.load({call})['state_dict'])")
 try:
-    print(net.load_state_dict(torch.load(sys.argv[1], weights_only=True)["state_dict"]))
+    print(net.load_state_dict(torch.load(path, *device, weights_only=True)["state_dict"]))
 except RuntimeError as error:
     print(f"RuntimeError: {str(error)[:400]} ...")
 print()
@@ -42,6 +44,7 @@ export LOAD
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO) && mkdir -p $(DEMO)
 	@cp fixtures/torch-2.13.0/dp_full_cuda3.pth $(DEMO)/model.pth
+	@$(BIN)/python -W ignore -c "$$LOAD" $(DEMO)/model.pth cpu
 	@$(BIN)/python -W ignore -c "$$LOAD" $(DEMO)/model.pth
 	$(BIN)/ckptool strip-module $(DEMO)/model.pth
 	$(BIN)/ckptool remap --to cpu $(DEMO)/model.stripped.pth -o $(DEMO)/laptop.pth

@@ -79,7 +79,8 @@ def _there(node: Any) -> str:
 
 def _found(module: str) -> str:
     stem = module.removesuffix(".py")
-    return f"{stem}:..., without .py" if stem != module else "modules are looked for from here on"
+    there = "modules are imported from this folder, PYTHONPATH and the environment"
+    return f"{stem}:..., without .py" if stem != module else there
 
 
 def run(make: Callable[[], Any], what: str, hint: str) -> Any:

@@ -108,7 +108,7 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
             "--min-coverage",
             type=_Share(0, 1),
             metavar="SHARE",
-            help="Refuse where less of the model's parameters is met: 0.9; 0 lets nothing do.",
+            help="The least share of the model's parameters that must fit: 0.9; with 0 none need.",
         )(gathered)
         for name, text in reversed(words.items()):
             option = f"--{name.replace('_', '-')}"

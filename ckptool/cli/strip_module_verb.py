@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import Target, completed_by, file_argument, target_options, verb
 from ckptool.names import WRAPPERS
 from ckptool.transforms import strip_module
+from ckptool.words import listed
 
 __all__ = ["command"]
 
@@ -42,6 +43,8 @@ def command(
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return strip_module(checkpoint, only=only or None, levels=levels, at=at)
+        changed = strip_module(checkpoint, only=only or None, levels=levels, at=at)
+        none = Change("warning", f"no {listed(only or ['wrapper'])} in the names")
+        return changed if changed.changes else changed.with_root(changed.root, none)
 
     write_changed(file, change, target, word="stripped")

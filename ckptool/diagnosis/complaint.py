@@ -200,9 +200,10 @@ def below(path: str, name: str) -> str:
 
 def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
     """Names as a complaint shows them: repeated layers folded, of many the first."""
-    labels = [family.label for family in families((name, None) for name in names)]
-    more = (f"and {len(labels) - most:,} more",) if len(labels) > most else ()
-    return (*map(printable, labels[:most]), *more)
+    found = families((name, None) for name in names)
+    left = sum(len(family.names) for family in found[most:])
+    more = (f"and {left:,} more",) if left else ()
+    return (*(printable(family.label) for family in found[:most]), *more)
 
 
 def quoted_names(names: Iterable[str]) -> str:

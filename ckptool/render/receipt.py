@@ -24,7 +24,7 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
     """What changed, what was left out, what stays in the way, and the file."""
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
-    if not receipt.left_out and all(change.kind == "warning" for change in receipt.changes):
+    if not receipt.left_out and {one.kind for one in receipt.changes} <= {"warning", "format"}:
         yield f"names, values and devices stay as they are in {clean(receipt.source)}"
     yield from _told(receipt.outcomes)
     yield from _few(f"left out: {text}" for text in receipt.left_out)

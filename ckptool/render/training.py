@@ -35,6 +35,17 @@ _COLUMNS = {"epoch": 5, "step": 7, "train_loss": 11, "val_loss": 11, "lr": 10, "
 """The widths, known before the rows are: those come minutes apart."""
 
 
+_WITHOUT = {
+    "optimizer": "its state begins anew",
+    "scheduler": "the learning rate follows from the step",
+    "scaler": "its scale begins anew",
+    "ema": "the average begins with these weights",
+    "rng": "dropout draws other numbers than a run that was not stopped",
+    "progress": "the next epoch begins with its first step",
+}
+"""What the lack of each part of a checkpoint costs."""
+
+
 def heading(look: Look) -> str:
     """What the columns of `epoch_line` are."""
     return look.bold(_aligned(list(_COLUMNS)))
@@ -73,7 +84,8 @@ def started_line(started: Started) -> str:
 
 def resumed_line(resumed: Resumed) -> str:
     """Where the run goes on from, and what that lacks."""
-    lacks = f", which is without {', '.join(resumed.without)}" if resumed.without else ""
+    costs = [f"{name} ({_WITHOUT[name]})" for name in resumed.without]
+    lacks = f", without {', '.join(costs)}" if costs else ""
     return f"goes on from {clean(resumed.path)}, step {count(resumed.step)}{lacks}"
 
 

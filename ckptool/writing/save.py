@@ -347,7 +347,10 @@ def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Recei
         size=plan.size,
         tensors=plan.tensors,
         source=job.checkpoint.path,
-        changes=tuple(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
+        changes=(
+            *_reformatted(job.checkpoint, plan),
+            *(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
+        ),
         left_out=plan.left_out,
         notes=plan.notes,
         blockers=plan.blockers,
@@ -357,6 +360,15 @@ def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Recei
         verified=job.verify and not dry_run,
         outcomes=tuple(change for report in reports for change in report(gather)),
     )
+
+
+def _reformatted(checkpoint: Checkpoint, plan: Plan) -> Iterator[Change]:
+    """Yield the change of format, or within one format of the pickle protocol."""
+    protocol = checkpoint.details.protocol
+    if plan.format != checkpoint.format and not checkpoint.in_memory:
+        yield Change("format", f"{checkpoint.format} becomes {plan.format}")
+    elif plan.written and protocol not in (None, 2):
+        yield Change("format", f"pickle protocol {protocol} becomes 2")
 
 
 def _computes(checkpoint: Checkpoint) -> bool:

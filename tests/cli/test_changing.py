@@ -71,8 +71,22 @@ def test_nothing_to_change_is_said_and_written_all_the_same(ckptool, model, tmp_
     ckptool("strip-module", model)
     done = ckptool("strip-module", tmp_path / "model.stripped.pth")
     assert done.code == 0
-    assert "names, values and devices stay" in done.err
+    assert "warning: no wrapper in the names\nnames, values and devices stay" in done.err
     assert (tmp_path / "model.stripped.stripped.pth").exists()
+
+
+def test_a_change_of_format_or_protocol_alone_is_said(ckptool, net, tmp_path):
+    source = tmp_path / "in.pth"
+    for given, said in (
+        ({"pickle_protocol": 4}, "pickle protocol 4 becomes 2"),
+        ({"_use_new_zipfile_serialization": False}, "torch-legacy becomes torch-zip"),
+    ):
+        torch.save(net.state_dict(), source, **given)
+        for name in ("new.pth", "again.pth"):
+            done = ckptool("convert", source, tmp_path / name, "--format", "torch-zip", "--force")
+            assert (said in done.err) == (name == "new.pth")
+            source = tmp_path / name
+        source = tmp_path / "in.pth"
 
 
 def test_an_existing_target_is_refused_without_force(ckptool, model, tmp_path):

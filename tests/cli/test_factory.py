@@ -158,8 +158,9 @@ def test_ctrl_c_in_it_is_ctrl_c(home):
 
 
 def test_a_module_that_is_not_there_or_is_a_file_name(home):
-    with pytest.raises(UsageError, match="importing gone_away raised ModuleNotFoundError"):
+    with pytest.raises(UsageError, match="importing gone_away raised ModuleNotFound") as caught:
         built("gone_away:Net")
+    assert caught.value.hint.startswith("modules are imported from this folder, PYTHONPATH")
     with pytest.raises(UsageError) as caught:
         built(f"{home}.py:Net")
     assert caught.value.hint == f"{home}:..., without .py"

@@ -122,6 +122,7 @@ def test_a_long_list_of_places_is_cut(complaint):
     assert (len(where), where[-1]) == (9, "and 12 more")
     layers = OrderedDict((f"module.layers.{n}.w", torch.ones(2)) for n in range(20))
     assert complaint("wrappers", layers).where == ("module.layers.{0..19}.w",)
+    assert complaint("wrappers", root | layers).where[-1] == "and 32 more"
 
 
 def test_small_waste_is_none(complaint):

@@ -21,9 +21,7 @@ COPIES = {
     "with-args.pth": CURRENT / "misc.pth",
     "compiled.pth": FIXTURES / "ecosystem" / "dp_compiled.pth",
     "ema.pth": FIXTURES / "ecosystem" / "ema.pth",
-    "run.pth": CURRENT / "dp_full.pth",
     "epoch1.pth": CURRENT / "dp.pth",
-    "epoch2.pth": CURRENT / "dp.pth",
     "jax.npz": FIXTURES / "numpy" / "jax.npz",
     "old.pth": FIXTURES / "torch-1.4.0" / "dp_full_cuda0.pth",
     "python2.pth": FIXTURES / "torch-1.0.1-python2" / "whole_dp.pth",
@@ -111,6 +109,7 @@ def prepare(folder: Path) -> None:
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("*.oracle.json"))
         else:
             shutil.copyfile(source, folder / name)
+    _train(folder)
     state = torch.load(COPIES["single.pth"])
     torch.save(state, folder / "protocol4.pth", pickle_protocol=4)
     torch.save({"state_dict": state, "note": _Calls()}, folder / "stranger.pth")
@@ -132,6 +131,21 @@ def prepare(folder: Path) -> None:
     os.truncate(folder / "cut.pth", 200_000)
     (folder / "zipped.pth").write_bytes(gzip.compress(content, mtime=0))
     (folder / "flipped.pth").write_bytes(_flipped(content))
+
+
+def _train(folder: Path) -> None:
+    """Write the next epoch of `epoch1.pth`, and a run that keeps ten rows of a large tensor."""
+    import torch
+
+    torch.manual_seed(0)
+    state = torch.load(folder / "epoch1.pth")
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            tensor.add_(0.01 * torch.randn(tensor.shape))
+    torch.save(state, folder / "epoch2.pth")
+    run = torch.load(CURRENT / "dp_full.pth")
+    examples = torch.rand(1000, 3)[:10]
+    torch.save({**run, "state_dict": state, "examples": examples}, folder / "run.pth")
 
 
 def _adapter():

@@ -112,7 +112,10 @@ def test_the_receipt(checkpoint, tmp_path):
         size=os.path.getsize(out),
         tensors=2,
         source=checkpoint.path,
-        changes=(Change("tidy", "all of it"),),
+        changes=(
+            Change("format", "torch-zip becomes safetensors"),
+            Change("tidy", "all of it"),
+        ),
         left_out=("x",),
         written=receipt.size,
     )
