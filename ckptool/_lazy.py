@@ -59,7 +59,8 @@ def importer(
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with uncollected():
-            value = getattr(import_module(f"{package}.{home}"), name)
+            module = import_module(f"{package}.{home}")
+        value = module if name == home else getattr(module, name)
         namespace[name] = value
         return value
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from ckptool import inspection, transforms
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import NotFound, UsageError
+from ckptool.errors import UsageError
 from ckptool.formats import Source, open_checkpoint, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule
@@ -18,9 +18,10 @@ from ckptool.writing import Receipt, save
 if TYPE_CHECKING:
     from ckptool.render.page import PageReceipt
 
-__all__ = ["add_module", "average", "open", "remap", "rename", "report", "strip_module"]
+Words: TypeAlias = "str | Sequence[str] | None"
+Rules: TypeAlias = "Iterable[str | Rule]"
 
-State = TypeVar("State", Checkpoint, dict[Any, Any], Mapping[Any, Any])
+__all__ = ["add_module", "average", "open", "remap", "rename", "report", "strip_module"]
 
 
 def open(
@@ -43,12 +44,19 @@ def open(
         LimitExceeded: the file asks for more than `limits` allows.
         NotFound: with `master`: there are no masters.
     """
-    checkpoint = open_checkpoint(path, limits=limits)
-    try:
-        return transforms.with_masters(checkpoint) if master else checkpoint
-    except NotFound:
-        checkpoint.close()
-        raise
+    return _opened(path, lambda one: transforms.with_masters(one) if master else one, limits)
+
+
+def _opened(
+    path: str | os.PathLike[str],
+    change: Callable[[Checkpoint], Checkpoint],
+    limits: Limits = DEFAULT_LIMITS,
+) -> Checkpoint:
+    """The checkpoint of a file, changed; closed again where that is refused."""
+    with ExitStack() as stack:
+        made = change(stack.enter_context(open_checkpoint(path, limits=limits)))
+        stack.pop_all()
+    return made
 
 
 def report(
@@ -75,8 +83,7 @@ def report(
     Raises:
         UnreadableFile: a source cannot be read.
         NotFound: there is nothing at `key`.
-        TargetExists: the target exists, or is a source.
-        WriteError: nothing was written.
+        TargetExists, WriteError: nothing was written; the target exists, or is a source.
     """
     from ckptool.render.page import check_page_target, write_page  # a list needs no page
 
@@ -108,8 +115,7 @@ def average(
     Args:
         sources: Two or more paths or open checkpoints.
         target: The file to write.
-        ints: `"same"`: integer tensors must be equal in all sources; `"first"`: take the integer
-            tensors of the first source.
+        ints: Integer tensors must be the `"same"` in all sources, or are those of the `"first"`.
         key: The address of the only state dict to average.
         format: The format to write (`torch-zip`, `safetensors`, ...); default: by the extension.
         max_shard_size: Split the result into files of at most this size: `"5GB"`, or bytes.
@@ -122,8 +128,7 @@ def average(
 
     Raises:
         UnreadableFile: a source cannot be read.
-        NotFound: a source lacks a key of the first.
-        UsageError: shapes or integers differ, or there are fewer than two sources.
+        NotFound, UsageError: keys, shapes or integers differ, or there are fewer than two sources.
         WriteError: nothing was written.
     """
     if isinstance(sources, (str, os.PathLike)):
@@ -148,38 +153,45 @@ def average(
         )
 
 
-def _changed(state: State, change: Callable[[Checkpoint], Checkpoint]) -> State:
-    made: Any
+def _changed(
+    state: Source | Mapping[Any, Any],
+    change: Callable[[Checkpoint], Checkpoint],
+    of_dict: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None,
+) -> Checkpoint | dict[Any, Any]:
     if isinstance(state, Checkpoint):
-        made = change(state)
-    else:
-        made = transforms.changed_dict(_mapping(state), change)
-    return cast("State", made)
-
-
-def _mapping(state: Any) -> Mapping[Any, Any]:
+        return change(state)
+    if isinstance(state, (str, os.PathLike)):
+        return _opened(state, change)
     if not isinstance(state, Mapping):
         raise UsageError(
-            f"a state dict or an open checkpoint is wanted, not a {type(state).__name__}",
-            hint="a file: ckptool.open(path); a model: model.state_dict()",
+            f"a path, a state dict or an open checkpoint is wanted, not a {type(state).__name__}",
+            hint="a model: model.state_dict()",
         )
-    return state
+    return of_dict(state) if of_dict else transforms.changed_dict(state, change)
 
 
+@overload
 def strip_module(
-    state: State,
+    state: Source, *, only: Words = ..., levels: int | None = ..., at: str | None = ...
+) -> Checkpoint: ...
+@overload
+def strip_module(
+    state: Mapping[Any, Any], *, only: Words = ..., levels: int | None = ..., at: str | None = ...
+) -> dict[Any, Any]: ...
+def strip_module(
+    state: Source | Mapping[Any, Any],
     *,
-    only: str | Sequence[str] | None = None,
+    only: Words = None,
     levels: int | None = None,
     at: str | None = None,
-) -> State:
-    """Return a new dict without wrapper prefixes such as `module.` and `_orig_mod.`.
+) -> Checkpoint | dict[Any, Any]:
+    """Return a checkpoint or a new dict without wrapper prefixes: `module.`, `_orig_mod.`, ...
 
     Every state dict inside is changed; `_metadata` and the names in optimizers follow. The tensors
     are the same objects. The argument does not change.
 
     Args:
-        state: A state dict, a dict that contains some, or an open checkpoint.
+        state: A path, an open checkpoint, a state dict, or a dict that contains some.
         only: Remove only wrappers of this kind, or of these kinds.
         levels: Remove at most this many levels.
         at: Remove the wrapper of the submodule with this path.
@@ -192,13 +204,25 @@ def strip_module(
     return _changed(state, lambda one: one.strip_module(only=only, levels=levels, at=at))
 
 
+@overload
 def add_module(
-    state: State, *, wrapper: str = "module", at: str | None = None, key: Any = None
-) -> State:
-    """Return a new dict whose keys start with `module.`, for a DataParallel model.
+    state: Source, *, wrapper: str = ..., at: str | None = ..., key: Any = ...
+) -> Checkpoint: ...
+@overload
+def add_module(
+    state: Mapping[Any, Any], *, wrapper: str = ..., at: str | None = ..., key: Any = ...
+) -> dict[Any, Any]: ...
+def add_module(
+    state: Source | Mapping[Any, Any],
+    *,
+    wrapper: str = "module",
+    at: str | None = None,
+    key: Any = None,
+) -> Checkpoint | dict[Any, Any]:
+    """Return a checkpoint or a new dict whose keys start with `module.`, for a DataParallel model.
 
     Args:
-        state: A state dict, a dict that contains some, or an open checkpoint.
+        state: As of `strip_module`.
         wrapper: The component to add.
         at: Wrap only the submodule with this path.
         key: The address of the only state dict to change.
@@ -211,41 +235,51 @@ def add_module(
     return _changed(state, lambda one: one.add_module(wrapper=wrapper, at=at, key=key))
 
 
-def remap(state: State, rules: Mapping[str, str]) -> State:
-    """Return a new dict on other devices: the rules apply all at once.
+@overload
+def remap(state: Source, rules: Mapping[str, str]) -> Checkpoint: ...
+@overload
+def remap(state: Mapping[Any, Any], rules: Mapping[str, str]) -> dict[Any, Any]: ...
+def remap(
+    state: Source | Mapping[Any, Any], rules: Mapping[str, str]
+) -> Checkpoint | dict[Any, Any]:
+    """Return a checkpoint or a new dict on other devices: the rules apply all at once.
 
     Examples of rules: `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`, `{"*": "cpu"}`. In a checkpoint
     the device tags are rewritten; the tensors of a dict in memory are moved.
 
     Args:
-        state: A state dict, a dict that contains some, or an open checkpoint.
+        state: As of `strip_module`.
         rules: A mapping of a device or a pattern to the new device.
 
     Raises:
         DeviceError: a word is not a device, or a tensor cannot be moved.
     """
-    made: Any
-    if isinstance(state, Checkpoint):
-        made = state.remap(rules)
-    else:
-        made = transforms.remap_dict(_mapping(state), rules)
-    return cast("State", made)
+    return _changed(
+        state, lambda one: one.remap(rules), lambda state: transforms.remap_dict(state, rules)
+    )
 
 
+@overload
 def rename(
-    state: State,
-    rules: Iterable[str | Rule] = (),
+    state: Source, rules: Rules = ..., *, prefixes: Iterable[str] = ..., key: Any = ...
+) -> Checkpoint: ...
+@overload
+def rename(
+    state: Mapping[Any, Any], rules: Rules = ..., *, prefixes: Iterable[str] = ..., key: Any = ...
+) -> dict[Any, Any]: ...
+def rename(
+    state: Source | Mapping[Any, Any],
+    rules: Rules = (),
     *,
     prefixes: Iterable[str] = (),
     key: Any = None,
-) -> State:
-    r"""Return a new dict with keys renamed by rules such as `^backbone\.=>encoder.`, in order.
+) -> Checkpoint | dict[Any, Any]:
+    r"""Return a checkpoint or a new dict with keys renamed in order: `^backbone\.=>encoder.` ...
 
-    A rule that matches nothing causes a `CheckpointWarning` (a checkpoint lists it among its
-    changes).
+    A rule that matches nothing is told in `changes`; of a dict by a `CheckpointWarning`.
 
     Args:
-        state: A state dict, a dict that contains some, or an open checkpoint.
+        state: As of `strip_module`.
         rules: `REGEX=>REPL` each, or a rule made by `transforms.table_rule` and its siblings.
         prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
         key: The address of the only state dict to change.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,7 @@ class Details:
     """Whether the tree holds values that are read when they are asked for (`Opaque.find`)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Result):
     """The content of a file, read from its header; tensors are read when they are used.
 
@@ -189,6 +190,17 @@ class Checkpoint(Result):
         from ckptool.tree import walk
 
         return ((path, leaf) for path, leaf in walk(self.root) if isinstance(leaf, TensorRef))
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorRef]:
+        """Every tensor by its full name, the address that `ckptool list` prints.
+
+        Raises:
+            AmbiguousName: two tensors have one name; `tensors` tells them apart by their paths.
+        """
+        from ckptool.tree import named
+
+        return named(self)
 
     @property
     def sections(self) -> tuple[Section, ...]:

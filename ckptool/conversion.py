@@ -33,70 +33,47 @@ Like: TypeAlias = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What to change on the way, in this order, whatever the order of the options.
+    """What `convert` is to change on the way, in this order, whatever the order of the options.
 
     Selection, wrappers, names, plain data, ties, dtypes, storages, devices. With `like` the names
-    are the reference's, wrappers and all.
+    are the reference's, wrappers and all. The fields are arguments of `ckptool.convert`, which
+    tells what each does:
+    `master`, `concat`, `key`, `model_only`, `include`, `exclude`, `wrappers`, `rename`, `like`,
+    `like_key`, `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`,
+    `allow_mismatched`, `min_coverage`, `plain`, `drop_objects`, `ties`, `cast`, `keep`,
+    `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`, `device_map`,
+    `visible_devices`.
     """
 
     master: bool = False
-    """Put the fp32 masters of DeepSpeed's optimizer in the place of the weights, first of all."""
     concat: tuple[str, ...] = ()
-    """`GLOB=DIM`: along which dimension the ranks of Megatron hold parts of tensors."""
     key: str | None = None
-    """The state dict to carry, alone, by its address."""
     model_only: bool = False
-    """Carry the one model state dict alone; a pickled module becomes one. No values inside it."""
     include: tuple[str, ...] = ()
-    """Globs of the tensors to carry; none: all."""
     exclude: tuple[str, ...] = ()
-    """Globs of tensors to leave out."""
     wrappers: str | None = None
-    """`strip` (the default towards safetensors) or `keep`."""
     rename: tuple[str, ...] = ()
-    """`REGEX=>REPL`, in order; before `like`."""
     like: Like | None = None
-    """What the names are to fit: a reference file or an open one, a model, a state dict."""
     like_key: str | None = None
-    """The state dict of `like`, where it has several."""
     transpose: tuple[str, ...] = ()
-    """Globs, or `GLOB=AXES`, of tensors to transpose where the type of the module is no help."""
     no_transpose: tuple[str, ...] = ()
-    """Globs of those to leave as they are."""
     allow_missing: Allowed = None
-    """What of `like` may be missing: all, or globs."""
     allow_unexpected: Allowed = None
-    """What may be there that `like` has not: it is left out."""
     allow_mismatched: Allowed = False
-    """What may be of another shape than in `like`: it is left out."""
     min_coverage: float | None = None
-    """The least share of the parameters of `like` that is to be there."""
     plain: bool = False
-    """Turn objects into plain data; what cannot be is an error."""
     drop_objects: bool = False
-    """Drop the objects (with `plain`: that remain)."""
     ties: str = "keep"
-    """`keep` writes tied tensors once where the format can, `copy` each on its own."""
     cast: str | torch.dtype | None = None
-    """The element type that floating tensors become."""
     keep: tuple[tuple[str, str | None], ...] = ()
-    """Exceptions from `cast`: globs, each with its type, or None for the one that there is."""
     cast_optimizer: bool = False
-    """Cast the optimizer's state too."""
     allow_overflow: bool = False
-    """Cast what is too large for the type all the same."""
     dequantize: str | torch.dtype | None = None
-    """The type that 8-bit weights become, multiplied by the scales beside them."""
     raw: bool = False
-    """Cast quantised numbers as plain ones."""
     compact: bool = False
-    """Trim storages to what tensors see of them."""
     to: str | None = None
-    """A device that every tag becomes; or"""
     device_map: Mapping[str, str] | None = None
-    """tags by tag (`{"cuda:1": "cuda:0"}`); or"""
     visible_devices: tuple[int, ...] | None = None
-    """renumber as `CUDA_VISIBLE_DEVICES` does."""
 
     def __post_init__(self) -> None:
         """Refuse words that are none, and options that do not go together.
@@ -288,13 +265,11 @@ def convert(
 
     Args:
         source: A path (a file, an index of shards or their folder), or an open checkpoint.
-        target: The file to write, or a folder for `model.safetensors` in it. Its extension decides
-            the format, unless `format` is given.
-        format: `torch-zip`, `torch-legacy`, `safetensors`, ...
+        target: The file to write, or a folder for `model.safetensors` in it.
+        format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
-        files_from: A folder whose configuration, tokenizer and processor files are copied beside
-            the weights. None: those in `source`, if `target` is a folder and `source` one of many
-            processes.
+        files_from: A folder whose configuration and tokenizer files are copied beside the weights.
+            None: `source`, if it is a folder of many processes and `target` a folder.
         strict: Refuse to leave anything out.
         overwrite: Replace an existing target.
         dry_run: Plan only.
@@ -310,9 +285,8 @@ def convert(
         rename: `REGEX=>REPL` each, applied in order.
         like: A reference whose keys the result gets: a file, a model, or a state dict.
         like_key: The address of the state dict of `like`, if it has several.
-        transpose: Globs of keys of `like` whose tensors in a file of TensorFlow, Keras or Flax are
-            transposed though the module's type does not say so; see `ckptool.match`.
-        no_transpose: Globs of keys of `like` whose tensors in such a file have torch's axes.
+        transpose: Globs of keys of `like`; see `ckptool.match`.
+        no_transpose: Globs of keys of `like`; see `ckptool.match`.
         allow_missing: True, or globs of the keys of `like` that may be missing.
         allow_unexpected: True, or globs of the keys to leave out because `like` lacks them.
         allow_mismatched: True, or globs of the keys to leave out because the shape differs.
@@ -337,8 +311,7 @@ def convert(
         AmbiguousName: there are several state dicts, and `key` chooses none.
         MatchError: a state dict does not fit `like`.
         NameCollision: two tensors would get the same key.
-        NotRepresentable: the format cannot hold a tensor (with `strict`: anything else), a cast
-            overflows, objects remain that are not plain, or tensors have no values.
+        NotRepresentable: the format cannot hold a tensor (with `strict`: anything), or a cast it.
         WriteError: nothing was written.
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)

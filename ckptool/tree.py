@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
@@ -34,6 +35,7 @@ __all__ = [
     "held_items",
     "mentions",
     "name_of",
+    "named",
     "path_of",
     "rebuild",
     "resolve",
@@ -442,6 +444,21 @@ def _hidden_items(node: Opaque, held: int) -> Entries:
         yield from enumerate(node.args, start=held)
     if isinstance(node.kwargs, dict):
         yield from node.kwargs.items()
+
+
+def named(checkpoint: Checkpoint) -> Mapping[str, TensorRef]:
+    """Return the tensors by their addresses.
+
+    Raises:
+        AmbiguousName: two have the same.
+    """
+    found: dict[str, TensorRef] = {}
+    for path, tensor in checkpoint.tensors():
+        name = name_of(path)
+        if found.setdefault(name, tensor) is not tensor:
+            alike = [path for path, _ in checkpoint.tensors() if name_of(path) == name]
+            raise _unresolved(checkpoint, name, alike)
+    return MappingProxyType(found)
 
 
 def resolve(

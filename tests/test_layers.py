@@ -40,6 +40,7 @@ ROOMS = [
     "trainer",
     "render",
     "api",
+    "results",
     "cli",
 ]
 INSIDE = {

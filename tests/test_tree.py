@@ -451,3 +451,19 @@ def test_a_name_that_several_nodes_have_is_listed_once():
     with pytest.raises(NotFound) as caught:
         resolve(checkpoint({"state": state}), "tep")
     assert caught.value.message.count("/step") == 1
+
+
+def test_the_tensors_by_name_are_those_of_the_tree():
+    a, b = tensor(), tensor()
+    made = checkpoint({"model": {"fc.w": a}, "ema": [b, 3], "epoch": 1})
+    assert made.by_name == {"model/fc.w": a, "ema/0": b}
+    assert made.by_name is made.by_name
+    assert made.by_name["ema/0"] is b
+    tied = checkpoint({"a": a, "b": a})
+    assert [tied.by_name["a"], tied.by_name["b"]] == [a, a]
+
+
+def test_two_tensors_of_one_name_are_not_had_by_name():
+    made = checkpoint({"a": {"b": tensor()}, "a/b": tensor()})
+    with pytest.raises(AmbiguousName, match=r"\['a', 'b'\].*\['a/b'\]"):
+        made.by_name  # noqa: B018

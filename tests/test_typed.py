@@ -10,7 +10,7 @@ import pytest
 import ckptool
 
 FUNCTIONS = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
-CLASSES = [name for name in ckptool.__all__ if inspect.isclass(getattr(ckptool, name))]
+CLASSES = ckptool.results.__all__
 METHODS = [
     f"{name}.{method}"
     for name in CLASSES
@@ -24,6 +24,7 @@ VERBS = {"Check", "Compare", "Find", "Finish", "List", "Load", "Measure", "Open"
 """How the help of a public function begins."""
 
 HEAD = """
+from pathlib import Path
 import torch
 import ckptool
 model = torch.nn.Linear(2, 2)
@@ -57,6 +58,11 @@ RIGHT = {
     'ckptool.strip_module(checkpoint, only=["module"], at="a")': "Checkpoint",
     'ckptool.add_module(state, wrapper="_orig_mod", key="ema")': "dict[Any, Any]",
     'ckptool.remap(checkpoint, {"*": "cpu"})': "Checkpoint",
+    'ckptool.strip_module("a.pth")': "Checkpoint",
+    'ckptool.rename(Path("a.pth"), ["a=>b"]).save("b.pth")': "Receipt",
+    'checkpoint.by_name["a"].shape': "tuple[int | None, ...]",
+    'ckptool.list_tensors("a.pth")["a"].nbytes': "int",
+    '[row.dtype for row in ckptool.list_tensors("a.pth")[:2]]': "list[str]",
     'ckptool.rename(state, ["a=>b"], prefixes=["c=d"], key="ema")': "dict[Any, Any]",
     'ckptool.convert("a.pth", "b.safetensors", wrappers="strip", cast=torch.half, '
     'keep={"*.bias": None}, like=model, allow_missing=True, max_shard_size="5GB")': "Receipt",
@@ -74,6 +80,7 @@ RIGHT = {
 """Each call of a consumer, and the type of its result."""
 
 KEYWORD, TYPE = "Unexpected keyword argument", "has incompatible type"
+OVERLOAD = "No overload variant"
 WRONG = {
     'ckptool.open("a.pth", limit=None)': KEYWORD,
     "ckptool.open(3)": TYPE,
@@ -92,10 +99,10 @@ WRONG = {
     'ckptool.scan("a.pth", strict=True)': KEYWORD,
     'ckptool.doctor("a.pth", fast=True)': KEYWORD,
     'ckptool.report("a.pth", "a.html", "b.pth")': "Too many positional arguments",
-    "ckptool.strip_module(state, level=1)": KEYWORD,
-    "ckptool.strip_module(3)": "cannot be",
-    "ckptool.add_module(state, wrapper=3)": TYPE,
-    'ckptool.remap(checkpoint, ["cpu"])': TYPE,
+    "ckptool.strip_module(state, level=1)": OVERLOAD,
+    "ckptool.strip_module(3)": OVERLOAD,
+    "ckptool.add_module(state, wrapper=3)": OVERLOAD,
+    'ckptool.remap(checkpoint, ["cpu"])': OVERLOAD,
     'ckptool.rename(state, prefixes=[1])': "has incompatible type",
     'ckptool.convert("a.pth", "b.pth", colour="red")': KEYWORD,
     'ckptool.convert("a.pth", "b.pth", like=3)': TYPE,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import click
 
+from ckptool.api import report
 from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
-from ckptool.formats import open_checkpoint
-from ckptool.inspection.reporting import report
-from ckptool.render.page import check_page_target, page_lines, write_page
+from ckptool.render.page import page_lines
 
 __all__ = ["command"]
 
@@ -45,13 +42,16 @@ def command(
     tensor with search and sort, histograms of the values; of two files also what differs, layer by
     layer. Any browser opens it.
     """
-    with ExitStack() as stack:
-        files = [file] if other is None else [file, other]
-        opened = [stack.enter_context(open_checkpoint(one)) for one in files]
-        check_page_target(opened, output, overwrite=force)
-        with Progress(quiet=quiet) as progress:
-            found = report(*opened, key=key, values=not no_values, progress=progress)
-        receipt = write_page(found, output, opened, overwrite=force)
+    with Progress(quiet=quiet) as progress:
+        receipt = report(
+            file,
+            output,
+            other=other,
+            key=key,
+            values=not no_values,
+            overwrite=force,
+            progress=progress,
+        )
     say(page_lines(receipt), quiet=quiet)
     if as_json:
         print_document(receipt.to_dict())

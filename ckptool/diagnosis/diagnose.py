@@ -97,8 +97,7 @@ def doctor(
 ) -> Diagnosis:
     """Find every reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    The diagnosis has the commands that help. Torch is not imported (except for a `like` that is no
-    file), and no code of the file runs.
+    The diagnosis has the commands that help. Torch is imported only for a `like` that is no file.
 
     Args:
         path: The file or folder. A file that does not open as a checkpoint has a diagnosis too.
@@ -106,15 +105,12 @@ def doctor(
         named: How a command names a `like` that is no file: `net:Net`, code that builds it.
         key: The address of the state dict, if the file has several.
         quick: Read the header only: check neither checksums nor NaN.
-        devices: The devices of the machine (`"cuda:0,cuda:1"`, or a list of words or of
-            `torch.device`); default: the devices of this machine.
+        devices: Those of the machine: `"cuda:0,cuda:1"`, or a list; default: of this machine.
         progress: Called with the bytes done and the bytes in all.
         limits: Bounds for what a hostile file may cost.
 
     Raises:
-        FileMissing: the file does not exist (a missing shard is a complaint).
-        UnreadableFile: the system refuses to read the file, the file exceeds `limits`, or `like`
-            cannot be read.
+        UnreadableFile: the file or `like` cannot be read (`FileMissing`: it does not exist).
         UsageError: `like` has no state dict, or several; or a word is not a device.
         NotFound: there is nothing at `key`.
     """

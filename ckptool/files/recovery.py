@@ -94,15 +94,13 @@ def recover(
     Args:
         path: The file.
         discard: Only remove the journal of the edit; do not change the file.
-        force: Accept a file that was copied or moved after the edit together with its journal, if
-            its content is what the edit left.
+        force: Accept a file that was copied or moved with its journal, as the edit left it.
 
     Raises:
         FileMissing: the file does not exist.
         FileBusy: another process is editing the file; the message names the process.
         CorruptFile: the journal is damaged, or belongs to other content; nothing was changed.
-        WriteDenied: the system refuses to write there.
-        WriteError: the system refuses for another reason.
+        WriteDenied, WriteError: the system refuses to write there.
     """
     path = os.fspath(path)
     with worded(path):

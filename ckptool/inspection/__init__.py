@@ -10,52 +10,31 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 
 if TYPE_CHECKING:
-    from ckptool.inspection.closeup import Shown, show
-    from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+    from ckptool.inspection.closeup import show
+    from ckptool.inspection.diff_result import Diff
     from ckptool.inspection.diffing import diff
-    from ckptool.inspection.folding import TreeNode, tree
-    from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, ValueRow, list_tensors
-    from ckptool.inspection.reporting import Report, report
-    from ckptool.inspection.stats import Stats, TensorStats
-    from ckptool.inspection.summary import Info, SectionInfo, info
+    from ckptool.inspection.folding import tree
+    from ckptool.inspection.listing import Listing, list_tensors
+    from ckptool.inspection.reporting import report
+    from ckptool.inspection.stats import Stats
+    from ckptool.inspection.summary import Info, info
     from ckptool.inspection.verdict import Verdict
     from ckptool.inspection.verifying import verify
 
 __all__ = [
-    "Changed",
-    "Diff",
-    "Info",
-    "Listing",
-    "ObjectRow",
-    "Renamed",
-    "Report",
-    "SectionInfo",
-    "Shown",
-    "Side",
-    "Stats",
-    "TensorRow",
-    "TensorStats",
-    "TreeNode",
-    "ValueRow",
-    "Verdict",
-    "diff",
-    "info",
-    "list_tensors",
-    "report",
-    "show",
-    "tree",
-    "verify",
-]
+    "Diff", "Info", "Listing", "Stats", "Verdict", "diff", "info", "list_tensors", "report", "show",
+    "tree", "verify",
+]  # fmt: skip
 
 _HOMES = {
-    "closeup": ("Shown", "show"),
-    "diff_result": ("Changed", "Diff", "Renamed", "Side"),
+    "closeup": ("show",),
+    "diff_result": ("Diff",),
     "diffing": ("diff",),
-    "folding": ("TreeNode", "tree"),
-    "listing": ("Listing", "ObjectRow", "TensorRow", "ValueRow", "list_tensors"),
-    "reporting": ("Report", "report"),
-    "stats": ("Stats", "TensorStats"),
-    "summary": ("Info", "SectionInfo", "info"),
+    "folding": ("tree",),
+    "listing": ("Listing", "list_tensors"),
+    "reporting": ("report",),
+    "stats": ("Stats",),
+    "summary": ("Info", "info"),
     "verdict": ("Verdict",),
     "verifying": ("verify",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
 from ckptool.inspection.values import json_value
@@ -179,6 +179,10 @@ class Diff(Result):
     """Whether values were left alone."""
     notes: tuple[str, ...] = ()
     """Sentences worth telling the user."""
+
+    def __bool__(self) -> NoReturn:
+        """Refuse to guess whether differences are true, or their absence."""
+        raise TypeError("a Diff is neither true nor false; ask for its .identical")
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.diff/1`."""

@@ -68,8 +68,7 @@ def diff(
         rules: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
         key: The address of the only part to compare.
         structure: Compare keys, types, dtypes and shapes only; read no values.
-        quick: Compare the CRC-32 and size that the files state, read a tensor only if they are
-            missing, and compute no figures.
+        quick: Compare the CRC-32 and size where both files state them; compute no figures.
         strict: Count differences of device tags and `requires_grad`.
         atol: With `rtol`: tensors that are close count as equal, as in `torch.allclose`.
         rtol: See `atol`; if only one is given, the other has torch's default.
@@ -79,11 +78,10 @@ def diff(
         limits: Bounds for what a hostile file may cost.
 
     Raises:
-        UnreadableFile: a path cannot be opened as a checkpoint, or bytes cannot be read.
+        UnreadableFile, LimitExceeded: a path cannot be opened, or bytes cannot be read.
         NameCollision: two entries of one file would be compared under the same key.
         NotFound: there is nothing at `key`.
         UsageError: a text is not a rule, or arguments exclude each other.
-        LimitExceeded: a file exceeds `limits`.
     """
     made = rules_of(rules)
     tolerant = atol is not None or rtol is not None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 from ckptool._lazy import Result
-from ckptool.errors import LimitExceeded
+from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, Storage, TensorRef
 from ckptool.tree import name_of, selected, walk
+from ckptool.words import printable
 
 __all__ = [
     "Listing",
@@ -103,16 +104,52 @@ class ObjectRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Listing(Result):
-    """All rows, in the order of the file."""
+    """What a checkpoint holds, a row each, in the order of the file; itself a list of its tensors.
+
+    `listing[0]` and `listing["state_dict/fc.weight"]` are rows of tensors. `file` and `format` are
+    those of the `Checkpoint`, `values` the plain ones, `objects` all else; `hashed`: with SHA-256.
+    """
 
     file: str
     format: str
     tensors: tuple[TensorRow, ...]
+    """Each with its `name`: the address, which a `TensorRef` has not, as ties have several."""
     values: tuple[ValueRow, ...]
     objects: tuple[ObjectRow, ...]
     hashed: bool = False
     quantisers: tuple[str, ...] = ()
     """The known quantisers of its weights."""
+
+    def __len__(self) -> int:
+        """How many tensors there are."""
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[TensorRow]:
+        """Yield the rows of the tensors."""
+        return iter(self.tensors)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a tensor of that name, or that row."""
+        return any(key in (row.name, row) for row in self.tensors)
+
+    @overload
+    def __getitem__(self, key: int | str) -> TensorRow: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[TensorRow, ...]: ...
+    def __getitem__(self, key: int | str | slice) -> TensorRow | tuple[TensorRow, ...]:
+        """Return a tensor by its position or its whole name.
+
+        Raises:
+            NotFound: no tensor has that name (`AmbiguousName`: several have it).
+        """
+        if not isinstance(key, str):
+            return self.tensors[key]
+        found = [row for row in self.tensors if row.name == key]
+        if not found:
+            raise NotFound(f"no tensor is named {printable(key)!r}", file=self.file)
+        if len(found) > 1:
+            raise AmbiguousName(f"several tensors are named {printable(key)!r}", file=self.file)
+        return found[0]
 
     def to_dict(self) -> dict[str, Any]:
         """The document `ckptool.list/1`."""
@@ -159,17 +196,14 @@ def list_tensors(
 
     Args:
         source: A path, or an open checkpoint.
-        include: Globs of the rows to list; default: all. A glob with a `/` is compared with the
-            whole name of a row, any other glob with the last key.
+        include: Globs of the rows to list; with a `/` of whole names, others of the last key.
         exclude: Globs of the rows to leave out.
         hash: Read every listed tensor and add the SHA-256 of its content.
         progress: Called with the bytes done and the bytes in all.
         limits: Bounds for nesting and for strides that repeat bytes.
 
     Raises:
-        UnreadableFile: the path cannot be opened as a checkpoint.
-        LimitExceeded: the checkpoint exceeds `limits`.
-        CorruptFile: bytes to hash cannot be read.
+        UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
     """
     globs, unless = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []

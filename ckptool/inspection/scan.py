@@ -181,19 +181,15 @@ def scan(
     """Find what loading a file would run: every call in every pickle in it, none carried out.
 
     The verdict is `data`, `needs code` (classes are imported and filled), `runs` (something else is
-    called) or `cannot tell`. It follows from what is called with which arguments, not from a list
-    of bad names.
+    called) or `cannot tell`. It follows from what is called, not from a list of bad names.
 
     Args:
         path: A file of any kind. Of the files in a folder, `files_below` yields the paths.
         limits: Bounds for what the file may cost.
-        hidden: Look in an odd zip for records that its directory does not name, too, which reads
-            all of the file; what loads the file does not read them.
+        hidden: Read all of an odd zip for records that its directory does not name, too.
 
     Raises:
-        FileMissing: the file does not exist.
-        FileDenied: the system refuses to read the file.
-        UnreadableFile: it is no regular file.
+        FileMissing, FileDenied, UnreadableFile: the file cannot be read, or is no regular file.
     """
     name = os.fsdecode(path)
     with closing(place_of(path).open(name)) as source:

@@ -244,14 +244,11 @@ def stats(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Stats:
-    """Measure the tensors of a checkpoint: range, mean, zeros, NaN, histogram.
-
-    Tied tensors are read once.
+    """Measure the tensors of a checkpoint, ties once: range, mean, zeros, NaN, histogram.
 
     Args:
         source: A path, or an open checkpoint.
-        include: Globs of the tensors to measure; default: all. A glob with a `/` is compared with
-            the whole name of a tensor, any other glob with the last key.
+        include: Globs of the tensors to measure; with a `/` of whole names, others of the last key.
         exclude: Globs of the tensors to leave out.
         key: The address of what to measure: a section, a container or a tensor.
         bins: The number of bins of each histogram.
@@ -259,10 +256,8 @@ def stats(
         limits: Bounds for nesting and for strides that repeat bytes.
 
     Raises:
-        UnreadableFile: the path cannot be opened as a checkpoint, or bytes cannot be read.
+        UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
         NotFound: there is no tensor at `key` (`AmbiguousName`: there are several nodes).
-        TorchMissing: torch is not installed, and there is a tensor to measure.
-        LimitExceeded: the checkpoint exceeds `limits`.
         UsageError: `bins` is less than 1, or a text is given in place of a list of globs.
     """
     for given in (include, exclude):

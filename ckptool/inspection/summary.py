@@ -84,7 +84,12 @@ class SectionInfo:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Info(Result):
-    """What `ckptool info` says."""
+    """What `ckptool info` says of a file.
+
+    `file`, `format`, `writer`, `torch_version`, `byteorder`, `protocol`, `globals`, `notes`,
+    `storage_bytes` and `dead_bytes` are as in `Checkpoint` and `Details`. `dtypes` has tensors by
+    their type, `sections` the named parts, `ties` the names that are one tensor.
+    """
 
     file: str
     format: str
@@ -155,8 +160,7 @@ def info(source: Source) -> Info:
         source: A path, or an open checkpoint.
 
     Raises:
-        UnreadableFile: the path cannot be opened as a checkpoint.
-        LimitExceeded: the tree is nested deeper than in a real checkpoint.
+        UnreadableFile, LimitExceeded: the path cannot be opened as a checkpoint.
     """
     with opened(source) as checkpoint:
         return _summary(checkpoint)

@@ -72,18 +72,15 @@ def verify(
     Args:
         path: The file, or the folder of an unzipped file or of shards.
         values: Look for NaN and infinite values too.
-        manifest: A file with the SHA-256 of the content of every tensor. An existing manifest is
-            compared with the checkpoint; a missing one is written, unless there is a problem.
+        manifest: A file with the SHA-256 of every tensor: compared, or written if it is missing.
         progress: Called with the bytes done and the bytes in all, of each part of the work.
         limits: Bounds for what the file may cost.
 
     Raises:
-        FileMissing: the file does not exist.
-        FileDenied: the system refuses to read the file.
+        FileMissing, FileDenied: the file cannot be read.
         UnsupportedFormat: ckptool does not read this kind of checkpoint.
         UnreadableFile: the file changed while it was read.
-        UsageError: `manifest` is a file of another kind.
-        WriteError: the manifest could not be written.
+        UsageError, WriteError: `manifest` is a file of another kind, or cannot be written.
     """
     verifier = Verifier(values=values, manifest=manifest, progress=progress, limits=limits)
     verdict = verifier.verify(path, alone=True)

@@ -50,24 +50,17 @@ def load(
 ) -> Any:
     """Return the whole content of a checkpoint, as `torch.load` does, and run no code of the file.
 
-    Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are as they were saved.
-    Objects of other classes than torch's and Python's own stay inert: each becomes a
-    `ckptool.Opaque` with its tensors made. For the weights of a pickled module use
-    `load_state_dict`.
-
-    A numpy array becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor. A
-    DTensor or ShardedTensor stays a `ckptool.TensorRef`; its `local` part can be read while the
-    checkpoint is open. A tensor attribute that would hide an attribute of the class (`p.mean`) is
-    left out with a `CheckpointWarning`.
+    Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are as they were saved. A
+    numpy array becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor. Other
+    objects stay inert: `ckptool.Opaque` with its tensors made, `ckptool.TensorRef` for a DTensor or
+    ShardedTensor. A tensor attribute that would hide one of the class is left out with a warning.
 
     Args:
         path: A file, an index of shards, the folder of a model, or an open checkpoint.
         map_location: Where to put the tensors, as in `torch.load`; `"meta"` reads no tensor.
-        mmap: Map the file privately and do not read it. The file must not be truncated while the
-            tensors live.
+        mmap: Map the file privately; it must not be truncated while the tensors live.
 
     Raises:
-        TorchMissing: torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
         DeviceError: the device of a tensor is not available; the message names the tensor.
     """

@@ -90,31 +90,17 @@ def load_into(
 ) -> MatchReport:
     """Load a file or a state dict into `model`, or raise an error and change nothing.
 
-    Keys are matched as in `ckptool.match`, and the match is judged before the model changes.
+    Keys are matched as in `ckptool.match`, and the match is judged before the model changes. The
+    report says what was loaded, renamed, cast and left out. docs/loading.md tells what is undone.
 
-    - If only torch's own code loads the model, the file is read straight into its tensors, without
-      a copy of the model. If such a read fails at the end, a model of more than 128 MiB stays
-      filled in part; the error says so.
-    - If a module has hooks, loading code or extra state, torch's own `load_state_dict` runs on the
-      model while a copy of it is kept. What torch reports as missing or unexpected decides. After
-      a refusal, an exception or Ctrl-C the parameters, buffers, attributes, extra states and the
-      optimizer are as before. Other objects that such code changes are not restored.
-    - A model on the `meta` device gets tensors that are mapped from the file; nothing is copied.
-      **Do not truncate or overwrite the file while the model lives**: that would end the process
-      or change the numbers.
-    - A model that DDP, FSDP or DTensors spread over processes is loaded by all processes or by
-      none. **Every process calls `load_into`**, each with its own `source`. If a process is
-      refused, the others raise an error too; if a process does not call, they raise it after the
-      timeout of the process group.
-
-    Keys that are tied in the model stay tied; keys that are tied only in the file are separated. A
-    key that the `state_dict` of the model leaves out and that torch asks for (a frozen part) is
-    missing in the file: use `allow_missing`.
+    - A model on the `meta` device gets tensors that are mapped from the file: **do not truncate or
+      overwrite the file while the model lives**; that would end the process or change the numbers.
+    - A model that is spread over processes (DDP, FSDP, DTensors) is loaded by all or by none:
+      **every process calls `load_into`**, each with its own `source`.
 
     Args:
         model: A model on any device, with or without wrappers.
-        source: A file, the folder of a model or of a trainer's checkpoint, an open checkpoint, a
-            state dict, or a dict that contains one.
+        source: A file, a folder, an open checkpoint, a state dict, or a dict that contains one.
         strict: False allows missing and unexpected keys, as in torch.
         allow_missing: True, or globs of the model's keys that may be missing in the file.
         allow_unexpected: True, or globs of the file's keys that the model may lack.
@@ -123,37 +109,23 @@ def load_into(
         min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
         rules: `REGEX=>REPL` each, applied to the file's keys first.
         prefixes: `OLD=NEW` each, applied after `rules`.
-        transpose: Globs of the model's keys whose kernels in a file of TensorFlow, Keras or Flax
-            are transposed though the type of the module does not say so; see `ckptool.match`.
-        no_transpose: Globs of the model's keys whose tensors in such a file have torch's axes.
+        transpose: As of `ckptool.match`.
+        no_transpose: As of `ckptool.match`.
         map_location: The device of assigned tensors, as in `torch.load`.
-        assign: True assigns all tensors, with the types of the file. None assigns only on the meta
-            device.
-        verify: Compare the file with its checksums before the model changes. None: only if at most
-            1 GiB is loaded and the file is not mapped.
-        optimizer: The optimizer to load from the same file, by the names of its parameters; from
-            `optimizer.pt` or `optimizer.bin` in a folder whose model file has no optimizer state.
+        assign: True: all tensors, with the types of the file. None: only on the meta device.
+        verify: Compare the file with its checksums first. None: up to 1 GiB that is not mapped.
+        optimizer: The optimizer to load from the same file or folder, by its parameters' names.
         key: The address of the state dict (such as `"ema"`), if the source has several.
-        optimizer_key: The address of the optimizer state in the file, or the name of its file in
-            the folder, if there are several.
-        optimizer_order: `"position"`: load the optimizer state by position. The optimizer must
-            have the same parameters in the same order.
-
-    Returns:
-        The report of the match: what was loaded, renamed, cast and left out.
+        optimizer_key: The same of the optimizer state, or the name of its file in the folder.
+        optimizer_order: `"position"`: the optimizer has the parameters of the file in its order.
 
     Raises:
-        MatchError: the source does not fit; `report` has the details, `hint` the remedy. Or another
-            process failed or did not call.
-        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        CorruptFile: the bytes of the file differ from its checksums.
-        AmbiguousName: the source has several state dicts and `key` is not given.
-        NotFound: the source has no state dict, or none at `key`.
+        MatchError: the source does not fit, or another process failed or did not call.
+        UnreadableFile: the file cannot be opened, or differs from its checksums (`CorruptFile`).
+        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
         NameCollision: `rules` give two keys the same name.
         DeviceError: `map_location` names a device that is not available.
-        UsageError: `model` is not a module, an argument has a wrong value, or `assign=False` and
-            the model is on the meta device.
-        TorchMissing: torch is not installed.
+        UsageError: an argument has a wrong type or value.
     """
     require_torch()
     import torch

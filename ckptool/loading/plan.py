@@ -60,39 +60,26 @@ def match(
 ) -> tuple[OrderedDict[str, Any], MatchReport]:
     """Return the entries of a state dict that fit a model, under the model's keys, and a report.
 
-    Wrapper prefixes (`module.`, `_orig_mod.`, ...) are removed or added, then one common prefix,
-    then torch's own renames apply. Other renames are only proposed in the report. `report.fits`
-    says whether everything fits.
-
-    The kernels of a file of TensorFlow, Keras or Flax are transposed by the types of the modules
-    of a model; where these do not decide it, `transpose` and `no_transpose` do.
-
-    The result is a new dict with the same tensors, in the model's order, with `_metadata`, ready
-    for `model.load_state_dict`. The arguments do not change. Tied keys of the model all get the
-    tensor that one of them has. Keys inside a module with its own loading code are reported as
-    `torch decides` and keep the name that this module knows.
+    Wrapper prefixes are removed or added, then one common prefix, then torch's own renames apply.
+    Other renames are only proposed in the report; `report.fits` says whether everything fits.
+    docs/matching.md has the rules. The dict is new, with the same tensors, in the model's order,
+    with `_metadata`. Tied keys of the model all get the tensor that one of them has.
 
     Args:
-        state_dict: A state dict, a dict that contains one, a file, or an open checkpoint. The
-            tensors of a file are read onto the CPU.
+        state_dict: A state dict, a dict that contains one, a file, or an open checkpoint.
         like: A model on any device, or its stand-in: a state dict, a dict of names to shapes, a
             list of names, the path of a reference file, or an open checkpoint.
         rules: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
         prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
-        transpose: Globs of the model's keys whose tensors in the file are [..., in, out], or
-            `GLOB=AXES` with the axes of the file in torch's order (`"depthwise.*=2,3,0,1"`).
-        no_transpose: Globs of the model's keys whose tensors have torch's axes.
+        transpose: Globs of the model's keys whose tensors a file of TensorFlow, Keras or Flax has
+            as [..., in, out], or with the axes: `"depthwise.*=2,3,0,1"`.
+        no_transpose: Globs of the model's keys whose tensors in such a file have torch's axes.
         key: The address of the state dict (such as `"ema"`), if there are several.
         like_key: The address of the state dict of `like`, if there are several.
 
-    Returns:
-        The dict, and the report.
-
     Raises:
-        TorchMissing: torch is not installed.
         UnreadableFile: a file cannot be opened as a checkpoint; see `ckptool.open`.
-        AmbiguousName: there are several state dicts and no `key`; the message lists them.
-        NotFound: there is no state dict, or none at `key`.
+        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
         NameCollision: the rules give two keys the same name.
         UsageError: an argument has a wrong type, or a text is not a rule.
         UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.

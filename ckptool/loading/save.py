@@ -60,59 +60,29 @@ def save(
 ) -> Receipt:
     """Write a checkpoint that a plain `torch.load` reads, with `weights_only=True`, on any machine.
 
-    The file is a dict: `state_dict` of the model, `optimizer`, and the values by their names
-    (`epoch`, `scheduler`, `ema`, `config`, ...). The file appears as a whole or not at all, and an
-    old file stays until then. Missing folders are made. If `path` is a link, its target is
-    replaced and the link stays.
+    The file is a dict: `state_dict` of the model without wrappers, `optimizer`, and the values by
+    their names. It appears as a whole or not at all; an old file stays until then. Tensors are
+    tagged `cpu`. Modules, optimizers, schedulers and scalers among the values become their state
+    dicts. docs/loading.md has more. The receipt is the same on every rank.
 
-    - The state dict has the names of the model inside all wrappers, and `_metadata`. Tensors are
-      detached and tagged `cpu`; shared memory stays shared. Only the parts of a storage that
-      tensors use are written. The model is not copied.
-    - The optimizer state has torch's own form, with the names of the parameters as `param_names`
-      of each group.
-    - Every other module, optimizer, scheduler or scaler among the values becomes its state dict.
-      An `AveragedModel` there keeps its own names and its counter. If `model` is one, the counter
-      `n_averaged` is written next to the state dict.
-    - The file says which state dict is the model's and which state is the optimizer's, so that
-      `load_into` and `load_state_dict` need no `key`.
-
-    If SIGTERM ends Python during a save, the old file stays, with a hidden temporary file that the
-    next save to the same path removes.
-
-    Under `torch.distributed` **every rank calls `save`**, for every kind of model: sharded
-    parameters are gathered, rank 0 writes its values, and an error is raised on all ranks. If only
-    rank 0 calls, it waits until the timeout of the process group (30 minutes with gloo) and writes
-    nothing.
+    Under `torch.distributed` **every rank calls `save`**, for every kind of model: rank 0 writes,
+    and an error is raised on all ranks.
 
     Args:
         path: The file to write. If it ends in `.safetensors`, it holds only a model.
         model: A module with or without wrappers, or its state dict.
         optimizer: An optimizer over the parameters of `model`, or of one module among the values.
-            If its parameters belong to several modules, the names are from the module that has
-            most of them; a group with other parameters is written without names, with a
-            `CheckpointWarning`, unless it was given named parameters.
         overwrite: Replace an existing file; False: refuse.
-        values: None, bool, int, float, complex, str, bytes, tensors, `torch.Size`, `device`,
-            `dtype`; list, tuple, dict, OrderedDict, set and Counter of these; numpy scalars, which
-            become numbers. Attributes of a tensor are not saved; a tensor subclass becomes a plain
-            tensor, an mkldnn tensor a strided one.
-
-    Returns:
-        What was written; the same on every rank.
+        values: Plain values, tensors, `torch.Size`, `device`, `dtype`; list, tuple, dict,
+            OrderedDict, set and Counter of these; numpy scalars, which become numbers.
 
     Raises:
-        TorchMissing: torch is not installed.
-        NotRepresentable: a value is of another kind, or a tensor has no elements here; the message
-            names the place. Nothing was written.
+        NotRepresentable: a value is of another kind, or a tensor has no elements here.
         NameCollision: two keys of the model would become the same without its wrappers.
-        UsageError: there is nothing to save, two things have the same name, or `overwrite` is not
-            a bool.
+        UsageError: there is nothing to save, or an argument has a wrong type or name.
         TargetExists: the file exists and `overwrite` is False; or `path` is a folder.
-        NoSpace: the disk is full.
-        WriteDenied: the system refuses to write there.
-        FileBusy: another process or thread is writing the file.
-        WriteError: another rank failed, did not call, or gathers something else; or the system
-            refuses the name.
+        NoSpace, WriteDenied: the disk is full, or the system refuses to write there.
+        FileBusy, WriteError: another process writes the file; or a rank failed or did not call.
     """
     require_torch()
     ranks = Ranks(

@@ -35,28 +35,21 @@ def load_state_dict(
 ) -> OrderedDict[str, Any]:
     """Return the state dict of a model, ready for `model.load_state_dict`.
 
-    `_metadata` comes with it. For a pickled module or a TorchScript archive the result is what the
-    module's `state_dict()` returns. Tensors that shared memory share it again; a Parameter in a
-    saved state dict stays a Parameter; an `_extra_state` is as `load` returns it.
-
-    Entries that no model loads are left out with a `CheckpointWarning` that names them: plain
-    values between the tensors, and `n_averaged` of an `AveragedModel` whose `module.` is removed.
+    `_metadata` comes with it. A pickled module or a TorchScript archive gives what the module's
+    `state_dict()` returns. Tied tensors stay tied, a Parameter stays one. Entries that no model
+    loads are left out with a `CheckpointWarning`: values, and `n_averaged` of an `AveragedModel`.
 
     Args:
         path: A file, an index of shards, the folder of a model, or an open checkpoint.
         map_location: Where to put the tensors, as in `torch.load`.
         key: The address of the state dict (such as `"ema"`), if the file has several.
-        wrappers: `"strip"` removes the prefixes of DataParallel, `torch.compile` and similar
-            wrappers; `"keep"` leaves them.
+        wrappers: `"strip"` or `"keep"` the prefixes of DataParallel, `torch.compile` and others.
         dtype: The type that floating tensors are cast to.
-        mmap: Map the file privately and do not read it. The file must not be truncated while the
-            tensors live.
+        mmap: Map the file privately; it must not be truncated while the tensors live.
 
     Raises:
-        TorchMissing: torch is not installed.
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        AmbiguousName: the file has several state dicts and `key` is not given.
-        NotFound: the file has no state dict, or none at `key`; the message lists what it has.
+        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
         NameCollision: two tensors have the same key without the wrapper.
         DeviceError: the device of a tensor is not available; the message names the tensor.
         UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.

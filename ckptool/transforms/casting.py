@@ -231,25 +231,11 @@ def cast(
     """Return a checkpoint whose floating tensors have the type `dtype`, as `.to(dtype)` casts.
 
     A storage is cast as a whole, so that ties, views and strides stay. Integers, booleans, complex
-    and quantised numbers keep their type; so does the state of optimizers and schedulers, unless
-    `everything` is given. `Checkpoint.reports` count the elements that overflowed or were rounded
-    when the file is written.
-
-    Args:
-        checkpoint: An open checkpoint.
-        dtype: A name, or a `torch.dtype`. None with `dequantize`: other tensors keep their type.
-        keep: Exceptions: globs, or globs with types. The first glob that matches decides.
-        everything: Cast the state of optimizers too.
-        allow_overflow: Write elements that the type cannot hold as torch casts them. Otherwise
-            such elements are an error (`NotRepresentable`) when the file is written.
-        dequantize: The type of 8-bit weights after they are multiplied by their scales, which are
-            left out.
-        raw: Cast quantised numbers as plain numbers.
-
-    Raises:
-        UsageError: `dtype`, or a type in `keep`, is not a floating type; or `keep` is not a list.
-        NotRepresentable: quantised numbers would be cast without their scales, or cannot be
-            dequantised (`NotFound`: there are none); or tensors have no values.
+    and quantised numbers (unless `raw`) keep their type; so does the state of optimizers and
+    schedulers, unless `everything` is given. Of `keep` the first glob that matches decides. With
+    `dequantize` the scales are left out. `Checkpoint.reports` count the elements that overflowed or
+    were rounded when the file is written; without `allow_overflow` that is a `NotRepresentable`.
+    Errors: those of `Checkpoint.cast`, and `NotFound` of scales.
     """
     refuse_hollow(checkpoint)
     rules: dict[str, str | None] = {}

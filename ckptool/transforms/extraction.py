@@ -365,26 +365,9 @@ def extract(
     """Return a part of the checkpoint; changes of kind `left-out` name everything else.
 
     Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
-    whole. Globs with a `/` are compared with the original names. If nothing is removed, the result
-    is the same checkpoint.
-
-    Args:
-        checkpoint: An open checkpoint.
-        key: The address of the section, container or tensor that becomes the root; a single tensor
-            becomes a dict of one.
-        include: Globs of the tensors to keep; default: all.
-        exclude: Globs of the tensors to leave out.
-        model_only: Keep only the state dict of the model (below `key`), without the plain values
-            in it; a pickled module becomes its state dict.
-        trim: Drop the bytes of storages that only removed tensors use. Formats without storages do
-            not need it.
-
-    Raises:
-        AmbiguousName: several nodes have the address `key`; or there are several state dicts.
-        NotFound: there is nothing at `key`, a glob of `include` matches nothing, or nothing is
-            left.
-        UsageError: `key` is empty or names a plain value; or a list or an object would lose some
-            tensors.
+    whole; a single tensor at `key` becomes a dict of one, a pickled module its state dict. Globs of
+    `include` and `exclude` with a `/` are compared with the original names. If nothing is removed
+    and nothing to `trim`, the result is the same checkpoint. Errors: those of `Checkpoint.extract`.
     """
     globs = _Globs(include, exclude)
     part, where = _part(checkpoint, key, model_only)

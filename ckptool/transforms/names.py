@@ -430,11 +430,7 @@ def rename(
     `regex_rule`, `prefix_rule` or `table_rule`; then the `prefixes`, `OLD=NEW`. `_metadata` and the
     names in optimizers follow. A pickled module does not change, and causes a warning; so does a
     rule that matches nothing. If there is nothing to change, the result is the same checkpoint.
-
-    Raises:
-        NameCollision: two entries would get the same key.
-        NotFound: there is nothing at `key`.
-        UsageError: a text is not a rule, nothing would be left of a key, or a key would get a `/`.
+    Errors: those of `ckptool.rename`.
     """
     checkpoint = checkpoint.settled()
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
@@ -570,11 +566,7 @@ def strip_module(
 
     `_metadata` and the names in optimizers follow. A pickled wrapper module is replaced by the
     module inside. If there is nothing to change or to report, the result is the same checkpoint.
-
-    Raises:
-        NameCollision: two tensors would get the same key.
-        NotFound: no key starts with the path `at`.
-        UsageError: `only` is not a known wrapper, or `levels` is less than 1.
+    What `only`, `levels` and `at` take, and the errors: as of `ckptool.strip_module`.
     """
     checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
@@ -603,12 +595,8 @@ def add_module(
     """Add a wrapper prefix to the keys of every state dict, or of the state dict at `key`.
 
     `at` wraps only the submodule with that path. Keys that have the prefix get it again, with a
-    warning among the changes. A pickled module does not change, and causes a warning too.
-
-    Raises:
-        NameCollision: two tensors would get the same key.
-        NotFound: there is nothing at `key`, or no key starts with the path `at`.
-        UsageError: `wrapper` is not a known wrapper.
+    warning among the changes. A pickled module does not change, and causes a warning too. Errors:
+    those of `ckptool.add_module`.
     """
     checkpoint = checkpoint.settled()
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)

@@ -127,37 +127,13 @@ def save(
 ) -> Receipt:
     """Write `checkpoint` to `path`, whole or not at all.
 
-    Args:
-        checkpoint: Open; its tensors are copied from the files that it was read from.
-        path: Missing folders are made; a link's target is replaced and the link stays.
-        format: `torch-zip`, `torch-legacy`, `safetensors`, `safetensors-sharded`,
-            `torch-sharded` (an index, even of one shard); see `target_format` for the default.
-        overwrite: Replace another file that is there.
-        in_place: Allow the target to be the source. It is edited where it lies, if its format and
-            the changes allow it; else a new file takes its place.
-        rewrite: In place, a new file even where an edit would do: dead bytes go.
-        strict: Refuse to leave anything out that the user did not ask to leave out.
-        dry_run: Plan only; refusals that do not depend on the disk are raised all the same.
-        max_shard_size: Bytes of tensors in one file, or words such as `5GB`; more go into shards.
-        verify: Read the result back and compare every tensor before it takes its name. None: where
-            tensors are computed (`cast`, `average`).
-        files_from: The folder whose configuration, tokenizer and processor files are copied beside
-            the weights.
-        to_folder: Whether the target is a folder that the weights are written into: the files are
-            looked for in the folder that the source is.
-        progress: Told bytes done and bytes in all.
-        team: The processes that write it together: each calls this in the same way.
-        options: What was asked for, in words of any kind, by which such a write is known again.
-
-    Raises:
-        NotRepresentable: the format cannot hold a tensor (or, `strict`, anything else).
-        TargetExists: the target is there, or is the source.
-        NoSpace: the disk cannot hold it.
-        WriteDenied: the system does not let us write there.
-        TruncatedFile: the source became shorter meanwhile.
-        UnreadableFile: the source was written to meanwhile.
-        WriteError: verification found a difference; or, in place, another file has taken the
-            place of the source meanwhile.
+    `overwrite`, `in_place`, `rewrite`, `strict`, `dry_run`, `max_shard_size`, `verify`, `progress`
+    and the errors are those of `Checkpoint.save`. Missing folders are made; a link's target is
+    replaced and the link stays. See `target_format` for the default of `format`. `files_from` is
+    the folder whose configuration, tokenizer and processor files are copied beside the weights;
+    with `to_folder` these are looked for in the folder that the source is. A `team` of processes
+    writes together: each calls this in the same way, and `options`, what was asked for in words of
+    any kind, are what such a write is known by again.
     """
     path = _file_of(checkpoint, path, format)
     own = in_place and _names_a_source(path, checkpoint.sources)

@@ -486,3 +486,9 @@ def test_the_example_in_the_documentation_has_every_key(compare):
         assert list(example[rows][0]) == list(found[rows][0])
         for side in ("a", "b"):
             assert list(example[rows][0][side]) == list(found[rows][0][side])
+
+
+def test_a_diff_is_neither_true_nor_false(compare):
+    found = compare({"a": torch.ones(1)}, {"a": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"\.identical"):
+        bool(found)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from ckptool.errors import LimitExceeded
+from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import list_tensors
 from ckptool.limits import Limits
@@ -221,3 +221,25 @@ def test_a_listing_is_the_same_every_time(saved):
     rows = saved(root).tensors
     assert [row.kind for row in rows] == ["numpy", "numpy"]
     assert [row.storage for row in rows] == ["numpy", "numpy#2"]
+
+
+def test_a_listing_is_a_list_of_its_tensors(saved):
+    listing = saved({"model": {"a": torch.ones(1), "b": torch.ones(2)}, "epoch": 3})
+    assert [row.name for row in listing] == ["model/a", "model/b"]
+    assert len(listing) == 2
+    assert listing[-1] is listing["model/b"] is listing.tensors[1]
+    assert listing[:1] == listing.tensors[:1]
+    assert "model/a" in listing
+    assert listing[0] in listing
+    assert "epoch" not in listing
+    with pytest.raises(NotFound, match="'a'"):
+        listing["a"]
+    with pytest.raises(IndexError):
+        listing[2]
+
+
+def test_a_name_that_two_tensors_have_is_refused():
+    weight = tensor(floats(1.0), [1])
+    listing = list_tensors(checkpoint({"a": {"b": weight}, "a/b": weight}))
+    with pytest.raises(AmbiguousName, match="'a/b'"):
+        listing["a/b"]

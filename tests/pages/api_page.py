@@ -17,7 +17,9 @@ PARTS = {
     "Questions": [
         *(
             "list_tensors",
+            "Listing",
             "info",
+            "Info",
             "diff",
             "Diff",
             "stats",
@@ -40,7 +42,7 @@ PARTS = {
         *("transforms.to_plain", "transforms.drop_objects", "writing.save"),
     ],
 }
-"""The public names of `ckptool` that are no errors, as a reader meets them, and what is behind."""
+"""The public names of `ckptool` and `ckptool.results`, as a reader meets them."""
 
 HEAD = """# Every public name
 
@@ -55,8 +57,9 @@ HEAD = """# Every public name
 - A **path** into a file is a tuple of keys, `("state_dict", "conv1.weight")`; a **key** as an
   argument is such a tuple, or the keys joined by `/`.
 - A **Source** is a path or an open checkpoint, a **MapLocation** what `torch.load` takes. A
-  **Keep** is a list of globs, or a dict of globs and types. A **State** is a state dict or an open
-  checkpoint; the result is of the same kind.
+  **Keep** is a list of globs, or a dict of globs and types, **Words** is one text or several.
+  **Rules** are texts, or rules of `transforms`. Of a path or a checkpoint the changed checkpoint is
+  returned, to be closed or used as a context manager; of a dict in memory a dict.
 - torch is imported by what makes or takes tensors (`load_state_dict`, `load_into`, `match`,
   `load`, `save`, `TensorRef.torch`, figures, casts), and by nothing else.
 """
@@ -70,9 +73,14 @@ def package() -> griffe.Module:
     return found
 
 
+def address(name: str) -> str:
+    """A public name below `ckptool`: a class is in `results`."""
+    return f"results.{name}" if name[0].isupper() else name
+
+
 def at(path: str) -> griffe.Object:
     """What has that path below `ckptool`, wherever it is defined."""
-    found = package()[path]
+    found = package()[address(path)]
     found = found.final_target if isinstance(found, griffe.Alias) else found
     if isinstance(found, griffe.Module):  # a module hides the function that it is named for
         return at(f"{path}.{found.name}")
@@ -86,10 +94,8 @@ def public(module: griffe.Module) -> list[str]:
 
 def _errors() -> list[griffe.Class]:
     """The public errors and warnings, each below what it is one of."""
-    found = {name: at(name) for name in public(package()) if name[0].isupper()}
-    home = package()["errors"]
-    errors = {name: one for name, one in found.items() if one.parent is home}
-    return sorted(errors.values(), key=lambda one: one.lineno)
+    found = [at(f"errors.{name}") for name in public(package()["errors"]) if name[0].isupper()]
+    return sorted(found, key=lambda one: one.lineno)
 
 
 def _met() -> list[griffe.Class]:
@@ -121,7 +127,7 @@ def page() -> str:
     for title, names in PARTS.items():
         lines.append(f"## {title}\n")
         for name in names:
-            lines += _entry(f"ckptool.{name}", at(name))
+            lines += _entry(f"ckptool.{address(name)}", at(name))
     lines.append("## Met inside these\n")
     for one in _met():
         lines += [f"### {one.name}\n", *_sections(one), *_fields(one)]

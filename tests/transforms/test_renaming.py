@@ -300,5 +300,7 @@ def test_the_public_names():
         assert list(ckptool.rename({"a.w": 1, "b.w": 2}, ["^a=>c"])) == ["a.w", "b.w"]
     chained = read.rename(prefixes=["=net"]).extract(model_only=True, include=["net.a.*"])
     assert list(chained.root) == ["net.a.w"]
-    with pytest.raises(UsageError, match="a state dict or an open checkpoint is wanted"):
-        ckptool.rename("model.pth", ["a=>b"])
+    with pytest.raises(
+        UsageError, match="a path, a state dict or an open checkpoint is wanted, not a list"
+    ):
+        ckptool.rename(["model.pth"], ["a=>b"])

@@ -179,7 +179,7 @@ def notes(report: Report) -> str:
         for one in infos
         for note in one.notes
     ]
-    every = [*report.notes, *named, *(report.diff.notes if report.diff else ())]
+    every = [*report.notes, *named, *(() if report.diff is None else report.diff.notes)]
     items = "".join(element("li", words(shorten(note, 2 * _LONGEST))) for note in every)
     return element("ul", items, class_="notes") if items else ""
 

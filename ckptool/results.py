@@ -1,0 +1,47 @@
+"""Every public class that is no error: what the functions of `ckptool` return and take.
+
+They print as their pages on the command line do, and have one line as their `repr`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptool._lazy import importer
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint import Change, Checkpoint, Details
+    from ckptool.conversion import Conversion
+    from ckptool.diagnosis import Complaint, Diagnosis
+    from ckptool.files.recovery import Recovery
+    from ckptool.formats.base import Problem
+    from ckptool.inspection import Diff, Info, Listing, Stats, Verdict
+    from ckptool.inspection.scan import Scan
+    from ckptool.limits import Limits
+    from ckptool.matching import MatchReport
+    from ckptool.model import Opaque, Storage, TensorRef
+    from ckptool.render.page import PageReceipt
+    from ckptool.writing import Receipt
+
+__all__ = [
+    "Change", "Checkpoint", "Complaint", "Conversion", "Details", "Diagnosis", "Diff", "Info",
+    "Limits", "Listing", "MatchReport", "Opaque", "PageReceipt", "Problem", "Receipt", "Recovery",
+    "Scan", "Stats", "Storage", "TensorRef", "Verdict",
+]  # fmt: skip
+
+_HOMES = {
+    "checkpoint": ("Change", "Checkpoint", "Details"),
+    "conversion": ("Conversion",),
+    "diagnosis": ("Complaint", "Diagnosis"),
+    "files.recovery": ("Recovery",),
+    "formats.base": ("Problem",),
+    "inspection": ("Diff", "Info", "Listing", "Stats", "Verdict"),
+    "inspection.scan": ("Scan",),
+    "limits": ("Limits",),
+    "matching": ("MatchReport",),
+    "model": ("Opaque", "Storage", "TensorRef"),
+    "render.page": ("PageReceipt",),
+    "writing": ("Receipt",),
+}
+
+__getattr__ = importer("ckptool", globals(), _HOMES)
