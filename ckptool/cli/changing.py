@@ -12,6 +12,7 @@ from ckptool.cli.console import Progress, print_document, say
 from ckptool.cli.dividing import team_of
 from ckptool.cli.options import Target
 from ckptool.errors import TargetExists, UsageError
+from ckptool.files.place import is_address
 from ckptool.formats import open_checkpoint, shard_of
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
@@ -44,6 +45,12 @@ def write_changed(
     chosen, team = _chosen(target), team_of()
     quiet = target.quiet or (team is not None and team.own > 0)
     progress = Progress(quiet=quiet, phases=("writing", "reading back"))
+    if is_address(source) and chosen is None:
+        raise UsageError(
+            "is on another machine, where nothing is written: -o must say where the result goes",
+            file=source,
+            hint="-o FILE, in the place of --in-place" if target.in_place else "-o FILE",
+        )
     with open_checkpoint(source) as checkpoint, progress:
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:

@@ -290,7 +290,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _signals_raise() as interrupts, _warnings_told():
+        with _signals_raise() as interrupts, _warnings_told(), _traffic_told():
             code = _run(arguments, interrupts)
         return 128 + interrupts.came if interrupts.came else code  # one that was swallowed, too
     except Ended as ended:
@@ -336,6 +336,17 @@ def _warnings_told() -> Iterator[None]:
 
         warnings.showwarning = tell
         yield
+
+
+@contextmanager
+def _traffic_told() -> Iterator[None]:
+    """Tell, where CKPTOOL_DEBUG is set, what was asked of other machines."""
+    begun = time.monotonic()
+    yield
+    remote = sys.modules.get("ckptool.files.remote")  # local files import none of it
+    if remote is not None and os.environ.get("CKPTOOL_DEBUG"):
+        asked, seconds = remote.TRAFFIC, time.monotonic() - begun
+        say([f"{asked.requests:,} requests, {asked.bytes:,} bytes, {seconds:.2f} s"])
 
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:

@@ -11,7 +11,6 @@ import click
 
 from ckptool.cli.console import WORDS, in_words, settle
 from ckptool.errors import UsageError
-from ckptool.tensors.runtime import require_torch
 
 if TYPE_CHECKING:
     from ckptool.writing.divided import Team
@@ -34,21 +33,23 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         UsageError: --workers inside of torchrun's processes.
         WorkerFailed: a worker's error.
     """
+    if workers in (None, 1) and not _is_launched():
+        work()
+        return
+    from ckptool.tensors.runtime import require_torch  # which brings threads
+
+    require_torch()
     if _is_launched():
-        require_torch()
         from ckptool.trainer.launching import recorded
         from ckptool.trainer.processes import team
 
         with recorded(in_words), team("ckptool", undone="nothing has got its name") as found:
             click.get_current_context().meta[_TEAM] = found
             work()
-    elif workers is None or workers == 1:
-        work()
     else:
-        require_torch()
         from ckptool.trainer.launching import launch
 
-        settle(launch(click.get_current_context().meta[WORDS], nproc=workers))
+        settle(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
 
 
 def team_of() -> Team | None:

@@ -1,58 +1,27 @@
-"""Where paths lead: the files and folders of this machine, asked by few questions."""
+"""Where paths lead: to this machine, or to another one."""
 
 from __future__ import annotations
 
 import os
+import re
 
-from ckptool.files.opening import open_source
-from ckptool.files.source import FolderFile, Source
+from ckptool.files.local import Place
 
-__all__ = ["Place", "place_of"]
-
-
-class Place:
-    """The file system of this machine; what lies elsewhere answers the same questions."""
-
-    def is_folder(self, path: str) -> bool:
-        """Return whether a folder is there."""
-        return os.path.isdir(path)
-
-    def is_file(self, path: str) -> bool:
-        """Return whether a file is there; links are followed."""
-        return os.path.isfile(path)
-
-    def names(self, folder: str) -> frozenset[str]:
-        """Return what is in a folder (empty: the one we are in).
-
-        Raises:
-            OSError: it is none, or may not be listed.
-        """
-        return frozenset(os.listdir(folder or "."))
-
-    def size(self, path: str) -> int:
-        """Return the bytes of a file.
-
-        Raises:
-            OSError: there is none.
-        """
-        return os.path.getsize(path)
-
-    def open(self, path: str) -> Source:
-        """Open a file for reading, after what a killed edit left of it has been set right.
-
-        Raises:
-            UnreadableFile: as `files.opening.open_source`.
-        """
-        return open_source(path)
-
-    def member(self, path: str, size: int) -> Source:
-        """Return a file of a folder, which is opened when it is read and has `size` bytes then."""
-        return FolderFile(path, size)
-
+__all__ = ["Place", "is_address", "place_of"]
 
 _HERE = Place()
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the address of something on another machine."""
+    return _ADDRESS.match(os.fsdecode(path)) is not None
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
     """Return the place that a path leads to."""
-    return _HERE
+    if not is_address(path):
+        return _HERE
+    from ckptool.files.remote import remote_place  # local files need none of it
+
+    return remote_place()

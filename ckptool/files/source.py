@@ -48,6 +48,8 @@ class Source:
     """First bytes that it gives otherwise than the open descriptor does."""
     is_shared = False
     """Whether several threads may read it at once, in whatever order, at no cost."""
+    is_far = False
+    """Whether a read may be a request to another machine."""
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the source has these bytes."""
@@ -134,15 +136,11 @@ def _missing(path: str) -> FileMissing:
         gone = os.path.realpath(path)
         hint = "download or copy what it leads to; in a cache of Hugging Face: hf download again"
         return FileMissing(f"is a link to {gone}, where there is nothing", file=path, hint=hint)
-    local = "there is no such file, and only local files are read"
-    if re.match(r"[a-z0-9]+:/", path):
-        hint = "download it first: hf download ORGANISATION/NAME, or curl -LO URL"
-        return FileMissing(local, file=path, hint=hint)
     is_file_name = re.search(r"\.(?:pth?|th|tar|ckpt|bin|safetensors|pkl|npz|json)\Z", path)
     folder = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", path)
     if folder and not is_file_name and not os.path.exists(folder[1]):
-        hint = f"of a repository of Hugging Face: hf download {path}, then give the folder"
-        return FileMissing(local, file=path, hint=hint)
+        hint = f"of a repository of Hugging Face: hf://{path}"
+        return FileMissing("there is no such file", file=path, hint=hint)
     return FileMissing("there is no such file", file=path)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +22,7 @@ from ckptool.errors import (
 )
 from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
+from ckptool.files.tiled import late
 from ckptool.formats.base import Archive, Probe, Record
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
@@ -300,11 +302,13 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     """Payload offset by header offset, and the bytes that no record accounts for.
 
     Each local header is read: its name must be the directory's, and its record must end before
-    the next one begins.
+    the next one begins. Of a file on another machine none is, until its record is: no offsets.
 
     Raises:
         CorruptFile: a record outside the file, two that overlap, a header that is none.
     """
+    if data.source.is_far:  # each header would be a request
+        return {}, 0
     headers = _LocalHeaders(data, end.offset)
     ordered = sorted(entries, key=attrgetter("header"))
     starts = [*(entry.header for entry in ordered), end.offset]
@@ -373,14 +377,20 @@ class _LocalHeaders:
         )
 
 
-def record_of(data: ByteRange, entry: Entry, payload: int, name: str, limits: Limits) -> Record:
-    """The record of an entry whose payload begins at `payload`.
+def record_of(
+    data: ByteRange, entry: Entry, payload: int | None, name: str, limits: Limits
+) -> Record:
+    """The record of an entry whose payload begins at `payload`; None: its header says, when read.
 
     Raises:
         LimitExceeded: it would inflate to more than `limits` allows.
     """
-    packed = ByteRange(data.source, data.offset + payload, entry.packed)
     crc = entry.crc32 if entry.crc32 or not entry.size else None
+    if payload is None:
+        whole = crc if entry.method == STORED else None
+        packed = late(data.source.name, entry.packed, partial(_behind_header, data, entry, whole))
+    else:
+        packed = ByteRange(data.source, data.offset + payload, entry.packed)
     if entry.method != DEFLATED:
         return Record(name, packed, crc, entry.header)
     if entry.size > entry.packed * limits.max_inflation:
@@ -391,6 +401,14 @@ def record_of(data: ByteRange, entry: Entry, payload: int, name: str, limits: Li
         )
     inflated = ByteRange(InflatedSource(packed, entry.size), 0, entry.size)
     return Record(name, inflated, crc, entry.header, compressed=True)
+
+
+def _behind_header(
+    data: ByteRange, entry: Entry, stated: int | None
+) -> tuple[ByteRange, int | None]:
+    """Return what lies behind the local header of an entry, which is read for it, and its CRC."""
+    payload = _LocalHeaders(data, data.length).payload(entry, data.length)
+    return data.slice(payload, entry.packed), stated
 
 
 _FIRST_HEADER = struct.Struct("<4s5H3I2H")
@@ -497,7 +515,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
             foreign.append(name)
         elif not name.endswith("/"):
             name = name[cut:]
-            records[name] = record_of(data, entry, offsets[entry.header], name, limits)
+            records[name] = record_of(data, entry, offsets.get(entry.header), name, limits)
     notes = _foreign_note(folder, foreign)
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 

@@ -139,15 +139,15 @@ class Probe:
             FileBusy: another process is editing it.
             CorruptFile: the journal of an edit lies beside it that cannot be settled.
         """
-        self.path = os.fsdecode(path)
         self.limits = limits
         self.place = place_of(path)
+        self.path = self.place.spelled(os.fsdecode(path))
         self._pattern = "*"
         folder, name = os.path.split(self.path)
-        if "*" in name and not os.path.lexists(self.path) and self.place.is_folder(folder or "."):
+        if "*" in name and not self.place.exists(self.path) and self.place.is_folder(folder or "."):
             self.path, self._pattern = folder or ".", name
         index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
-        if not os.path.lexists(self.path) and self.place.is_file(index):
+        if not self.place.exists(self.path) and self.place.is_file(index):
             self.path = index
         self.is_folder = self.place.is_folder(self.path)
         self.source = source or (None if self.is_folder else self.place.open(self.path))

@@ -100,6 +100,8 @@ def opened_together(
     with ExitStack() as stack:
         files: list[Checkpoint] = []
         allow_open_files(len(paths))
+        if paths:
+            place_of(paths[0]).expect(paths)
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
             if files[-1].format not in formats or place_of(path).is_folder(path):

@@ -506,6 +506,7 @@ class Sharded(Format):
         if index is None:
             raise CorruptFile("this is no index of shards", file=probe.path)
         allow_open_files(len(index.shards))
+        place_of(index.path).expect([index.beside(name) for name in index.shards])
         with ExitStack() as opened:
             shards: dict[str, Checkpoint] = {}
             for name in index.shards:

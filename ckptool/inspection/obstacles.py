@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.dtypes import BY_NAME
+from ckptool.files.place import place_of
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.dcp_safetensors import SHARDING_INFO
@@ -79,7 +80,9 @@ def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...
     """
     from ckptool.inspection.scan import scan  # few files need it
 
-    found = [scan(file, hidden=hidden) for file in dict.fromkeys(files) if os.path.isfile(file)]
+    found = [
+        scan(file, hidden=hidden) for file in dict.fromkeys(files) if place_of(file).is_file(file)
+    ]
     return tuple(dict.fromkeys(deed.text for one in found for deed in one.runs))
 
 

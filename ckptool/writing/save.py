@@ -34,6 +34,7 @@ from ckptool.writing.target import (
     check_target,
     in_folder,
     is_a_source,
+    refuse_address,
     target_format,
 )
 
@@ -135,6 +136,7 @@ def save(
     writes together: each calls this in the same way, and `options`, what was asked for in words of
     any kind, are what such a write is known by again.
     """
+    refuse_address(path)
     path = _file_of(checkpoint, path, format)
     own = in_place and _names_a_source(path, checkpoint.sources)
     if own:

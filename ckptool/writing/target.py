@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source
 from ckptool.files.atomic import refuse_target
+from ckptool.files.place import is_address
 from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "in_folder",
     "is_a_source",
     "is_folder",
+    "refuse_address",
     "target_format",
 ]
 
@@ -43,6 +46,8 @@ def default_target(
             hint="-o model.safetensors writes one file, "
             "-o FOLDER/model.safetensors.index.json shards",
         )
+    if is_address(source):  # the result lies here
+        source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"
     if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
         source = os.path.abspath(source)  # the name of the folder that we are in
     stem, suffix = _split(source.rstrip(os.sep) or source)
@@ -164,6 +169,19 @@ def _sharded(single: str, format: str | None) -> str:
         f"shards are files of {' or '.join(shards)}, not of {wanted}",
         hint="leave --format out, or name one file to write",
     )
+
+
+def refuse_address(path: str | os.PathLike[str]) -> None:
+    """Refuse a target on another machine.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if is_address(path):
+        raise UsageError(
+            f"{os.fspath(path)} is on another machine, where nothing is written",
+            hint="write a file here, and upload it with the tool of that machine",
+        )
 
 
 def check_target(

@@ -115,6 +115,7 @@ def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
     return [
         (name, data, crc32)
         for source in checkpoint.sources
+        if not source.is_far  # what comes from afar is checked while it is copied
         for name, data, crc32 in source.stated
         if name.endswith(_HEADERS) or is_read(data)
     ]

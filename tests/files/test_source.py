@@ -160,15 +160,11 @@ def test_a_compressed_record_that_is_damaged():
         inflated_source(CONTENT, packed=b"\xff" * 100).read(0, 10)
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["https://host/model.pth", "hf://Qwen/Qwen2.5-7B", "https:/host/x", "Qwen/Qwen2.5-7B"],
-)
-def test_an_address_is_told_from_a_path(address, tmp_path, monkeypatch):
+def test_a_name_of_a_repository_is_told_from_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileMissing, match="only local files are read") as caught:
-        FileSource(address)
-    assert "download" in caught.value.hint
+    with pytest.raises(FileMissing) as caught:
+        FileSource("Qwen/Qwen2.5-7B")
+    assert caught.value.hint == "of a repository of Hugging Face: hf://Qwen/Qwen2.5-7B"
     with pytest.raises(FileMissing) as caught:
         FileSource("runs/model.pth")
     assert caught.value.hint is None

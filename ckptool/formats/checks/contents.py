@@ -356,7 +356,8 @@ def _compressed(contents: Contents) -> Iterator[Problem]:
 
 def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
     """Where `.format_version` makes torch compute offsets that are not those of the records."""
-    if contents.facts.get(".format_version", "") < "1":
+    is_far = any(source.is_far for source in archive.sources)  # no local header has been read
+    if contents.facts.get(".format_version", "") < "1" or is_far:
         return
     alignment = alignment_of(contents.facts.get(".storage_alignment"))
     if alignment is None:

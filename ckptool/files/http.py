@@ -1,0 +1,220 @@
+"""Ranges of files over http and https, by the standard library.
+
+Proxies and certificates are those of the environment (`HTTPS_PROXY`, `SSL_CERT_FILE`). A token goes
+to the host that it is for, and to none that this one redirects to. RFC 9110, 13 and 14.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile
+
+__all__ = ["Part", "fetch"]
+
+TIMEOUT = 30.0
+"""Seconds that a server may be silent."""
+ATTEMPTS = 5
+LONGEST_PAUSE = 30.0
+FROM_THE_START = 64 << 20
+"""Bytes that are read from the beginning where a server sends no ranges."""
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_DOWNLOAD = "download it first: curl -LO URL"
+
+
+class Part(NamedTuple):
+    """Some bytes of a file, and what the server says of all of it."""
+
+    data: bytes
+    size: int
+    """Bytes of the whole file."""
+    tag: str
+    """What is another where the content is: ETag, else the time of the last change, else empty."""
+    has_ranges: bool
+
+
+class _Retry(Exception):
+    """What may go well at another try; its words are those of the last one."""
+
+    def __init__(self, why: str, pause: float | None = None) -> None:
+        super().__init__(why)
+        self.pause = pause
+
+
+def fetch(
+    url: str, start: int, stop: int, *, tag: str = "", headers: Mapping[str, str] | None = None
+) -> Part:
+    """Return the bytes from `start` to `stop`, fewer where the file ends before.
+
+    Args:
+        url: http or https.
+        start: The first byte.
+        stop: The one behind the last.
+        tag: What the file must still be, as an earlier answer had it.
+        headers: For this host alone, a token.
+
+    Raises:
+        FileMissing, FileDenied: the server has no such file, or does not give it to us.
+        TruncatedFile: it ends before `start`.
+        UnreadableFile: the server does not answer, answers with something else, or the file is
+            another one by now.
+    """
+    done = b""
+    for attempt in range(ATTEMPTS):
+        pause: float | None = None
+        try:
+            part = _ask(url, start + len(done), stop, tag, headers or {})
+            return part._replace(data=done + part.data)
+        except _Cut as cut:  # it goes on where the connection broke
+            done, why = done + cut.data, str(cut)
+        except _Retry as again:
+            why, pause = str(again), again.pause
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, (FileMissing, FileDenied, UnreadableFile)):
+                raise
+            why = _reason(error)
+        if attempt + 1 < ATTEMPTS:
+            time.sleep(min(LONGEST_PAUSE, 0.25 * 2**attempt if pause is None else pause))
+    raise UnreadableFile(
+        f"cannot be fetched: {why}", file=_shown(url), hint="try again, or " + _DOWNLOAD
+    )
+
+
+class _Cut(_Retry):
+    """A connection that broke in the middle of an answer."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("the connection broke off")
+        self.data = data
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Return what opens http and https alone: a redirect to a local file is none."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.UnknownHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPRedirectHandler(),
+        urllib.request.HTTPErrorProcessor(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> Part:
+    request = urllib.request.Request(
+        urlunsplit(urlsplit(url)._replace(fragment="")),
+        headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
+    )
+    request.add_header("Range", f"bytes={start}-{stop - 1}")
+    if tag.startswith('"'):
+        request.add_header("If-Match", tag)
+    for name, value in headers.items():
+        request.add_unredirected_header(name, value)
+    try:
+        with _opener().open(request, timeout=TIMEOUT) as answer:
+            return _read(url, answer, start, stop, tag)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(url, error, start) from error
+
+
+def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
+    told, status = answer.headers, answer.status
+    if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
+        raise UnreadableFile(
+            f"the server packs what it sends ({told['Content-Encoding']}), so that no part of the "
+            "file can be asked for",
+            file=_shown(url),
+            hint=_DOWNLOAD,
+        )
+    now = told.get("ETag") or told.get("Last-Modified") or ""
+    if tag and now and now != tag:
+        raise _changed(url)
+    if status == 206:
+        found = _RANGE.fullmatch(told.get("Content-Range", ""))
+        if found is None or int(found[1]) != start or found[3] == "*":
+            text = "the server sends other bytes than those asked for"
+            raise UnreadableFile(text, file=_shown(url))
+        size = int(found[3])
+        return Part(_exactly(answer, min(stop, size) - start), size, now, True)
+    length = told.get("Content-Length", "")
+    if not length.isdecimal():
+        raise UnreadableFile(
+            "the server says neither ranges nor the size of the file",
+            file=_shown(url),
+            hint=_DOWNLOAD,
+        )
+    if stop > FROM_THE_START:
+        raise UnreadableFile(
+            "the server sends no parts of a file, and what is asked for lies far inside",
+            file=_shown(url),
+            hint=_DOWNLOAD,
+        )
+    size = int(length)
+    return Part(_exactly(answer, min(stop, size))[start:], size, now, False)
+
+
+def _exactly(answer: Any, length: int) -> bytes:
+    """Return so many bytes of an answer, and no more, however many it has."""
+    parts: list[bytes] = []
+    left = max(length, 0)
+    while left:
+        try:
+            data = answer.read(min(left, 1 << 20))
+        except (OSError, http.client.HTTPException):
+            data = b""
+        if not data:
+            raise _Cut(b"".join(parts))
+        parts.append(data)
+        left -= len(data)
+    return b"".join(parts)
+
+
+def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
+    code, file = error.code, _shown(url)
+    if code == 404 or code == 410:
+        return FileMissing("the server has no such file", file=file, hint="look for a misspelling")
+    if code in (401, 403):
+        hint = "log in: hf auth login, or HF_TOKEN; a gated repository asks for consent on its page"
+        own = error.headers.get("X-Error-Message") or error.reason
+        return FileDenied(f"the server does not give it to us ({code} {own})", file=file, hint=hint)
+    if code == 412:
+        return _changed(url)
+    if code == 416:
+        return TruncatedFile(f"the file ends before {start:,}", file=file)
+    why = f"the server answers {code} {error.reason}"
+    if code in _AGAIN:
+        pause = error.headers.get("Retry-After", "")
+        return _Retry(why, float(pause) if pause.isdecimal() else None)
+    return UnreadableFile(why, file=file, hint=_DOWNLOAD)
+
+
+def _changed(url: str) -> UnreadableFile:
+    return UnreadableFile(
+        "changed while it was read: the server has another version of it",
+        file=_shown(url),
+        hint="try again: it is read from the beginning then",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    inner = getattr(error, "reason", error)
+    return str(getattr(inner, "strerror", None) or inner or type(error).__name__)
+
+
+def _shown(url: str) -> str:
+    """Return a URL without what may be secret: user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -1,0 +1,62 @@
+"""The files and folders of this machine, asked by few questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ckptool.files.opening import open_source
+from ckptool.files.source import FolderFile, Source
+
+__all__ = ["Place"]
+
+
+class Place:
+    """The file system of this machine; what lies elsewhere answers the same questions."""
+
+    def spelled(self, path: str) -> str:
+        """Return the path in the form that others are made of by joining."""
+        return path
+
+    def exists(self, path: str) -> bool:
+        """Return whether something is there, be it a link that leads nowhere."""
+        return os.path.lexists(path)
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether a folder is there."""
+        return os.path.isdir(path)
+
+    def is_file(self, path: str) -> bool:
+        """Return whether a file is there; links are followed."""
+        return os.path.isfile(path)
+
+    def names(self, folder: str) -> frozenset[str]:
+        """Return what is in a folder (empty: the one we are in).
+
+        Raises:
+            OSError: it is none, or may not be listed.
+        """
+        return frozenset(os.listdir(folder or "."))
+
+    def size(self, path: str) -> int:
+        """Return the bytes of a file.
+
+        Raises:
+            OSError: there is none.
+        """
+        return os.path.getsize(path)
+
+    def open(self, path: str) -> Source:
+        """Open a file for reading, after what a killed edit left of it has been set right.
+
+        Raises:
+            UnreadableFile: as `files.opening.open_source`.
+        """
+        return open_source(path)
+
+    def expect(self, paths: Sequence[str]) -> None:
+        """Make ready for files that are about to be opened one after the other."""
+
+    def member(self, path: str, size: int) -> Source:
+        """Return a file of a folder, which is opened when it is read and has `size` bytes then."""
+        return FolderFile(path, size)

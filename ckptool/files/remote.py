@@ -1,0 +1,441 @@
+"""Files that lie on other machines: https and Hugging Face by ranges, all else by fsspec.
+
+Only the ranges that are asked for are fetched; nothing is kept on this disk. `hf://owner/name`, and
+the addresses of huggingface.co as a browser shows them, are pinned to the commit that they mean
+when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from threading import RLock
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
+
+from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
+from ckptool.files.http import Part, fetch
+from ckptool.files.local import Place
+from ckptool.files.source import Source
+
+__all__ = ["TRAFFIC", "RemotePlace", "RemoteSource", "remote_place"]
+
+WINDOW = 128 << 10
+"""Bytes of a request for less: what lies beside them is asked for next."""
+_KEPT = 16
+"""Windows that a source keeps."""
+_PIECE, _IN_FLIGHT = 2 << 20, 8
+"""Bytes of a request for what is read in order, and how many are on their way at a time."""
+_AT_ONCE = 16
+"""Files whose beginnings are asked for at a time."""
+_INSTALL = "pip install 'ckptool[remote]'"
+
+Fetch = Callable[[int, int, str], Part]
+"""Bytes from an offset to another, of the file that still has a tag."""
+
+
+@dataclass
+class Traffic:
+    """What has been asked for in this process."""
+
+    requests: int = 0
+    bytes: int = 0
+
+    def add(self, length: int) -> None:
+        """Count one request."""
+        self.requests += 1
+        self.bytes += length
+
+
+TRAFFIC = Traffic()
+
+
+class _Repository(NamedTuple):
+    """A repository of Hugging Face at one commit."""
+
+    address: str
+    """With the commit: `hf://owner/name@COMMIT`."""
+    base: str
+    """Where its files are, without a last slash."""
+    headers: Mapping[str, str]
+    sizes: Mapping[str, int]
+    """Bytes by path."""
+
+
+class RemotePlace(Place):
+    """What lies at addresses; what has been asked once is known."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._sources: dict[str, RemoteSource | None] = {}
+        self._opened: set[str] = set()
+
+    def spelled(self, path: str) -> str:
+        """Return an address of Hugging Face as `hf://owner/name@COMMIT/path`."""
+        if (found := _in_hub(path)) is None:
+            return path
+        repository, inner = found
+        return f"{repository.address}/{inner}" if inner else repository.address
+
+    def exists(self, path: str) -> bool:
+        """Return whether something is there."""
+        return self.is_folder(path) or self.is_file(path)
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether a folder is there; a server of plain http has none."""
+        if (found := _in_hub(path)) is not None:
+            repository, inner = found
+            beginning = f"{inner}/" if inner else ""
+            return inner not in repository.sizes and any(
+                name.startswith(beginning) for name in repository.sizes
+            )
+        if _is_http(path):
+            return False
+        system, inner = _system(path)
+        return bool(_worded(path, lambda: system.isdir(inner)))
+
+    def is_file(self, path: str) -> bool:
+        """Return whether a file is there."""
+        return self._found(path) is not None
+
+    def names(self, folder: str) -> frozenset[str]:
+        """Return what is in a folder; of plain http what has been asked for in it."""
+        if (found := _in_hub(folder)) is not None:
+            repository, inner = found
+            beginning = f"{inner}/" if inner else ""
+            return frozenset(
+                name.removeprefix(beginning).partition("/")[0]
+                for name in repository.sizes
+                if name.startswith(beginning)
+            )
+        if _is_http(folder):
+            beginning = folder.rstrip("/") + "/"
+            known = (url for url, source in self._sources.items() if source is not None)
+            return frozenset(
+                url.removeprefix(beginning) for url in known if url.startswith(beginning)
+            )
+        system, inner = _system(folder)
+        return frozenset(
+            os.path.basename(one.rstrip("/"))
+            for one in _worded(folder, lambda: system.ls(inner, detail=False))
+        )
+
+    def size(self, path: str) -> int:
+        """Return the bytes of a file.
+
+        Raises:
+            FileMissing: there is none.
+        """
+        return self._there(path).size
+
+    def open(self, path: str) -> Source:
+        """Return a file, its beginning fetched; another time, as it is by then.
+
+        Raises:
+            UnreadableFile: it cannot be fetched (`FileMissing`: there is none).
+        """
+        if path in self._opened:  # what lies beside it may be new, too
+            beginning = os.path.dirname(path) + "/"
+            self._opened = {one for one in self._opened if not one.startswith(beginning)}
+            for one in [one for one in self._sources if one.startswith(beginning)]:
+                del self._sources[one]
+        self._opened.add(path)
+        return self._there(path)
+
+    def member(self, path: str, size: int) -> Source:
+        """Return a file of a folder."""
+        return self._there(path)
+
+    def expect(self, paths: Sequence[str]) -> None:
+        """Fetch the beginnings of files that are about to be opened, many at a time."""
+        for one in paths:
+            self._sources.pop(one, None)
+            self._opened.discard(one)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for first in range(0, len(paths), 4 * _AT_ONCE):  # one that is missing ends it soon
+                if None in pool.map(self._found, paths[first : first + 4 * _AT_ONCE]):
+                    return
+
+    def _there(self, path: str) -> RemoteSource:
+        source = self._found(path)
+        if source is None:
+            raise FileMissing("there is no such file", file=path)
+        return source
+
+    def _found(self, path: str) -> RemoteSource | None:
+        if path not in self._sources:
+            try:
+                self._sources[path] = RemoteSource(path, _fetcher(path))
+            except FileMissing:
+                self._sources[path] = None
+        return self._sources[path]
+
+
+class RemoteSource(Source):
+    """A file on another machine: small reads come from windows, large ones are requests."""
+
+    is_far = True
+    is_shared = True
+
+    def __init__(self, name: str, ask: Fetch) -> None:
+        """Fetch the first bytes, and with them its size.
+
+        Raises:
+            UnreadableFile: it cannot be fetched.
+        """
+        self.name, self._ask = name, ask
+        first = ask(0, WINDOW, "")
+        TRAFFIC.add(len(first.data))
+        self.size, self._tag = first.size, first.tag
+        self._windows: OrderedDict[int, bytes] = OrderedDict({0: first.data})
+        self._ahead = _Ahead(self.size, self._fetch)
+        self._lock = RLock()
+
+    def fill(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        with self._lock:
+            done = self._ahead.give(offset, buffer)
+            if done == len(buffer):
+                return
+            if len(buffer) > WINDOW:
+                buffer[done:] = self._fetch(offset + done, offset + len(buffer))
+                self._ahead.follow(offset, offset + len(buffer))
+                return
+            while done < len(buffer):
+                start, data = self._window(offset + done)
+                piece = data[offset + done - start :][: len(buffer) - done]
+                buffer[done : done + len(piece)] = piece
+                done += len(piece)
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._ahead.end()
+
+    def _window(self, offset: int) -> tuple[int, bytes]:
+        """Return the window that holds the byte at `offset`; the last one is as long as others."""
+        tail = max(self.size - WINDOW, 0)
+        start = tail if offset >= tail else offset // WINDOW * WINDOW
+        if start not in self._windows:
+            self._windows[start] = self._fetch(start, min(start + WINDOW, self.size))
+            if len(self._windows) > _KEPT:
+                self._windows.popitem(last=False)
+        return start, self._windows[start]
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        TRAFFIC.add(stop - start)
+        part = self._ask(start, stop, self._tag)
+        if len(part.data) != stop - start or part.size != self.size:
+            raise UnreadableFile(
+                f"changed while it was read: it had {self.size:,} bytes and has {part.size:,}",
+                file=self.name,
+            )
+        return part.data
+
+
+class _Ahead:
+    """The bytes that follow what was read in order, several requests at a time."""
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
+        self._size, self._fetch = size, fetch
+        self._pieces: deque[tuple[int, int, Future[bytes]]] = deque()
+        self._depth, self._end = 0, -1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def give(self, offset: int, buffer: memoryview) -> int:
+        """Fill as much of `buffer` as is on its way, and return how much that is."""
+        while self._pieces and self._pieces[0][1] <= offset:
+            self._pieces.popleft()
+        if not self._pieces or self._pieces[0][0] > offset:
+            return 0
+        done = 0
+        while self._pieces and done < len(buffer):
+            start, stop, coming = self._pieces[0]
+            data = coming.result()[offset + done - start :][: len(buffer) - done]
+            buffer[done : done + len(data)] = data
+            done += len(data)
+            if offset + done == stop:
+                self._pieces.popleft()
+                self._ask_for_more(stop)
+        self._end = offset + done
+        return done
+
+    def follow(self, start: int, stop: int) -> None:
+        """Look ahead where a read begins about where the last one ended; more each time."""
+        is_next = 0 <= start - self._end <= WINDOW
+        self._end = stop
+        if not is_next:
+            self.end()
+            return
+        self._ask_for_more(stop)
+
+    def _ask_for_more(self, position: int) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_IN_FLIGHT)
+        self._depth = min(2 * self._depth or 1, _IN_FLIGHT)
+        while len(self._pieces) < self._depth:
+            start = self._pieces[-1][1] if self._pieces else position
+            stop = min(start + _PIECE, self._size)
+            if start >= stop:
+                return
+            self._pieces.append((start, stop, self._pool.submit(self._fetch, start, stop)))
+
+    def end(self) -> None:
+        """Ask for nothing more."""
+        for _, _, coming in self._pieces:
+            coming.cancel()
+        self._pieces.clear()
+        self._depth = 0
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+def _is_http(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def _fetcher(path: str) -> Fetch:
+    """Return what fetches the bytes of a file."""
+    if (found := _in_hub(path)) is not None:
+        repository, inner = found
+        if inner not in repository.sizes:
+            raise FileMissing("the repository has no such file", file=path)
+        url = f"{repository.base}/{quote(inner)}"
+        return lambda start, stop, tag: fetch(url, start, stop, tag=tag, headers=repository.headers)
+    if _is_http(path):
+        return lambda start, stop, tag: fetch(path, start, stop, tag=tag)
+    return _by_fsspec(path)
+
+
+def _by_fsspec(path: str) -> Fetch:
+    system, inner = _system(path)
+
+    def facts() -> tuple[int, str]:
+        told = _worded(path, lambda: system.info(inner))
+        tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
+        return int(told["size"]), str(next(filter(None, tags), ""))
+
+    size, known = facts()
+
+    def ask(start: int, stop: int, tag: str) -> Part:
+        stop = min(stop, size)
+        data = _worded(path, lambda: system.cat_file(inner, start=start, end=stop)) if stop else b""
+        return Part(bytes(data), size, known, True)
+
+    return ask
+
+
+def _system(path: str) -> tuple[Any, str]:
+    """Return the file system of fsspec that an address names, and the path in there.
+
+    Raises:
+        UnsupportedFormat: fsspec, or the package of the file system, is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise UnsupportedFormat(
+            "is read by fsspec, which is not installed", file=path, hint=_INSTALL
+        ) from error
+    try:
+        found: tuple[Any, str] = url_to_fs(path)
+    except ImportError as error:
+        raise UnsupportedFormat(f"cannot be read: {error}", file=path, hint=_INSTALL) from error
+    except ValueError as error:
+        raise FileMissing(f"is no address that fsspec knows: {error}", file=path) from error
+    return found
+
+
+def _worded(path: str, work: Callable[[], Any]) -> Any:
+    """Do the work of a file system, whose errors are of any kind."""
+    try:
+        return work()
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except PermissionError as error:
+        raise FileDenied(f"it is not given to us: {error}", file=path) from error
+    except Exception as error:
+        raise UnreadableFile(
+            f"cannot be fetched: {type(error).__name__}, {error}", file=path
+        ) from error
+
+
+_HUB = re.compile(
+    r"hf://(?P<kind>datasets/|spaces/)?(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?"
+)
+_PASTED = re.compile(
+    r"(?P<kind>datasets/|spaces/)?(?P<name>[^/]+/[^/]+)"
+    r"(?:/(?:blob|resolve|tree|raw)/(?P<revision>[^/]+)(?:/(?P<path>.*))?)?/?"
+)
+
+
+def _in_hub(path: str) -> tuple[_Repository, str] | None:
+    """Return the repository and the path in it that an address of Hugging Face means."""
+    found = _HUB.fullmatch(path)
+    if found is None and _is_http(path):
+        parts = urlsplit(path)
+        if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_endpoint()).netloc):
+            found = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
+    if found is None:
+        return None
+    revision = unquote(found["revision"] or "main")
+    inner = (found["path"] or "").strip("/")
+    return _repository(found["kind"] or "", found["name"], revision), inner
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+@cache
+def _repository(kind: str, name: str, revision: str) -> _Repository:
+    """Look a repository up, once: its commit, and its files.
+
+    Raises:
+        UnsupportedFormat: huggingface_hub is not installed.
+        FileMissing, FileDenied, UnreadableFile: it cannot be looked up.
+    """
+    shown = f"hf://{kind}{name}@{revision}"
+    try:
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+    except ImportError as error:
+        raise UnsupportedFormat(
+            "is looked up by huggingface_hub, which is not installed", file=shown, hint=_INSTALL
+        ) from error
+    try:
+        told = HfApi(endpoint=_endpoint()).repo_info(
+            name, revision=revision, repo_type=kind.rstrip("s/") or None, files_metadata=True
+        )
+    except GatedRepoError as error:
+        hint = "ask for access on its page, then: hf auth login"
+        raise FileDenied("the repository is gated", file=shown, hint=hint) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403, 404):
+            hint = "look for a misspelling; a private one needs: hf auth login, or HF_TOKEN"
+            text = "there is no such repository or revision"
+            raise FileMissing(text, file=shown, hint=hint) from error
+        raise UnreadableFile(f"cannot be looked up: {error}", file=shown) from error
+    except Exception as error:
+        raise UnreadableFile(
+            f"cannot be looked up: {type(error).__name__}, {error}", file=shown
+        ) from error
+    token = get_token()
+    return _Repository(
+        f"hf://{kind}{name}@{told.sha}",
+        f"{_endpoint()}/{kind}{name}/resolve/{told.sha}",
+        {"Authorization": f"Bearer {token}"} if token else {},
+        {one.rfilename: one.size or 0 for one in getattr(told, "siblings", None) or ()},
+    )
+
+
+@cache
+def remote_place() -> RemotePlace:
+    """Return the one place that knows of what has been asked."""
+    return RemotePlace()

@@ -1,0 +1,248 @@
+"""Checkpoints at addresses: read as on this disk, by few requests; faults are sentences."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import CheckpointError, FileDenied, FileMissing, UnreadableFile, UsageError
+from ckptool.files import http
+from ckptool.files.remote import _repository
+from tests.servers import SHA, serving
+
+
+@pytest.fixture
+def served(tmp_path):
+    (tmp_path / "there").mkdir()
+    with serving(tmp_path / "there") as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(http.time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def large(served):
+    """A file of 60 tensors, 24 MB, at an address."""
+    torch.manual_seed(0)
+    state = {f"l.{i}.w": torch.randn(100, 1000) for i in range(60)}
+    path = os.path.join(served.folder, "large.pth")
+    torch.save(state, path)
+    return path
+
+
+def fixtures_of(folder, endings=(".pth", ".pt", ".safetensors", ".npz", ".ckpt", ".gguf")):
+    files = (path for path in folder.rglob("*") if path.suffix in endings and path.is_file())
+    return sorted(one for one in files if not os.path.isdir(f"{one}.tensors"))
+
+
+def test_every_file_reads_as_on_this_disk(fixtures):
+    with serving(fixtures) as served:
+        for path in fixtures_of(fixtures):
+            address = f"{served.url}/{path.relative_to(fixtures)}"
+            try:
+                here = ckptool.list_tensors(path).to_dict()
+            except CheckpointError as error:
+                with pytest.raises(type(error)):
+                    ckptool.list_tensors(address)
+                continue
+            there = ckptool.list_tensors(address).to_dict()
+            assert there["tensors"] == here["tensors"], path
+
+
+@pytest.mark.parametrize("name", ["large.safetensors", "large.pth"])
+def test_a_list_takes_few_requests(name, large, served):
+    if name.endswith(".safetensors"):
+        save_file(torch.load(large), os.path.join(served.folder, name))
+    assert len(ckptool.list_tensors(f"{served.url}/{name}").tensors) == 60
+    assert len(served.asked) == (2 if name.endswith(".pth") else 1)
+    assert served.bytes <= 2 << 17
+
+
+def test_an_index_and_its_shards_take_one_request_each_and_one_to_tell_their_format(large, served):
+    index = os.path.join(served.folder, "m.safetensors.index.json")
+    ckptool.convert(large, index, max_shard_size="2MB")
+    found = ckptool.list_tensors(f"{served.url}/m.safetensors.index.json")
+    assert len(found.tensors) == 60
+    assert len(served.asked) == 2 + len([x for x in os.listdir(served.folder) if "-of-" in x])
+
+
+def test_a_conversion_is_that_of_the_file_here(large, served, tmp_path):
+    ckptool.convert(f"{served.url}/large.pth", tmp_path / "there.safetensors")
+    ckptool.convert(large, tmp_path / "here.safetensors")
+    assert (tmp_path / "there.safetensors").read_bytes() == (
+        tmp_path / "here.safetensors"
+    ).read_bytes()
+    assert served.bytes < 1.05 * os.path.getsize(large)
+
+
+def test_an_extract_fetches_what_it_takes(large, served, tmp_path):
+    with ckptool.open(f"{served.url}/large.pth") as checkpoint:
+        checkpoint.extract(include=["l.30.w"]).save(tmp_path / "one.pth")
+    assert torch.equal(torch.load(tmp_path / "one.pth")["l.30.w"], torch.load(large)["l.30.w"])
+    assert served.bytes < 400_000 + 4 * http_window()
+
+
+def http_window():
+    from ckptool.files.remote import WINDOW
+
+    return WINDOW
+
+
+def test_what_reads_tensors_takes_an_address(large, served):
+    address = f"{served.url}/large.pth"
+    assert ckptool.diff(large, address).identical
+    assert ckptool.verify(address).ok
+    state = ckptool.load_state_dict(address)
+    assert torch.equal(state["l.7.w"], torch.load(large)["l.7.w"])
+    model = torch.nn.Module()
+    model.l = torch.nn.ModuleList(torch.nn.Module() for _ in range(60))
+    for one in model.l:
+        one.w = torch.nn.Parameter(torch.zeros(100, 1000))
+    ckptool.load_into(model, address)
+    assert torch.equal(model.l[3].w, state["l.3.w"])
+
+
+def test_damage_is_noticed_while_it_is_copied(large, served, tmp_path):
+    with open(large, "r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"\xff" * 8)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        ckptool.convert(f"{served.url}/large.pth", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("misdeed", [503, 429, "cut"])
+def test_what_fails_once_is_asked_for_again(misdeed, large, served, tmp_path):
+    served.misdeeds = dict.fromkeys(range(2, 12, 3), misdeed)
+    ckptool.convert(f"{served.url}/large.pth", tmp_path / "there.safetensors")
+    assert ckptool.diff(large, tmp_path / "there.safetensors").identical
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "why"),
+    [
+        (500, "cannot be fetched: the server answers 500"),
+        ("lie", "other bytes than those asked for"),
+        (418, "the server answers 418"),
+    ],
+)
+def test_what_always_fails_is_a_sentence(misdeed, why, large, served):
+    served.misdeeds = dict.fromkeys(range(1, 100), misdeed)
+    with pytest.raises(UnreadableFile, match=why):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+
+
+def test_a_file_that_changes_meanwhile_is_refused(large, served, tmp_path):
+    with ckptool.open(f"{served.url}/large.pth") as checkpoint:
+        torch.save({f"l.{i}.w": torch.zeros(100, 1000) for i in range(60)}, large)
+        with pytest.raises(UnreadableFile, match="another version"):
+            checkpoint.save(tmp_path / "x.pth")
+    assert not (tmp_path / "x.pth").exists()
+    assert len(ckptool.list_tensors(f"{served.url}/large.pth").tensors) == 60  # as it is by now
+
+
+def test_a_server_without_ranges_is_read_from_the_start(large, served, monkeypatch):
+    served.ranges = False
+    save_file({"a": torch.ones(3)}, os.path.join(served.folder, "small.safetensors"))
+    assert torch.equal(
+        ckptool.load_state_dict(f"{served.url}/small.safetensors")["a"], torch.ones(3)
+    )
+    monkeypatch.setattr(http, "FROM_THE_START", 1 << 20)
+    with pytest.raises(UnreadableFile, match="the server sends no parts of a file"):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+
+
+def test_no_redirect_leads_to_a_local_file(large, served):
+    served.redirects = {"a.pth": f"file://{large}", "b.pth": f"{served.url}/large.pth"}
+    with pytest.raises(UnreadableFile):
+        ckptool.list_tensors(f"{served.url}/a.pth")
+    assert len(ckptool.list_tensors(f"{served.url}/b.pth").tensors) == 60
+
+
+def test_what_is_packed_is_refused(large, served):
+    served.headers = {"Content-Encoding": "gzip"}
+    with pytest.raises(UnreadableFile, match=r"packs what it sends \(gzip\)"):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+
+
+def test_what_is_not_there_or_not_ours_is_told(served):
+    with pytest.raises(FileMissing):
+        ckptool.list_tensors(f"{served.url}/nothing.pth")
+    with pytest.raises(UnreadableFile, match=r"cannot be fetched: .*refused"):
+        ckptool.list_tensors("http://127.0.0.1:9/x.pth")
+    served.token = "secret"
+    with pytest.raises(FileDenied, match="401") as raised:
+        ckptool.list_tensors(f"{served.url}/nothing.pth?token=hidden")
+    assert "hidden" not in str(raised.value)
+
+
+def test_nothing_is_written_to_an_address(large, served, tmp_path):
+    with pytest.raises(UsageError, match="on another machine, where nothing is written"):
+        ckptool.convert(large, "s3://bucket/x.safetensors")
+    with (
+        ckptool.open(f"{served.url}/large.pth") as checkpoint,
+        pytest.raises(UsageError, match="on another machine"),
+    ):
+        checkpoint.save(f"{served.url}/large.pth", in_place=True)
+
+
+def test_fsspec_reads_what_it_knows(fixtures):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    folder = fixtures / "dcp" / "training-2.13.0"
+    for path in folder.iterdir():
+        memory.pipe(f"/run/{path.name}", path.read_bytes())
+    assert ckptool.diff(folder, "memory://run").identical
+    with pytest.raises(FileMissing):
+        ckptool.list_tensors("memory://run/nothing.pth")
+    with pytest.raises(CheckpointError, match="no address that fsspec knows"):
+        ckptool.list_tensors("nosuch://run/nothing.pth")
+
+
+@pytest.fixture
+def hub(served, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    _repository.cache_clear()
+    monkeypatch.setenv("HF_ENDPOINT", served.url)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    yield served
+    _repository.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "hf://org/model", "hf://org/model@main/model.safetensors.index.json",
+        "{}/org/model/blob/main/model.safetensors.index.json", "{}/org/model",
+        "{}/org/model/tree/main",
+    ],
+)  # fmt: skip
+def test_a_repository_reads_as_a_folder(address, large, hub):
+    hub.token = "secret"
+    index = os.path.join(hub.folder, "model.safetensors.index.json")
+    ckptool.convert(large, index, max_shard_size="2MB")
+    os.unlink(large)
+    assert ckptool.diff(index, address.format(hub.url)).identical
+    assert {token for token in hub.seen_tokens if token} == {"Bearer secret"}
+
+
+def test_a_token_stays_with_its_host(large, hub, tmp_path):
+    shutil.copyfile(large, tmp_path / "elsewhere.pth")
+    with serving(tmp_path) as other:
+        other.url = other.url.replace("127.0.0.1", "localhost")
+        hub.redirects = {f"org/model/resolve/{SHA}/large.pth": f"{other.url}/elsewhere.pth"}
+        assert len(ckptool.list_tensors("hf://org/model/large.pth").tensors) == 60
+        assert set(other.seen_tokens) == {None}
+
+
+def test_a_repository_that_is_not_there_is_told(hub):
+    with pytest.raises(FileMissing, match="no such repository"):
+        ckptool.list_tensors("hf://org/missing")
+    with pytest.raises(FileMissing, match="there is no such file"):
+        ckptool.list_tensors("hf://org/model/nothing.pth")
