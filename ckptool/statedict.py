@@ -18,7 +18,7 @@ from ckptool.names import wrappers_of
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
 from ckptool.tree import held_items, name_of, resolve, walk
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
@@ -407,7 +407,7 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(what_there_is(checkpoint))}",
         file=file,
-        hint=f"ckptool info {file}" if file else None,
+        hint=f"ckptool info {shell(file)}" if file else None,
     )
 
 

@@ -25,7 +25,7 @@ from ckptool.model import (
     children,
 )
 from ckptool.modules import Visits, held_apart, is_module, module_state
-from ckptool.words import listed, printable
+from ckptool.words import listed, printable, shell
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
@@ -514,14 +514,14 @@ def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFo
         return NotFound(
             f"{printable(wanted)!r} is there, and is nothing that holds a state dict",
             file=file,
-            hint=f"ckptool info {file}" if file else None,
+            hint=f"ckptool info {shell(file)}" if file else None,
         )
     near = [name for _, name in every if wanted.lower() in name.lower()]
     near = near or [name for depth, name in every if depth == 1]
     return NotFound(
         f"there is nothing named {printable(wanted)!r}; there is {listed(dict.fromkeys(near))}",
         file=file,
-        hint=f"ckptool list {file}" if file else None,
+        hint=f"ckptool list {shell(file)}" if file else None,
     )
 
 

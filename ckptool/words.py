@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
-__all__ = ["are", "clean", "clean_lines", "counted", "few", "listed", "printable", "quoted"]
+__all__ = [
+    "are",
+    "as_argument",
+    "clean",
+    "clean_lines",
+    "counted",
+    "few",
+    "listed",
+    "printable",
+    "quoted",
+    "shell",
+]
 
 _LONGEST = 160  # characters of one name in a message
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -78,3 +90,15 @@ def few(names: Sequence[str], most: int = 4) -> str:
         return "nothing"
     shown = ", ".join(quoted(name) for name in names[:most])
     return shown + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def as_argument(path: str) -> str:
+    """Return a path that no command takes for an option."""
+    return os.path.join(".", path) if path.startswith("-") else path
+
+
+def shell(path: str) -> str:
+    """Return a path as one word of a command."""
+    import shlex  # here: only what is wrong with a file is told with commands
+
+    return shlex.quote(as_argument(path))

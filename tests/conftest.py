@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tests.sources  # noqa: F401 - its PATH
+
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 # No deadline: a loaded machine is not a bug, and torch's first call is slow anywhere.

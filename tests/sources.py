@@ -1,12 +1,16 @@
 """The library's own source text, for the tests that hold its rules."""
 
 import ast
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+"""Hints name the program as a shell finds it."""
 PACKAGE = PROJECT / "ckptool"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
 from ckptool.render.terminal import Look, columns_of, look_of
 from ckptool.render.text import size
-from ckptool.words import clean, clean_lines, listed
+from ckptool.words import clean, clean_lines, listed, shell
 
 __all__ = [
     "EXIT_CODE",
@@ -265,7 +266,19 @@ def complain(message: str, hint: str | None) -> None:
     look = look_of(sys.stderr)
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
-        print(f"{look.bold('hint:')} {clean(hint)}", file=sys.stderr)
+        print(f"{look.bold('hint:')} {clean(_as_found(hint))}", file=sys.stderr)
+
+
+def _as_found(hint: str) -> str:
+    """Return a hint with commands that this shell finds, the script being on its path or not."""
+    from shutil import which
+
+    if which("ckptool"):
+        return hint
+    by_module = os.path.basename(sys.argv[0]) == "__main__.py"
+    program = "python -m ckptool" if by_module else shell(sys.argv[0])
+    verbs = "|".join(cli.list_commands(click.Context(cli)))
+    return re.sub(rf"(?<![\w./-])ckptool(?= ({verbs})\b)", lambda _: program, hint)
 
 
 ERROR, INTERRUPTED = 2, 130
@@ -292,6 +305,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with _signals_raise() as interrupts, _warnings_told(), _traffic_told():
             code = _run(arguments, interrupts)
+            if interrupts.came == signal.SIGINT:
+                with suppress(OSError):
+                    complain("interrupted; nothing is left half written", None)
         return 128 + interrupts.came if interrupts.came else code  # one that was swallowed, too
     except Ended as ended:
         return int(ended.args[0])

@@ -15,6 +15,7 @@ from ckptool.cli.dividing import divided, workers_option
 from ckptool.cli.factory import referred
 from ckptool.cli.options import (
     PATH,
+    Sectioned,
     Target,
     completed_by,
     floating_types,
@@ -34,6 +35,28 @@ from ckptool.writing import in_folder, is_folder, target_format
 __all__ = ["command"]
 
 
+_SECTIONS = {
+    "What is taken": ("master", "concat", "key", "include", "exclude", "model_only"),
+    "Names": (
+        *("wrappers", "rename", "like", "like_key", "transpose", "no_transpose"),
+        *("allow_missing", "allow_unexpected", "allow_mismatched", "min_coverage"),
+    ),
+    "Values": (
+        *("plain", "drop_objects", "ties", "cast", "keep", "dequantize", "raw"),
+        *("cast_optimizer", "allow_overflow", "compact"),
+    ),
+    "Devices": ("to", "device_map", "visible_devices"),
+    "Files": (
+        *("output", "format", "force", "max_shard_size", "workers", "files_from"),
+        *("strict", "verify", "dry_run"),
+    ),
+}
+
+
+class _Convert(Allowing, Sectioned):
+    sections = _SECTIONS
+
+
 @verb(
     "convert",
     "ckptool convert model.pth model.safetensors",
@@ -43,7 +66,7 @@ __all__ = ["command"]
     "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
     "ckptool convert model.safetensors.index.json merged.safetensors",
     "ckptool convert model.pth fitted.pth --like reference.pth",
-    cls=Allowing,
+    cls=_Convert,
 )
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH, required=False)

@@ -40,6 +40,8 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
 """Every verb with its module and the first line of its help, which is not imported for a list."""
 
 ALIASES = {"ls": "list"}
+_MEANT = {"inspect": "info"}
+"""Verbs of other tools that are spelled in no way like ours."""
 
 EPILOG = """\b
 Example, from a DataParallel file tagged cuda:3 to one that loads anywhere:
@@ -78,11 +80,13 @@ class VerbGroup(click.Group):
         Raises:
             click.UsageError: there is no such verb; the message proposes one.
         """
-        known = [*self.list_commands(ctx), *ALIASES]
-        if args and args[0] not in known and not args[0].startswith("-"):
+        known = self.list_commands(ctx)
+        if args and args[0] not in (*known, *ALIASES) and not args[0].startswith("-"):
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], known, n=1, cutoff=0.5)
+            word = _MEANT.get(args[0], args[0])
+            near = [name for name in known if word and name.startswith(word)]
+            near = near or get_close_matches(word, known, n=1, cutoff=0.5)
             tail = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(known)}."
             raise click.UsageError(f"There is no command {args[0]!r}.{tail}", ctx)
         return super().resolve_command(ctx, args)

@@ -12,7 +12,7 @@ from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
-from ckptool.formats.identify import as_argument, unused
+from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
@@ -21,6 +21,7 @@ from ckptool.matching.layouts import Choices
 from ckptool.render.remedies import as_options, option_words
 from ckptool.render.text import runnable
 from ckptool.transforms import regex_rule
+from ckptool.words import as_argument
 from ckptool.writing.target import default_target
 
 __all__ = ["command"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from ckptool.formats import WRITABLE
 
 __all__ = [
     "PATH",
+    "Sectioned",
     "Target",
     "completed_by",
     "file_argument",
@@ -88,6 +89,24 @@ def verb(
     shown = "\n".join(f"  {example}" for example in examples)
     epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{exit_codes}"
     return click.command(name, cls=cls, epilog=epilog)
+
+
+class Sectioned(click.Command):
+    """A command with sections in its help; options in none of them come last."""
+
+    sections: Mapping[str, Sequence[str]]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options, section by section."""
+        rest = {one.name: one for one in self.get_params(ctx)}
+        found = {
+            title: [rest.pop(name) for name in names if name in rest]
+            for title, names in self.sections.items()
+        }
+        for title, options in {**found, "Output": list(rest.values())}.items():
+            rows = [one.get_help_record(ctx) for one in options]
+            with formatter.section(title):
+                formatter.write_dl([row for row in rows if row is not None])
 
 
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:

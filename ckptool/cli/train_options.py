@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import click
 
+from ckptool.cli.options import Sectioned
 from ckptool.errors import UsageError
 from ckptool.trainer.config import CHOICES, TrainConfig
 from ckptool.trainer.launching import recorded
@@ -43,7 +44,6 @@ _SECTIONS = {
         *("save", "sharded", "save_every", "save_seconds", "keep", "resume", "overwrite"),
     ),
 }
-"""The sections of the help; what is in none of them comes last."""
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
 """Where what happens without an option follows from others: the words for it."""
 
@@ -87,8 +87,10 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
             self.fail(f"{value!r} is no list such as {example}", param, ctx)
 
 
-class TrainCommand(click.Command):
-    """Keeps its arguments for the processes that it starts, and has sections in its help."""
+class TrainCommand(Sectioned):
+    """Keeps its arguments for the processes that it starts."""
+
+    sections = _SECTIONS
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """The arguments as click has them; what is wrong with them is told once."""
@@ -101,24 +103,6 @@ class TrainCommand(click.Command):
             message, hint = in_words(error)
             with recorded(in_words):
                 raise UsageError(message, hint=hint) from error
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options, section by section."""
-        rest = {one.name: one for one in self.get_params(ctx)}
-        for title, names in _SECTIONS.items():
-            _write(title, [rest.pop(name) for name in names if name in rest], ctx, formatter)
-        _write("Output", list(rest.values()), ctx, formatter)
-
-
-def _write(
-    title: str,
-    parameters: Sequence[click.Parameter],
-    ctx: click.Context,
-    formatter: click.HelpFormatter,
-) -> None:
-    rows = [one.get_help_record(ctx) for one in parameters]
-    with formatter.section(title):
-        formatter.write_dl([row for row in rows if row is not None])
 
 
 def config_options(command: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import json_option, quiet_option, verb
@@ -24,7 +25,7 @@ from ckptool.trainer.config import (
     usual_batch_size,
 )
 from ckptool.trainer.devices import VISIBLE, seen_as, show_only
-from ckptool.trainer.launching import recorded
+from ckptool.trainer.launching import is_again, recorded
 from ckptool.words import clean
 
 __all__ = ["command"]
@@ -69,7 +70,8 @@ def command(
 
     The loop is the same under every strategy, and so are, to rounding, the losses. OUT gets
     last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
-    strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes.
+    strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes, of ddp
+    without --strategy; where torchrun starts it again (--max-restarts), --resume is auto.
     """
     from ckptool.cli.console import in_words
 
@@ -119,6 +121,13 @@ def _config(given: dict[str, Any]) -> TrainConfig:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if given["batch_size"] is None:
         given["batch_size"] = usual_batch_size(given["data"])
+    is_named = (
+        click.get_current_context().get_parameter_source("strategy") != ParameterSource.DEFAULT
+    )
+    if not is_named and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        given["strategy"] = "ddp"
+    if given["resume"] is None and is_again():
+        given["resume"] = "auto"
     check(given, as_option)
     return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
 

@@ -20,10 +20,10 @@ from ckptool.diagnosis.plan import Plan, Planner
 from ckptool.diagnosis.training import fit, training
 from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.formats.identify import as_argument
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import Target
+from ckptool.words import as_argument, shell
 
 __all__ = ["Diagnosis", "doctor"]
 
@@ -149,7 +149,7 @@ def _wanted(like: Like) -> Target:
         raise UsageError(
             f"the reference is to hold one state dict: {error.message}",
             file=path or None,
-            hint=f"ckptool extract {path} --key NAME -o reference.pth",
+            hint=f"ckptool extract {shell(path)} --key NAME -o reference.pth",
         ) from error
 
 

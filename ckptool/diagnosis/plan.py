@@ -17,13 +17,13 @@ from ckptool.conversion import Conversion
 from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Reference
 from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import format_of, writer
-from ckptool.formats.identify import as_argument, unused
+from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
 from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
-from ckptool.words import counted, listed
+from ckptool.words import as_argument, counted, listed
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format
 

@@ -18,6 +18,7 @@ from ckptool.files.beside import journal_path
 from ckptool.files.journal import Journal, exclusive, leads_to, remove_journal, write_journal
 from ckptool.files.source import Source, read_at
 from ckptool.files.system import boot_id, check_space, worded, write_at
+from ckptool.words import shell
 
 __all__ = ["KIND", "Edit", "Patch", "State", "apply_patch"]
 
@@ -252,7 +253,7 @@ def _check_target(source: Source, path: str, fd: int) -> None:
         )
     source.check_unchanged()
     if os.path.lexists(journal_path(path)):
-        raise WriteError("an edit of it was cut short", hint=f"ckptool recover {path}")
+        raise WriteError("an edit of it was cut short", hint=f"ckptool recover {shell(path)}")
 
 
 def _take_back(edit: Edit, path: str, fd: int) -> None:
@@ -273,7 +274,7 @@ def _unusable(path: str) -> CorruptFile:
     return CorruptFile(
         "the journal beside it tells of no edit that is known here",
         file=path,
-        hint=f"ckptool recover --discard {path}",
+        hint=f"ckptool recover --discard {shell(path)}",
     )
 
 
@@ -281,7 +282,7 @@ def _moved(path: str) -> CorruptFile:
     return CorruptFile(
         "an edit of it was cut short, and then the file was copied or moved; nothing was touched",
         file=path,
-        hint=f"roll the copy back: ckptool recover --force {path}",
+        hint=f"roll the copy back: ckptool recover --force {shell(path)}",
     )
 
 
@@ -289,5 +290,5 @@ def _foreign(path: str, why: str) -> CorruptFile:
     return CorruptFile(
         f"the journal beside it tells of an edit of other content ({why}); nothing was touched",
         file=path,
-        hint=f"keep the file as it is: ckptool recover --discard {path}",
+        hint=f"keep the file as it is: ckptool recover --discard {shell(path)}",
     )

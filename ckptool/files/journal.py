@@ -33,6 +33,7 @@ from ckptool.files.system import (
     write_at,
 )
 from ckptool.limits import DEFAULT_LIMITS
+from ckptool.words import shell
 
 __all__ = [
     "Journal",
@@ -235,7 +236,9 @@ def undisturbed(path: str) -> Iterator[None]:
                 stack.enter_context(exclusive(path))
                 if os.path.lexists(journal_path(path)):
                     raise WriteError(
-                        "an edit of it was cut short", file=path, hint=f"ckptool recover {path}"
+                        "an edit of it was cut short",
+                        file=path,
+                        hint=f"ckptool recover {shell(path)}",
                     )
         yield
 

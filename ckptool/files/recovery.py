@@ -18,6 +18,7 @@ from ckptool.files.journal import exclusive, read_journal, remove_journal, remov
 from ckptool.files.renames import FINISHED, settle_set
 from ckptool.files.source import FileSource
 from ckptool.files.system import worded
+from ckptool.words import shell
 
 __all__ = ["Recovery", "open_settled", "recover", "settle"]
 
@@ -80,7 +81,7 @@ def settle(path: str | os.PathLike[str]) -> None:
         raise WriteError(
             "the journal of an edit lies beside it, and the file that it tells of is gone",
             file=path,
-            hint=f"ckptool recover --discard {path}",
+            hint=f"ckptool recover --discard {shell(path)}",
         ) from error
     if done.action != "nothing":
         warn(f"{done.path}: {done.text}")

@@ -20,6 +20,7 @@ from ckptool.files.journal import (
     write_journal,
 )
 from ckptool.files.system import allow_open_files, sync_folder, who
+from ckptool.words import shell
 
 __all__ = [
     "FINISHED",
@@ -212,7 +213,7 @@ def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
             "the write of this index and its files was cut short, and the system does not let us "
             f"finish it ({error.strerror or error})",
             file=path,
-            hint=f"ckptool recover {path}, as one who may write to the folder",
+            hint=f"ckptool recover {shell(path)}, as one who may write to the folder",
         ) from error
 
 

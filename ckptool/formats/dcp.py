@@ -522,7 +522,7 @@ def _unpacked(data: ByteRange, item: Item, limits: Limits) -> ByteRange:
         raise UnsupportedFormat(
             "is compressed with zstd, and zstandard is not installed",
             file=file,
-            hint="pip install 'ckptool[zstd]'",
+            hint="pip install zstandard",
         ) from error
     stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
     most = max(data.length * limits.max_inflation, stated)

@@ -251,7 +251,7 @@ def _dequantised(
         raise UnsupportedFormat(
             f"its tensors are quantised ({name}), and the package gguf is not installed",
             file=data.source.name,
-            hint="pip install 'ckptool[gguf]'",
+            hint="pip install gguf",
         ) from error
     first, last = offset // (4 * block), -(-(offset + len(buffer)) // (4 * block))
     raw = numpy.frombuffer(data.read(first * size, (last - first) * size), numpy.uint8)

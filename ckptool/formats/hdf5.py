@@ -122,9 +122,8 @@ def _opened(data: ByteRange) -> Iterator[Any]:
     try:
         import h5py
     except ImportError as error:
-        hint = "pip install 'ckptool[hdf5]'"
         raise UnsupportedFormat(
-            "is HDF5, and h5py is not installed", file=file, hint=hint
+            "is HDF5, and h5py is not installed", file=file, hint="pip install h5py"
         ) from error
     try:
         with h5py.File(_Stream(data), "r") as found:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
 from ckptool.files import FileSource
 from ckptool.formats.base import Probe
-from ckptool.words import counted, few, quoted
+from ckptool.words import counted, few, quoted, shell
 
 __all__ = [
     "ENDINGS",
@@ -21,12 +21,10 @@ __all__ = [
     "Finding",
     "Magic",
     "NameKind",
-    "as_argument",
     "explain",
     "few",
     "looks_like_checkpoint",
     "quoted",
-    "shell",
     "unused",
 ]
 
@@ -468,18 +466,6 @@ def _json(probe: Probe) -> Finding:
             "give the file with the weights: model.safetensors or pytorch_model.bin",
         )
     return Finding(f"a JSON document with the keys {few(list(found))}", _ITSELF)
-
-
-def as_argument(path: str) -> str:
-    """Return a path that no command takes for an option."""
-    return os.path.join(".", path) if path.startswith("-") else path
-
-
-def shell(path: str) -> str:
-    """Return a path as one word of a command."""
-    import shlex  # here: only what is wrong with a file is told with commands
-
-    return shlex.quote(as_argument(path))
 
 
 def unused(path: str, taken: Collection[str] = ()) -> str:

@@ -16,12 +16,11 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.identify import shell
 from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.placements import Part, parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
-from ckptool.words import counted, few, listed, printable
+from ckptool.words import counted, few, listed, printable, shell
 
 __all__ = ["FSDP_RANKS", "of_model", "rank_files", "set_of"]
 

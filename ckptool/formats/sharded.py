@@ -27,12 +27,12 @@ from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, Refusal
-from ckptool.formats.identify import Finding, shell
+from ckptool.formats.identify import Finding
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
-from ckptool.words import counted, few, listed, printable, quoted
+from ckptool.words import counted, few, listed, printable, quoted, shell
 
 __all__ = [
     "SAFETENSORS_SHARDED",

@@ -30,12 +30,11 @@ from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal
-from ckptool.formats.identify import shell
 from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, row_major_strides
 from ckptool.statedict import OF_THE_MODEL
-from ckptool.words import listed, printable
+from ckptool.words import listed, printable, shell
 
 __all__ = ["TENSORFLOW", "is_index"]
 

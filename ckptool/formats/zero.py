@@ -25,14 +25,13 @@ from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.identify import shell
 from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
 from ckptool.symbolic.encoder import encode
-from ckptool.words import counted, few, listed, printable
+from ckptool.words import counted, few, listed, printable, shell
 
 __all__ = ["DEEPSPEED", "MASTER", "SLICED", "is_part", "is_step", "step_files"]
 

@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckptool.formats.identify import as_argument
-from ckptool.words import are, counted, listed
+from ckptool.words import are, as_argument, counted, listed
 
 __all__ = ["CHOICE", "Needs", "choice_notes", "format_notes", "load_commands", "waste_notes"]
 

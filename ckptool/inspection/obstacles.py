@@ -13,7 +13,6 @@ from ckptool.files.place import place_of
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.dcp_safetensors import SHARDING_INFO
-from ckptool.formats.identify import shell
 from ckptool.formats.megatron import is_rank
 from ckptool.formats.ranks import set_of
 from ckptool.formats.zero import is_part
@@ -22,7 +21,7 @@ from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
-from ckptool.words import printable
+from ckptool.words import printable, shell
 
 __all__ = [
     "Part",

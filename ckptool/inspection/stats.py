@@ -25,7 +25,7 @@ from ckptool.model import Path, TensorRef
 from ckptool.statedict import sections
 from ckptool.tensors.statistics import Measurer, Measures, measurable
 from ckptool.tree import name_of, resolve, selected, walk
-from ckptool.words import listed, printable
+from ckptool.words import listed, printable, shell
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Number
@@ -278,7 +278,7 @@ def stats(
             raise NotFound(
                 f"there is no tensor to measure under {printable(name_of(below))!r}",
                 file=checkpoint.path or None,
-                hint=f"ckptool list {checkpoint.path}" if checkpoint.path else None,
+                hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
         rows = [_flagged(row) for row in measuring.rows(leaves)]
         optimizers = [part.path for part in sections(checkpoint.root) if part.kind == "optimizer"]

@@ -17,6 +17,7 @@ from ckptool.loading.memory import cuts, extent, memory_of, repeats
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
 from ckptool.tensors.runtime import called, torch_dtype
+from ckptool.words import shell
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +142,7 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
                 f"{called(name)} is damaged: its bytes have CRC-32 {found:08x}, and had "
                 f"{expected:08x} when the file was written",
                 file=run.source.name,
-                hint=f"ckptool verify {run.source.name}",
+                hint=f"ckptool verify {shell(run.source.name)}",
             )
 
 
@@ -159,7 +160,7 @@ def check_pickles(sources: Iterable[Source]) -> None:
                     f"record {name!r} is damaged: its bytes do not have the CRC-32 {stated:08x} "
                     "that the file states",
                     file=source.name,
-                    hint=f"ckptool verify {source.name}",
+                    hint=f"ckptool verify {shell(source.name)}",
                 )
 
 

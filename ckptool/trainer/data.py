@@ -380,7 +380,7 @@ def digits(config: TrainConfig) -> TrainData:
     except ImportError as error:
         raise TrainingError(
             f"the data are scikit-learn's, which cannot be imported ({error})",
-            hint="pip install 'ckptool[trainer]'",
+            hint="pip install scikit-learn",
         ) from error
     held = load_digits()
     dtype = getattr(torch, config.dtype)

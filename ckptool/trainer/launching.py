@@ -29,7 +29,16 @@ from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFaile
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["ASKING", "Signals", "ended_at_once", "handled", "launch", "leave_to_system", "recorded"]
+__all__ = [
+    "ASKING",
+    "Signals",
+    "ended_at_once",
+    "handled",
+    "is_again",
+    "launch",
+    "leave_to_system",
+    "recorded",
+]
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
 
@@ -141,7 +150,7 @@ class Signals:
         return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)
 
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE, _COUNT = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"
 _HERE = "127.0.0.1"
 _SENT_ON = tuple(
     getattr(signal, name)
@@ -314,6 +323,19 @@ def _read(path: Path) -> _Failure:
         traceback=extra["py_callstack"] if extra.get("is_unforeseen", True) else "",
         is_lost_peer=bool(extra.get("is_lost_peer")),
     )
+
+
+def is_again() -> bool:
+    """Whether torchrun starts the run again, and the attempt before was not refused."""
+    number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
+    if not (number and path):
+        return False
+    *home, _, rank, name = Path(path).parts  # .../attempt_1/0/error.json
+    before = Path(*home, f"attempt_{number - 1}", rank, name)
+    if not before.exists():  # killed
+        return True
+    left = _read(before)
+    return bool(left.traceback) or left.is_lost_peer
 
 
 @contextmanager

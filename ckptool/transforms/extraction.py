@@ -25,7 +25,7 @@ from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
 from ckptool.tree import name_of, rebuild, resolve, selected, walk
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
     "beside",
@@ -416,7 +416,7 @@ def _resolved(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
         raise UsageError(
             f"{name!r} is a value: no tensor, and nothing that holds any",
             file=file or None,
-            hint=f"ckptool show {file} {name}" if file else None,
+            hint=f"ckptool show {shell(file)} {shell(name)}" if file else None,
         ) from None
 
 
@@ -459,7 +459,7 @@ class _Globs:
                 raise NotFound(
                     f"no tensor matches {printable(glob)!r}; there is {near}",
                     file=file or None,
-                    hint=f"ckptool list {file}" if file else None,
+                    hint=f"ckptool list {shell(file)}" if file else None,
                 )
             yield Change("warning", f"no tensor matches {printable(glob)}; there is {near}")
 

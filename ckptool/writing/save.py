@@ -35,6 +35,7 @@ from ckptool.writing.target import (
     in_folder,
     is_a_source,
     refuse_address,
+    remarks,
     target_format,
 )
 
@@ -164,6 +165,7 @@ def save(
         plan = _accompanied(plan, job, files_from, to_folder=to_folder)
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
+    plan = replace(plan, notes=(*plan.notes, *remarks(checkpoint, path, format, name)))
     if found := hollow(checkpoint):
         plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
     if all(change.kind != "fit" for change in checkpoint.changes):

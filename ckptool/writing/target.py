@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from ckptool.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ __all__ = [
     "is_a_source",
     "is_folder",
     "refuse_address",
+    "remarks",
     "target_format",
 ]
 
@@ -184,6 +185,20 @@ def refuse_address(path: str | os.PathLike[str]) -> None:
         )
 
 
+def remarks(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None, written: str
+) -> Iterator[str]:
+    """Yield what a target may be without the user's knowing it: of this format, in a new folder."""
+    folder, name = os.path.split(path)
+    ending = os.path.splitext(name)[1].lower()
+    is_told = format is not None or name.lower().endswith(_INDEX)
+    is_known = any(ending in one.endings for one in REGISTRY)
+    if ending and not (is_told or is_known or checkpoint.path.lower().endswith(ending)):
+        yield f"{ending} is the ending of no format: the file is a {written}"
+    if folder and not os.path.isdir(folder):
+        yield f"the folder {folder} is new"
+
+
 def check_target(
     checkpoint: Checkpoint, path: str | os.PathLike[str], *, overwrite: bool, in_place: bool
 ) -> None:
@@ -207,7 +222,7 @@ def check_target(
         raise TargetExists(
             "is the source itself",
             file=path,
-            hint="choose another name; verbs that take --in-place change the file itself",
+            hint="name another one with -o; verbs of one change, as remap, take --in-place",
         )
     folder = os.path.realpath(checkpoint.path)
     is_inside = os.path.isdir(folder) and os.path.realpath(path).startswith(folder + os.sep)

@@ -89,6 +89,26 @@ def test_a_change_of_format_or_protocol_alone_is_said(ckptool, net, tmp_path):
         source = tmp_path / "in.pth"
 
 
+def test_an_ending_that_says_nothing_and_a_new_folder_are_noted(ckptool, model, tmp_path):
+    said = "note: .weights is the ending of no format: the file is a torch-zip"
+    target = tmp_path / "deep" / "out.weights"
+    folder = f"note: the folder {target.parent} is new"
+    for first in (True, False):
+        done = ckptool("strip-module", model, "-o", target, "--force")
+        assert (folder in done.err) == first
+        assert said in done.err
+    for words in (("--format", "torch-zip"), ("--in-place",)):
+        done = ckptool("strip-module", target, *words, "--force")
+        assert "note" not in done.err
+
+
+def test_a_path_in_a_hint_is_one_word_of_a_shell(ckptool, model):
+    spaced = model.rename(model.with_name("a b.pth"))
+    for words in (("show", spaced, "nothing"), ("extract", spaced, "--include", "nothing")):
+        assert ckptool(*words).err.endswith(f"hint: ckptool list '{spaced}'\n")
+    assert f"hint: ckptool list '{spaced}'" in ckptool("stats", spaced, "--key", "epoch").err
+
+
 def test_an_existing_target_is_refused_without_force(ckptool, model, tmp_path):
     target = tmp_path / "out.pth"
     target.write_bytes(b"old")

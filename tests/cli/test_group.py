@@ -59,6 +59,15 @@ def test_every_option_has_a_help(name):
             assert parameter.help, parameter.opts
 
 
+@pytest.mark.parametrize("name", ["convert", "train"])
+def test_each_name_in_a_section_of_the_help_is_an_option(name):
+    command = command_of(name)
+    listed = [option for names in command.sections.values() for option in names]
+    options = [one.name for one in command.params if isinstance(one, click.Option)]
+    assert len(listed) == len(set(listed)) > len(options) / 2
+    assert set(listed) <= set(options)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_json_and_quiet_are_everywhere(name):
     options = {word for parameter in command_of(name).params for word in parameter.opts}

@@ -119,7 +119,7 @@ def test_out_is_asked_for(ckptool):
 
 def test_a_strategy_of_one_process_is_not_started_in_several(ckptool, out, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = ckptool("train", "--out", out)
+    done = ckptool("train", "--out", out, "--strategy", "single")
     assert done.code == 2
     assert "--strategy single runs in one process, and a launcher has started 2" in done.err
 
@@ -374,12 +374,24 @@ class Dying(nn.Linear):
 def test_torchrun_starts_again_what_has_lost_a_rank(tmp_path, strategy):
     (tmp_path / "dying.py").write_text(DYING)
     torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 3, "--nproc-per-node", 2)
-    words = ("train", "--out", "run", "--device", "cpu", "--epochs", 3, "--resume", "auto")
-    more = ("--strategy", strategy, "--model", "dying:Dying")
+    words = ("train", "--out", "run", "--device", "cpu", "--epochs", 3)
+    more = ("--strategy", strategy) if strategy != "ddp" else ()
+    more = (*more, "--model", "dying:Dying")
     done = finished(*torchrun, "-m", "ckptool", *words, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "goes on from run/last.pth, step 13\n" in done.stderr
     assert done.stdout.splitlines()[-1].startswith("Trained to step 39, 3 epochs.")
+
+
+def test_torchrun_does_not_go_on_from_a_run_that_was_refused(tmp_path):
+    words = ("-m", "ckptool", "train", "--out", "run", "--device", "cpu", "--epochs")
+    assert finished(*words[1:], 1, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run" / "last.pth").read_bytes()
+    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 2, "--nproc-per-node", 1)
+    done = finished(*torchrun, *words, 2, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "run holds an earlier run: " in done.stderr
+    assert (tmp_path / "run" / "last.pth").read_bytes() == before
 
 
 def test_the_older_launcher_of_torch(tmp_path):

@@ -117,6 +117,7 @@ def test_the_receipt(checkpoint, tmp_path):
             Change("tidy", "all of it"),
         ),
         left_out=("x",),
+        notes=(f"the folder {tmp_path / 'a'} is new",),
         written=receipt.size,
     )
 

@@ -195,7 +195,7 @@ def test_digits_need_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(TrainingError, match="scikit-learn") as caught:
         data_of(TrainConfig(out="-", data="digits"))
-    assert caught.value.hint == "pip install 'ckptool[trainer]'"
+    assert caught.value.hint == "pip install scikit-learn"
 
 
 class Noisy:
