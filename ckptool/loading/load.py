@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import LimitExceeded
+from ckptool.errors import LimitExceeded, warn
 from ckptool.formats import opened
 from ckptool.model import (
     ByteString,
@@ -34,7 +35,7 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TreeMaker", "load", "made_tree", "unpickled"]
+__all__ = ["TreeMaker", "load", "made_tree", "opened_and_told", "unpickled"]
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _FACTORIES: dict[str, type[Any]] = {
@@ -64,8 +65,22 @@ def load(
         UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
         DeviceError: the device of a tensor is not available; the message names the tensor.
     """
-    with opened(path) as checkpoint:
+    with opened_and_told(path) as checkpoint:
         return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)
+
+
+@contextmanager
+def opened_and_told(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
+    """Open a checkpoint, and warn of what its reader did to the numbers: a cast, by ZeRO-3.
+
+    Raises:
+        UnreadableFile: as `ckptool.open`.
+    """
+    with opened(path) as checkpoint:
+        if not isinstance(path, Checkpoint):
+            for change in checkpoint.changes:
+                warn(f"{checkpoint.path}: {change.text}")
+        yield checkpoint
 
 
 def made_tree(

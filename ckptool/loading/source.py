@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
-from ckptool.formats import open_checkpoint, opened
-from ckptool.loading.load import TreeMaker
+from ckptool.formats import open_checkpoint
+from ckptool.loading.load import TreeMaker, opened_and_told
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
@@ -219,7 +219,7 @@ def stated(
         UsageError: it is nothing that has a state dict.
     """
     if isinstance(source, (str, os.PathLike, Checkpoint)):
-        with opened(source) as checkpoint:
+        with opened_and_told(source) as checkpoint:
             if with_values:
                 checkpoint = checkpoint.settled()
             section = _chosen(checkpoint, key, wanted)

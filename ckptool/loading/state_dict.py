@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, warn
-from ckptool.formats import opened
-from ckptool.loading.load import made_tree
+from ckptool.loading.load import made_tree, opened_and_told
 from ckptool.model import TensorRef, remade
 from ckptool.names import N_AVERAGED
 from ckptool.statedict import model_state_dict, values_inside, wrapped_names
@@ -57,7 +56,7 @@ def load_state_dict(
     """
     if wrappers not in ("strip", "keep"):
         raise UsageError(f"wrappers={wrappers!r} is neither 'strip' nor 'keep'")
-    with opened(path) as checkpoint:
+    with opened_and_told(path) as checkpoint:
         chosen = _alone(checkpoint, key)
         if wrappers == "strip":
             chosen = _stripped(chosen)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,7 @@ def set_type(folder, dtype, *names):
     changed(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt", change)
 
 
+@pytest.mark.filterwarnings("ignore:.*rounded to bfloat16")
 def test_weights_of_stage_3_are_rounded_as_in_training_and_that_is_reported(tmp_path):
     masters = ckptool.load(ZERO / "z3-bf16")["optimizer"]["state"]
     receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.safetensors", model_only=True)
@@ -125,6 +127,7 @@ def test_weights_of_stage_3_are_rounded_as_in_training_and_that_is_reported(tmp_
     assert told == {f"module/{name}": count for name, count in lost.items() if count}
 
 
+@pytest.mark.filterwarnings("ignore:.*rounded to bfloat16")
 def test_every_answer_has_the_type_of_the_training(tmp_path):
     folder, part = ZERO / "z3-bf16", tmp_path / "part.pth"
     listed = {row["name"]: row["dtype"] for row in list_tensors(folder).to_dict()["tensors"]}
@@ -473,3 +476,13 @@ def test_no_form_of_an_optimizer_crashes(run, key, value):
         changed(folder, path.name, lambda own: own.update({key: value}))
     with suppress(CheckpointError):
         ckptool.open(folder).close()
+
+
+def test_loading_warns_that_weights_are_rounded(fixtures):
+    folder = fixtures / "zero" / "z3-bf16"
+    with pytest.warns(ckptool.errors.CheckpointWarning, match="rounded to bfloat16 from the fp32"):
+        rounded = ckptool.load_state_dict(folder)
+    with warnings.catch_warnings(), ckptool.open(folder, master=True) as checkpoint:
+        warnings.simplefilter("error")
+        exact = ckptool.load_state_dict(checkpoint)
+    assert all(torch.equal(one, exact[name].to(one.dtype)) for name, one in rounded.items())

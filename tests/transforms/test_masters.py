@@ -50,7 +50,7 @@ def test_what_was_done_is_told(tmp_path):
     with ckptool.open(ZERO / "z3-bf16") as checkpoint:
         assert [one.kind for one in checkpoint.changes] == ["cast"]
     receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.pth", master=True)
-    assert [one.kind for one in receipt.changes] == ["master"]
+    assert [one.kind for one in receipt.changes] == ["format", "master"]
     assert not receipt.outcomes
 
 
