@@ -118,8 +118,8 @@ def test_weights_of_stage_3_are_rounded_as_in_training_and_that_is_reported(tmp_
     made = ckptool.load(tmp_path / "m.safetensors")
     for name, state in masters.items():
         assert torch.equal(made[name], state["fp32"].bfloat16())
-    (change,) = receipt.changes
-    assert (change.kind, change.count) == ("cast", 7)
+    (change,) = (one for one in receipt.changes if one.kind == "cast")
+    assert change.count == 7
     assert "rounded to bfloat16" in change.text
     assert "--master" in change.text
     lost = {name: int((made[name].float() != masters[name]["fp32"]).sum()) for name in masters}
