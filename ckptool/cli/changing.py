@@ -43,6 +43,11 @@ def write_changed(
         CheckpointError: whatever opening, changing or writing meets.
     """
     chosen, team = _chosen(target), team_of()
+    given = {
+        name: value
+        for name, value in click.get_current_context().params.items()
+        if name not in ("workers", "quiet", "as_json")
+    }
     quiet = target.quiet or (team is not None and team.own > 0)
     progress = Progress(quiet=quiet, phases=("writing", "reading back"))
     if is_address(source) and chosen is None:
@@ -76,7 +81,7 @@ def write_changed(
             verify=target.verify,
             progress=progress,
             team=team,
-            options=repr(sorted(click.get_current_context().params.items(), key=str)),
+            options=repr(sorted(given.items())),
         )
     say(receipt_lines(receipt), quiet=quiet)
     if target.as_json and (team is None or team.own == 0):

@@ -554,11 +554,9 @@ def _cleared(target: str, parts: Sequence[Part]) -> Iterator[None]:
         raise
 
 
-def parts_of(
-    target: str, sizes: Mapping[str, int], mode: int | None, token: str | None = None
-) -> list[Part]:
-    """The files, which lie in one folder, the index last; `token` is part of temporary names."""
-    token, parts = token or secrets.token_hex(6), []
+def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Part]:
+    """The files, which lie in one folder, the index last."""
+    token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = beside(target, f".ckptool-{token}-{number:05}.part")
         part = Part(path, os.path.realpath(path), temporary, size, mode)

@@ -212,6 +212,10 @@ class RemoteSource(Source):
                 buffer[done : done + len(piece)] = piece
                 done += len(piece)
 
+    def version(self) -> str:
+        """Return size and tag, which the server changes with the content."""
+        return f"{self.size} {self._tag}"
+
     def close(self) -> None:
         """Ask for nothing more."""
         self._ahead.end()

@@ -75,6 +75,10 @@ class Source:
         """
         return None
 
+    def version(self) -> str:
+        """Return what other content under the same name has not."""
+        return str(self.size)
+
     def changed(self) -> str | None:
         """What has been done to it since it was opened; None: nothing."""
         return None
@@ -184,6 +188,10 @@ class FileSource(Source):
         """Copies and pickles open the file again: a descriptor's number means nothing elsewhere."""
         state = self._stored, self._mtime
         return _reopened, (os.path.abspath(self.path), state, self.size, self._head)
+
+    def version(self) -> str:
+        """Return size and time of the open file."""
+        return f"{self.size} {self._mtime}"
 
     def fd(self) -> int:
         """The open descriptor.

@@ -1,20 +1,22 @@
 """A set of files that several processes write together, on one machine or on many.
 
-Each process writes whole files beside their targets, under names that are made of the plan, so that
-the same plan, begun again, goes on with those that are whole; any other plan removes them. Once all
-are there the first process writes the index and renames them, as `atomic_set` does.
+Each process writes files beside their targets, under names of its own; those that are whole get
+names that are made of the plan, so that the same plan, begun again, goes on with them; any other
+plan removes them. Once all are there the first process writes the index and renames them, as
+`atomic_set` does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
+from ckptool.errors import UnreadableFile
 from ckptool.files.atomic import Part, begun_set, parts_of, refuse_target
-from ckptool.files.place import place_of
+from ckptool.files.beside import beside
 from ckptool.files.renames import rename_all
 from ckptool.files.system import worded
 from ckptool.formats.base import NewFile, Plan
@@ -60,53 +62,73 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
     Raises:
         As `save`, in every process what is raised in one.
     """
+    _check_same_sources(job, team)
     target = os.path.realpath(plan.index)
-    sizes = {file.path: file.size for file in plan.files}
-    token = hashlib.sha256("\0".join(_identity(plan, job, options)).encode()).hexdigest()[:12]
-    parts = parts_of(target, sizes, job.mode, token)
+    parts = parts_of(target, {file.path: file.size for file in plan.files}, job.mode)
+    token = team.first(lambda: _token(plan, job, options))
+    names = {
+        part.path: beside(target, f".ckptool-{token}-{number:05}.whole")
+        for number, part in enumerate(parts[:-1], 1)
+    }
     with ExitStack() as stack:
-        whole = team.first(lambda: _begin(stack, plan, target, parts, job))
-        for part in parts:
-            if _whole_name(part) in whole:
-                part.temporary = _whole_name(part)
-        left = [part for part in parts[:-1] if part.temporary not in whole]
+        whole = team.first(lambda: _begin(stack, plan, target, parts, names, job))
+        left = [part for part in parts[:-1] if part.path not in whole]
         shares = _shares(left, len(team.all(0)))
         with team.reached():
             files = {file.path: file for file in plan.files}
-            _write(job, [(files[one.path], one) for one in shares[team.own]], plan.format)
-        team.first(lambda: _finish(plan, target, parts, job))
+            _write(job, [(files[one.path], one) for one in shares[team.own]], names, plan.format)
+        team.first(lambda: _finish(plan, target, parts, names, job))
 
 
-def _identity(plan: Plan, job: Job, options: str) -> Iterable[str]:
-    """Yield what makes another write of a write: its sources, its options and its files."""
-    yield options
-    checkpoint = job.checkpoint
-    paths = {source.name for source in checkpoint.sources}
-    if os.path.isdir(checkpoint.path):  # of many processes: most of it is opened when it is read
-        names = place_of(checkpoint.path).names(checkpoint.path)
-        paths |= {os.path.join(checkpoint.path, name) for name in names}
-    for path in sorted(paths):
-        status = os.stat(path)
-        yield f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
+def _check_same_sources(job: Job, team: Team) -> None:
+    """Refuse sources that are not the same files in all processes.
+
+    Raises:
+        UnreadableFile: naming the first.
+    """
+    seen = team.all([source.version() for source in job.checkpoint.sources])
+    for number, source in enumerate(job.checkpoint.sources):
+        if len({versions[number] for versions in seen}) > 1:
+            raise UnreadableFile(
+                "is not the same file in all processes: it was written again, or machines have "
+                "copies of their own",
+                file=source.name,
+                hint="try again when nothing writes to it; all machines must read one file",
+            )
+
+
+def _token(plan: Plan, job: Job, options: str) -> str:
+    """Return what another write of a write has not: its sources, its options and its files."""
+    checkpoint, known = job.checkpoint, [options]
+    known += (f"{source.name} {source.version()}" for source in checkpoint.sources)
+    for folder, _, names in sorted(os.walk(checkpoint.path)):  # most is opened when it is read
+        for path in (os.path.join(folder, name) for name in sorted(names)):
+            status = os.stat(path) if os.path.isfile(path) else None
+            known += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
     for file in plan.files:
-        yield f"{os.path.basename(file.path)} {file.size}"
+        known.append(f"{os.path.basename(file.path)} {file.size}")
         for place, tensor in file.holds.tensors() if file.holds else ():
-            yield f"{name_of(place)} {tensor.dtype} {tensor.shape}"
+            known.append(f"{name_of(place)} {tensor.dtype} {tensor.shape}")
+    return hashlib.sha256("\0".join(known).encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def _begin(
-    stack: ExitStack, plan: Plan, target: str, parts: Sequence[Part], job: Job
+    stack: ExitStack,
+    plan: Plan,
+    target: str,
+    parts: Sequence[Part],
+    names: Mapping[str, str],
+    job: Job,
 ) -> frozenset[str]:
-    """Take the set, and return the files that an earlier run has left whole."""
-    whole = frozenset(name for part in parts if _size(name := _whole_name(part)) == part.size)
+    """Take the set, and return the targets of files that an earlier run has left whole."""
+    whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
+    for part in whole:
+        part.temporary = names[part.path]
+    kept = {part.temporary for part in whole}
     stack.enter_context(
-        begun_set(plan.index, target, parts, overwrite=job.may_replace, keeps=whole.__contains__)
+        begun_set(plan.index, target, parts, overwrite=job.may_replace, keeps=kept.__contains__)
     )
-    return whole
-
-
-def _whole_name(part: Part) -> str:
-    return f"{os.path.splitext(part.temporary)[0]}.whole"
+    return frozenset(part.path for part in whole)
 
 
 def _size(path: str) -> int | None:
@@ -124,7 +146,9 @@ def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
     return shares
 
 
-def _write(job: Job, own: Sequence[tuple[NewFile, Part]], format: str) -> None:
+def _write(
+    job: Job, own: Sequence[tuple[NewFile, Part]], names: Mapping[str, str], format: str
+) -> None:
     total, done = sum(part.size for _, part in own), 0
 
     def report(now: int, _: int) -> None:
@@ -145,18 +169,20 @@ def _write(job: Job, own: Sequence[tuple[NewFile, Part]], format: str) -> None:
                 verify_file(file, output, job.progress)
             done += part.size
             job.check_sources()
-            os.replace(part.temporary, _whole_name(part))
+            os.replace(part.temporary, names[part.path])
         check_sources()
 
 
-def _finish(plan: Plan, target: str, parts: Sequence[Part], job: Job) -> None:
+def _finish(
+    plan: Plan, target: str, parts: Sequence[Part], names: Mapping[str, str], job: Job
+) -> None:
     """Write the index and give all files their names, as process 0."""
     index = parts[-1]
     index.reserve()
     with worded(index.path), index.output(lambda now, total: None) as output:
         plan.files[-1].write(output)
     for part in parts[:-1]:
-        part.temporary = _whole_name(part)
+        part.temporary = names[part.path]
         part.inode = os.stat(part.temporary).st_ino
     for part in parts:
         part.check_finished(overwrite=job.may_replace)

@@ -149,6 +149,8 @@ def save(
         refuse_hollow(checkpoint)
     else:
         checkpoint = checkpoint.settled()
+    if format_of(name).index_name and checkpoint.root is not checkpoint.original:
+        rewrite = False  # such a folder is not written over itself, only its index
     anew = not own or rewrite or max_shard_size is not None
     plan = _planned(
         checkpoint, path, name, max_shard_size, anew=anew, indexed=bool(format and shard_of(format))
@@ -214,7 +216,7 @@ def _planned(
     elif isinstance(known := writer(format), FolderFormat):
         if is_a_source(path, checkpoint.sources):
             raise NotRepresentable(
-                "a folder is not written over itself: in place its names change alone",
+                "a folder is not written over itself: in place its index alone changes",
                 file=checkpoint.path,
                 hint="write another folder with -o",
             )

@@ -216,6 +216,12 @@ def check_target(
         raise UsageError(
             "nothing is written to standard output", hint="./- names a file that is called so"
         )
+    if in_place and os.path.isdir(path):
+        raise TargetExists(
+            "is a folder without one index, which is not changed in place",
+            file=path,
+            hint="write another file or folder with -o",
+        )
     if not is_a_source(path, checkpoint.sources):
         refuse_target(path, overwrite=overwrite)
     elif not in_place:

@@ -1,10 +1,13 @@
 """extract, with torch reading what it writes."""
 
 import os
+import shutil
+import warnings
 from fnmatch import fnmatch
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
 def same(left, right):
@@ -166,3 +169,18 @@ def test_json_tells_what_was_left_out(ckptool, model):
     assert document["left_out"] == ["the optimizer optim_dict (0 tensors)", "the values epoch"]
     assert [change["kind"] for change in document["changes"]] == ["extract"]
     assert os.listdir(model.parent) == ["model.pth"]
+
+
+def test_keys_of_a_folder_of_dcp_are_dropped_in_its_index(ckptool, fixtures, tmp_path):
+    run = shutil.copytree(fixtures / "dcp" / "training-2.13.0", tmp_path / "run")
+    items = {path.name: path.read_bytes() for path in run.glob("*.distcp")}
+    words = ("extract", run, "--exclude", "optim/*", "--in-place")
+    assert "would lose something in place" in ckptool(*words).err
+    done = ckptool(*words, "--force")
+    assert done.code == 0, done.err
+    assert "bytes that the index names no more stay in the folder" in done.err
+    assert {path.name: path.read_bytes() for path in run.glob("*.distcp")} == items
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(run, tmp_path / "back.pth")
+    assert "optim" not in torch.load(tmp_path / "back.pth", weights_only=False)

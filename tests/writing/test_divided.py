@@ -1,0 +1,93 @@
+"""Shards that several processes write: what one of them sees of the others, and of a run before."""
+
+import os
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ckptool.errors import UnreadableFile
+from ckptool.files import atomic
+from ckptool.formats import open_checkpoint
+from ckptool.writing import divided, save
+
+pytestmark = pytest.mark.filterwarnings("ignore::ckptool.errors.CheckpointWarning")
+
+
+class Alone:
+    """The first of some processes, of which the others do nothing."""
+
+    own = 0
+
+    def __init__(self, seen_elsewhere=None):
+        self.seen_elsewhere = seen_elsewhere
+
+    @contextmanager
+    def reached(self):
+        yield
+
+    def first(self, work):
+        return work()
+
+    def all(self, own):
+        return [own] if self.seen_elsewhere is None else [own, self.seen_elsewhere]
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.save({f"l.{i}": torch.full((50, 40), float(i)) for i in range(8)}, tmp_path / "m.pth")
+    return tmp_path / "m.pth"
+
+
+def write(model, index, team):
+    with open_checkpoint(str(model)) as checkpoint:
+        return save(checkpoint, str(index), max_shard_size="10KB", team=team)
+
+
+def interrupted(monkeypatch, after):
+    """Raise when so many files are whole."""
+    done, replace = [], os.replace
+
+    def counted(source, target):
+        replace(source, target)
+        done.append(target)
+        if len(done) == after:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(divided.os, "replace", counted)
+
+
+def test_room_is_asked_for_what_is_not_whole_yet(model, tmp_path, monkeypatch):
+    index = tmp_path / "out" / "m.safetensors.index.json"
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=6)
+        with pytest.raises(KeyboardInterrupt):
+            write(model, index, Alone())
+    asked = []
+    monkeypatch.setattr(atomic, "check_space", lambda folder, size: asked.append(size))
+    receipt = write(model, index, Alone())
+    sizes = [size for _, size in receipt.files]
+    assert asked == [sum(sizes[6:])]
+    assert all(os.path.getsize(path) == size for path, size in receipt.files)
+
+
+def test_an_unfinished_file_is_not_the_one_of_another_run(model, tmp_path, monkeypatch):
+    index, names, replace = tmp_path / "out" / "m.safetensors.index.json", [], os.replace
+
+    def noted(source, target):
+        names.extend([source] if target.endswith(".whole") else [])
+        replace(source, target)
+
+    monkeypatch.setattr(divided.os, "replace", noted)
+    for _ in range(2):
+        write(model, index, Alone())
+        shutil.rmtree(index.parent)
+    assert len(names) == len(set(names)) > 8
+
+
+def test_processes_that_read_other_files_are_refused(model, tmp_path):
+    index = tmp_path / "out" / "m.safetensors.index.json"
+    with pytest.raises(UnreadableFile, match="not the same file in all processes"):
+        write(model, index, Alone(seen_elsewhere=["1 1"]))
+    assert not index.parent.exists()
