@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -35,6 +34,8 @@ _TRAINING = "opt_state"
 _VARIABLES, _MODEL = ("params", "batch_stats"), "state_dict"
 _ARRAYS, _COMPLEX = (1, 3), 2
 _WINDOW = 64 << 10
+_WEIGHT = 5
+"""What a value costs next to an entry of a zip directory."""
 _NUMBERS = {
     0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h",
     0xD2: ">i", 0xD3: ">q",
@@ -79,12 +80,12 @@ class Flax(Format):
             raise CorruptFile(f"has {rest:,} bytes behind its end", file=source.name)
         if not isinstance(tree, dict):
             raise CorruptFile("holds no dict of arrays", file=source.name)
-        root: dict[Any, Any] = _named(tree, source.name)
+        root: dict[Any, Any] = _named(tree, source.name, probe.limits)
         if _TRAINING in tree:
             if _MODEL not in tree:
                 tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
             root = {
-                key: _named(one, source.name) if isinstance(one, dict) else one
+                key: _named(one, source.name, probe.limits) if isinstance(one, dict) else one
                 for key, one in tree.items()
             }
             if isinstance(root[_MODEL], OrderedMap):
@@ -101,22 +102,25 @@ class Flax(Format):
 FLAX = Flax()
 
 
-def _named(tree: dict[str, Any], file: str) -> OrderedMap:
+def _named(tree: dict[str, Any], file: str, limits: Limits) -> OrderedMap:
     """Return the leaves of a tree by dotted names."""
-    found = OrderedMap()
-    for name, one in _flattened(tree, ""):
-        if name in found:
+    found, left = OrderedMap(), limits.max_header_bytes
+
+    def walk(node: Any, name: str) -> None:
+        nonlocal left
+        left -= len(name)
+        if left < 0:
+            raise LimitExceeded("the names of its arrays take too much memory", file=file)
+        if isinstance(node, dict):
+            for key, one in node.items():
+                walk(one, f"{name}.{key}" if name else key)
+        elif name in found:
             raise CorruptFile(f"two arrays are called {printable(name)!r}", file=file)
-        found[name] = one
+        else:
+            found[name] = node
+
+    walk(tree, "")
     return found
-
-
-def _flattened(node: Any, front: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict):
-        yield front, node
-        return
-    for key, one in node.items():
-        yield from _flattened(one, f"{front}.{key}" if front else str(key))
 
 
 class _Reader:
@@ -125,7 +129,7 @@ class _Reader:
     def __init__(self, source: Source, limits: Limits) -> None:
         self._source, self._limits = source, limits
         self._window, self._start = b"", 0
-        self._left = limits.max_records
+        self._left = limits.max_records // _WEIGHT
         self.position = 0
         self.unknown: list[str] = []
         """Sentences on arrays that torch has no type for."""
@@ -193,11 +197,10 @@ class _Reader:
         """Return the array whose shape, type and bytes come next."""
         if self._take(1) != b"\x93":
             raise self._damaged("an array has no shape, type and bytes")
-        sizes, dtype = self.value(depth + 1), self.value(depth + 1)
+        shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
         kind, layout = _LENGTHS.get(self._take(1)[0], ("", ""))
-        shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
-        if kind != "bytes" or not all(type(one) is int and one >= 0 for one in shape):
-            raise self._damaged("an array has no shape, or no bytes")
+        if kind != "bytes":
+            raise self._damaged("an array has no bytes")
         length = self._number(layout)
         begin, self.position = self.position, self.position + length
         if self.position > self._source.size:
@@ -215,10 +218,21 @@ class _Reader:
         parts = list(chunks.values()) if isinstance(chunks, dict) else []
         if not parts or not all(isinstance(one, TensorRef) for one in parts):
             raise self._damaged("a chunked array has no chunks")
-        if len({one.dtype for one in parts}) > 1 or not isinstance(sizes, dict):
-            raise self._damaged("a chunked array has chunks of several types, or no shape")
-        data = joined([one.data for one in parts])
-        return _tensor(self._source, parts[0].dtype, tuple(sizes.values()), data, self.position)
+        if len({one.dtype for one in parts}) > 1:
+            raise self._damaged("a chunked array has chunks of several types")
+        data, shape = joined([one.data for one in parts]), self._shape(sizes)
+        return _tensor(self._source, parts[0].dtype, shape, data, self.position)
+
+    def _shape(self, sizes: Any) -> tuple[int, ...]:
+        """Return the shape in the value of a list."""
+        shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
+        if not all(type(one) is int and one >= 0 for one in shape):
+            raise self._damaged("an array has no shape")
+        most = self._limits.max_dimensions
+        if len(shape) > most:
+            what = f"an array has {len(shape):,} dimensions; {most} are allowed"
+            raise LimitExceeded(what, file=self._source.name)
+        return shape
 
     def _number(self, layout: str) -> Any:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]

@@ -29,6 +29,8 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _WINDOW = 1 << 20
 _MOST_DIMENSIONS = 8
+_WEIGHT = 10
+"""What a tensor costs next to a fact."""
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -133,7 +135,7 @@ class _Header:
 
     def __init__(self, source: Source, limits: Limits) -> None:
         self._source, self._most = source, min(source.size, limits.max_header_bytes)
-        self._limits = limits
+        self._limits, self._left = limits, limits.max_records
         self._window, self._start = b"", 0
         self.position = 0
 
@@ -154,6 +156,7 @@ class _Header:
         return facts, [self._entry() for _ in range(tensors)]
 
     def _entry(self) -> _Entry:
+        self._count(_WEIGHT)
         name = self._text()
         (count,) = self._number("<I")
         if count > _MOST_DIMENSIONS:
@@ -163,6 +166,7 @@ class _Header:
 
     def _value(self, type: int, depth: int = 0) -> Any:
         """Return a value; None for a list, which is passed over."""
+        self._count(1)
         if type in _SCALARS:
             return self._number(_SCALARS[type])[0]
         if type == _STRING:
@@ -178,6 +182,12 @@ class _Header:
             for _ in range(count):
                 self._value(inner, depth + 1)
         return None
+
+    def _count(self, number: int) -> None:
+        """Refuse more entries than the limits allow."""
+        self._left -= number
+        if self._left < 0:
+            raise LimitExceeded("has too many tensors or facts", file=self._source.name)
 
     def _text(self) -> str:
         (length,) = self._number("<Q")

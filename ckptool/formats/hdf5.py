@@ -32,6 +32,8 @@ __all__ = ["HDF5", "KERAS"]
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"
+_WEIGHT = 50
+"""What a dataset costs next to an entry of a zip directory."""
 _REFUSAL = Refusal(
     "keras",
     "it is a file of Keras (HDF5), not of torch.save",
@@ -165,6 +167,7 @@ def _tensors(
     """Yield each dataset under its path; links that lead elsewhere are not followed."""
     import h5py
 
+    most, left = limits.max_records // _WEIGHT, limits.max_header_bytes
     todo, groups, count = deque([("", found)]), {hash(found.id)}, 0
     while todo:
         front, group = todo.popleft()
@@ -173,9 +176,11 @@ def _tensors(
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 others.append(f"a link at {printable(path)!r}, which is not followed")
                 continue
-            node, count = group[name], count + 1
-            if count > limits.max_records:
-                raise LimitExceeded(f"has more than {limits.max_records:,} datasets and groups")
+            node, count, left = group[name], count + 1, left - len(path)
+            if count > most:
+                raise LimitExceeded(f"has more than {most:,} datasets and groups")
+            if left < 0:
+                raise LimitExceeded("the names of its datasets take too much memory")
             if isinstance(node, h5py.Group):
                 if hash(node.id) not in groups:  # a hard link may lead back
                     groups.add(hash(node.id))

@@ -155,7 +155,8 @@ MAGICS: tuple[Magic, ...] = (
         0,
         rb"\x08[\x01-\x20](?:[\x1a\x22\x28\x32\x3a\x42]|\x12[\x01-\x3f][!-~]{4})",
         "an ONNX model",
-        "onnx.load reads it",
+        "onnx.load reads it; of its graph.initializer, by onnx.numpy_helper.to_array, numpy.savez "
+        "makes a file that ckptool reads",
         is_pattern=True,
     ),
     Magic(
@@ -496,7 +497,10 @@ def looks_like_checkpoint(head: bytes) -> bool:
 
 _MOST_OPENED = 64
 
-_ORBAX = "orbax-checkpoint reads it: orbax.checkpoint.StandardCheckpointer().restore"
+_ORBAX = (
+    "orbax.checkpoint.StandardCheckpointer().restore reads it; of what it gives, "
+    "flax.serialization.to_bytes makes a file that ckptool reads"
+)
 _STEP = "give the folder of one step: ckptool list {entry}"
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
 _RANK = (

@@ -61,9 +61,7 @@ NUMBERED = {
 }
 """The variables of a layer in Keras 3, if it has as many as torch's module."""
 _LEAVES = {
-    "kernel": "weight",
-    "embedding": "weight",
-    "embeddings": "weight",
+    **dict.fromkeys(("kernel", "_kernel", "embedding", "embeddings", "_embeddings"), "weight"),
     "scale": "weight",
     **_AFFINE,
     "moving_mean": "running_mean",
@@ -72,7 +70,7 @@ _LEAVES = {
     "var": "running_var",
     **NUMBERED,
 }
-"""The last part of names in TensorFlow, Keras and Flax."""
+"""The last part of names in TensorFlow, Keras (`_kernel` in checkpoints by Keras 3) and Flax."""
 FOREIGN = {
     ":0 removed": ":0$=>",
     "/ -> .": "/=>.",

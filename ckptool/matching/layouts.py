@@ -106,7 +106,8 @@ def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) ->
     """Return what each parameter is, by the modules in their order.
 
     A Linear may be behind a Flatten, where its inputs have another order than in torch, if a
-    convolution of the model has a divisor of them for channels, and the layer before another width.
+    convolution of the model has a divisor of them for channels, and neither the layer nor the
+    convolution before has as many.
 
     Args:
         modules: Path, classes (qualified names, the nearest first) and attributes of each.
@@ -114,14 +115,17 @@ def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) ->
     every = [(path, _class_of(classes), held) for path, classes, held in modules]
     channels = {_size(held, "out_channels") for _, _, held in every} - {0}
     kinds: dict[str, str] = {}
-    width = 0
+    width = last = 0
     for path, word, held in every:
         kind, inputs = _TYPES.get(word, word), _size(held, "in_features")
-        if _size(held, "groups") > 1:
+        if word.startswith("ConvTranspose"):
+            kind = f"{word}, and Flax mirrors its kernels unless transpose_kernel=True"
+        elif _size(held, "groups") > 1:
             kind = f"{word} of {held['groups']} groups"
-        elif inputs not in (0, width, *channels) and not all(inputs % one for one in channels):
+        elif inputs not in (0, width, last) and not all(inputs % one for one in channels):
             kind = f"{word} that may be behind a Flatten, which has another order in torch"
         width = next(filter(None, (_size(held, one) for one in _WIDTHS)), width)
+        last = _size(held, "out_channels") or last
         for own in held.get("_parameters", {}):
             kinds[f"{path}.{own}".lstrip(".")] = kind if own == "weight" else word
     return kinds
@@ -216,7 +220,7 @@ def laid_out(
 def _decided(name: str, own: str, kinds: Kinds | None, dimensions: int, choices: Choices) -> Layout:
     """Return the axes of a tensor, or why nothing decides them."""
     kind = "" if kinds is None else kinds.get(name, "")
-    last = _LAST.split(own.removesuffix(":0"))[-1]
+    last = _LAST.split(own.removesuffix(":0"))[-1].removeprefix("_")
     if kind in (_KERNEL, _SAME) and (last.isdecimal() or _ROLES.get(last) == kind):
         is_kernel = kind == _KERNEL
         return Layout(name, own, _as_kernel(dimensions) if is_kernel else (*range(dimensions),))

@@ -29,7 +29,7 @@ def packed(node):
 
 def array(shape=(2,), dtype="float32", raw=bytes(8), code=1):
     inner = b"\x93" + packed(list(shape)) + packed(dtype) + bytes([0xC4, len(raw)]) + raw
-    return bytes([0xC7, len(inner), code]) + inner
+    return struct.pack(">BIB", 0xC9, len(inner), code) + inner
 
 
 @pytest.fixture
@@ -113,6 +113,16 @@ def test_what_is_nested_too_deep_or_has_too_much(made):
         open_checkpoint(made(nested(300)))
     with pytest.raises(LimitExceeded):
         open_checkpoint(made({"a": [1] * 100}), limits=Limits(max_records=50))
+
+
+def test_long_names_and_shapes_cost_little(made):
+    node = {"k" * 200: array()}
+    for _ in range(60):
+        node = {"k" * 200: node}
+    with pytest.raises(LimitExceeded, match="names of its arrays"):
+        open_checkpoint(made(node), limits=Limits(max_header_bytes=100_000))
+    with pytest.raises(LimitExceeded, match="65 dimensions; 64 are allowed"):
+        open_checkpoint(made({"a": array([1 << 62] * 65)}))
 
 
 def test_a_file_cut_anywhere(fixtures, tmp_path):

@@ -138,3 +138,13 @@ def test_a_header_beyond_the_limit(made):
     path = made(entry(name="n" * 500))
     with pytest.raises(LimitExceeded, match="more than 400 bytes"):
         open_checkpoint(path, limits=Limits(max_header_bytes=400))
+
+
+def test_entries_are_counted(made):
+    texts = struct.pack("<IIQ", 9, 8, 100) + text("") * 100
+    facts, limits = [text("tokens") + texts], Limits(max_records=50)
+    with open_checkpoint(made(entry(), facts=facts)) as checkpoint:
+        assert list(checkpoint.root) == ["w"]
+    for entries, more in (([entry()], facts), ([entry(str(at)) for at in range(9)], [])):
+        with pytest.raises(LimitExceeded, match="too many"):
+            open_checkpoint(made(*entries, facts=more), limits=limits)

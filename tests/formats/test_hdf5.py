@@ -13,6 +13,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.formats import open_checkpoint
+from ckptool.limits import Limits
 
 
 @pytest.fixture
@@ -91,6 +92,18 @@ def test_a_dataset_of_which_nothing_is_stored(made):
     path = made(lambda file: file.create_dataset("w", (1 << 40,), "f4", chunks=(1 << 20,)))
     with pytest.raises(LimitExceeded, match="which 0 in the file stand for"):
         open_checkpoint(path)
+
+
+def test_many_groups_and_long_names_cost_little(made):
+    def fill(file):
+        for number in range(20):
+            file = file.create_group(f"{'g' * 100}{number}")
+
+    path = made(fill)
+    with pytest.raises(LimitExceeded, match="more than 10 datasets"):
+        open_checkpoint(path, limits=Limits(max_records=500))
+    with pytest.raises(LimitExceeded, match="names of its datasets"):
+        open_checkpoint(path, limits=Limits(max_header_bytes=10_000))
 
 
 def test_texts_and_attributes_are_told(made):

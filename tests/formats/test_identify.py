@@ -273,7 +273,10 @@ def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
 
 def test_protocol_buffers(content):
     assert is_a(content(b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:\xff"), UnsupportedFormat, "ONNX")
-    assert is_a(content(b"\x08\x03\x3a\x80\x01\xff\xfe"), UnsupportedFormat, "ONNX")
+    error = content(b"\x08\x03\x3a\x80\x01\xff\xfe")
+    assert is_a(error, UnsupportedFormat, "ONNX")
+    assert "onnx.load" in error.hint
+    assert "numpy.savez" in error.hint
     core_ml = b"\x08\x01\x12\x20\x0a\x1e\x0a\x05image\xff\xfe" + bytes(40)
     assert is_a(content(core_ml), UnsupportedFormat, "Core ML")
     saved_model = b"\x08\x01\x12\xc8\x9c\x04\x0a\x80\x12\xff\xfe" + bytes(40)
@@ -389,7 +392,10 @@ def test_a_folder_is_told_by_its_names(folder, number):
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
 def test_a_folder_of_jax_under_its_other_names(folder, name):
-    assert is_a(folder(name, "d/"), UnsupportedFormat, "an Orbax checkpoint (JAX)")
+    error = folder(name, "d/", "ocdbt.process_0/")
+    assert is_a(error, UnsupportedFormat, "an Orbax checkpoint (JAX)")
+    assert "StandardCheckpointer().restore" in error.hint
+    assert "flax.serialization.to_bytes" in error.hint
 
 
 def test_a_pipeline_names_its_parts(folder, tmp_path):

@@ -160,7 +160,7 @@ class Linear(nn.Module):
 @pytest.mark.parametrize(
     ("modules", "reason"),
     [
-        ({"conv": nn.ConvTranspose2d(4, 3, (3, 2))}, "a ConvTranspose2d"),
+        ({"conv": nn.ConvTranspose2d(4, 3, (3, 2))}, "a ConvTranspose2d, and Flax mirrors"),
         ({"conv": nn.Conv2d(6, 4, (3, 2), groups=2)}, "a Conv2d of 2 groups"),
         ({"square": Linear()}, r"a .*test_layouts\.Linear"),
     ],
@@ -186,6 +186,18 @@ def test_a_linear_that_may_be_behind_a_flatten_is_asked_for(fixtures):
     assert [one.name for one in refused.value.report.undecided] == ["dense.weight"]
     refused.match("may be behind a Flatten")
     ckptool.load_into(Net(), fixtures / "keras" / "model.keras", transpose=["dense.*"])
+
+
+def test_a_linear_as_wide_as_an_earlier_convolution_may_be_behind_a_flatten(keras_file):
+    path = keras_file(kernel=torch.randn(8, 3), bias=torch.randn(3))
+    for convolutions, count in (
+        ((nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 3)), 1),
+        ((nn.Conv2d(3, 8, 3),), 0),
+    ):
+        model = nn.Module()
+        model.before, model.dw = nn.Sequential(*convolutions), nn.Linear(8, 3)
+        report = ckptool.match(path, model)[1]
+        assert len(report.undecided) == count
 
 
 def test_axes_may_be_given_and_must_be_axes(folder):
@@ -307,6 +319,16 @@ def test_a_square_kernel_is_transposed_though_its_shape_says_nothing(keras_file)
     assert torch.equal(model["dw"].weight, kernel.T)
     refusal(model, keras_file(output_weights=kernel), rules=["output_weights:0=>weight"],
             allow_missing="*.bias")  # fmt: skip
+
+
+def test_names_of_keras_3_in_checkpoints_of_tensorflow(keras_file):
+    kernel, table = torch.randn(2, 3), torch.randn(5, 4)
+    model = nn.ModuleDict({"dw": nn.Linear(2, 3, bias=False)})
+    ckptool.load_into(model, keras_file(_kernel=kernel))
+    assert torch.equal(model["dw"].weight, kernel.T)
+    model = nn.ModuleDict({"dw": nn.Embedding(5, 4)})
+    ckptool.load_into(model, keras_file(_embeddings=table))
+    assert torch.equal(model["dw"].weight, table)
 
 
 def test_a_name_that_the_model_has_is_left(folder):
