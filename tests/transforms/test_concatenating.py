@@ -30,7 +30,7 @@ def test_what_lies_beside_the_model_is_of_rank_0_or_left_out(tmp_path):
     made = torch.load(tmp_path / "all.pth", weights_only=False)
     assert (made["iteration"], made["args"].rank) == (100, 0)
     assert not {"optimizer", "rng_state"} & made.keys()
-    change, kept = receipt.changes
+    _, change, kept = receipt.changes  # the first is of the format
     assert (change.kind, change.count) == ("concat", 4)
     assert kept.text == f"taken once, as all ranks have the same: model/{NORM}"
     assert receipt.left_out == ("what each rank has of its own: optimizer, rng_state",)
