@@ -278,7 +278,7 @@ def _as_found(hint: str) -> str:
     by_module = os.path.basename(sys.argv[0]) == "__main__.py"
     program = "python -m ckptool" if by_module else shell(sys.argv[0])
     verbs = "|".join(cli.list_commands(click.Context(cli)))
-    return re.sub(rf"(?<![\w./-])ckptool(?= ({verbs})\b)", lambda _: program, hint)
+    return re.sub(rf"(?<![\w./-])ckptool(?= (--|({verbs})\b))", lambda _: program, hint)
 
 
 ERROR, INTERRUPTED = 2, 130

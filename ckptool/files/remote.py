@@ -33,7 +33,7 @@ _PIECE, _IN_FLIGHT = 2 << 20, 8
 """Bytes of a request for what is read in order, and how many are on their way at a time."""
 _AT_ONCE = 16
 """Files whose beginnings are asked for at a time."""
-_INSTALL = "pip install 'ckptool[remote]'"
+_INSTALL = "pip install fsspec huggingface_hub"
 
 Fetch = Callable[[int, int, str], Part]
 """Bytes from an offset to another, of the file that still has a tag."""

@@ -330,12 +330,9 @@ def is_again() -> bool:
     number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
     if not (number and path):
         return False
-    *home, _, rank, name = Path(path).parts  # .../attempt_1/0/error.json
-    before = Path(*home, f"attempt_{number - 1}", rank, name)
-    if not before.exists():  # killed
-        return True
-    left = _read(before)
-    return bool(left.traceback) or left.is_lost_peer
+    before = Path(path.replace(f"attempt_{number}", f"attempt_{number - 1}"))
+    left = _read(before) if before.exists() else None  # None: it was killed
+    return left is None or bool(left.traceback) or left.is_lost_peer
 
 
 @contextmanager

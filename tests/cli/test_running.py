@@ -82,8 +82,10 @@ def test_the_traceback_is_there_for_those_who_ask(failing, monkeypatch):
 def test_a_hint_names_the_program_as_the_shell_finds_it(
     failing, monkeypatch, tmp_path, started, program
 ):
-    error = CheckpointError("is broken", hint="ckptool list x.pth: ckptool/ is no command")
-    hint = "ckptool: is broken\nhint: {} list x.pth: ckptool/ is no command\n"
+    error = CheckpointError(
+        "is broken", hint="ckptool list x.pth, ckptool --help: ckptool/ is none"
+    )
+    hint = "ckptool: is broken\nhint: {0} list x.pth, {0} --help: ckptool/ is none\n"
     monkeypatch.setattr("sys.argv", [started])
     (tmp_path / "ckptool").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
