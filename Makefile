@@ -76,6 +76,7 @@ bench: $(VENV)/.ready
 
 compat: $(VENV)/.ready
 	$(BIN)/python tests/compat/run.py $(ARGS)
+	$(BIN)/python tests/compat/folders.py
 	$(BIN)/python tests/compat/xla.py
 
 packages: $(VENV)/.ready

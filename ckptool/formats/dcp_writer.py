@@ -2,7 +2,8 @@
 
 The classes in the index are those that torch 2.2 to 2.13 import: `TensorProperties` is the one of
 torch/distributed/_shard, which later versions keep beside their own. What becomes an item of its
-own follows torch/distributed/checkpoint/_traverse.py (torch 2.4 and later).
+own follows torch/distributed/checkpoint/_traverse.py (torch 2.4 and later; in 2.2 a dict or list
+without tensors is one item).
 """
 
 from __future__ import annotations
