@@ -25,6 +25,7 @@ from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable
 
 __all__ = ["HDF5", "KERAS"]
@@ -32,6 +33,7 @@ __all__ = ["HDF5", "KERAS"]
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"
+_MODEL = "state_dict"
 _WEIGHT = 50
 """What a dataset costs next to an entry of a zip directory."""
 _REFUSAL = Refusal(
@@ -145,11 +147,16 @@ def _read(
         attributes = sorted(found.attrs)
     tops = dict.fromkeys(name.partition("/")[0] for name in flat)
     root: dict[Any, Any] = flat
-    if len(tops) > 1 and any(top.startswith("optimizer") for top in tops):
-        root = {top: OrderedMap() for top in tops}
+    own = [top for top in tops if not top.startswith("optimizer")]
+    if 0 < len(own) < len(tops):
+        root = {}
         for name, one in flat.items():
             top, _, rest = name.partition("/")
-            root[top][rest] = one
+            if len(own) > 1 and top in own:  # a model whose layers are attributes
+                top, rest = _MODEL, name
+            root.setdefault(top, OrderedMap())[rest] = one
+        if _MODEL in root:
+            root[_MODEL].attributes[OF_THE_MODEL] = {}
     if attributes:
         others.append(f"attributes of the file: {listed(map(printable, attributes))}")
     details = Details(
@@ -205,7 +212,7 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
         raise UnsupportedFormat(f"{printable(path)!r} lies in another file", file=file)
     size = prod(node.shape) * BY_NAME[dtype].itemsize
     offset, stored = node.id.get_offset(), node.id.get_storage_size()
-    if size > max(limits.max_repeated_bytes, stored * limits.max_inflation):
+    if size > max(limits.max_repeated_bytes // 4, stored * limits.max_inflation):
         what = f"{printable(path)!r} has {size:,} bytes, which {stored:,} in the file stand for"
         raise LimitExceeded(what, file=file)
     if size and (offset is None or stored != size):

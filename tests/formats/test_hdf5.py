@@ -47,6 +47,20 @@ def test_the_weights_beside_an_optimizer_are_a_state_dict_of_their_own(
     assert any("conv2d" in one for one in load_file(out))
 
 
+def test_layers_that_are_attributes_are_one_model_beside_an_optimizer(made):
+    def fill(file):
+        for name in ("conv/vars/0", "layers/dense/vars/0", "optimizer/vars/0"):
+            file[name] = np.ones(2, "f4")
+
+    path = made(fill)
+    with open_checkpoint(path) as checkpoint:
+        assert {key: list(one) for key, one in checkpoint.root.items()} == {
+            "state_dict": ["conv/vars/0", "layers/dense/vars/0"],
+            "optimizer": ["vars/0"],
+        }
+    assert len(ckptool.load_state_dict(path)) == 2
+
+
 def test_bytes_that_lie_in_a_row_are_read_from_where_they_are(fixtures, monkeypatch):
     with open_checkpoint(fixtures / "keras/plain.weights.h5") as checkpoint:
         monkeypatch.setitem(sys.modules, "h5py", None)
