@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.errors import NameCollision
 from ckptool.model import Shape, TensorRef
 from ckptool.names import strip_names
-from ckptool.statedict import Section, noted_owners
+from ckptool.statedict import MOMENTS, Section, noted_owners
 
 __all__ = [
     "OPTIONS",
@@ -22,12 +22,6 @@ __all__ = [
     "shape_of",
     "shapes_in",
 ]
-
-_LIKE_PARAMETER = (
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta",
-    "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
-)  # fmt: skip
-"""Keys of an optimizer's state whose tensors have the shape of the parameter."""
 
 _FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
@@ -89,7 +83,7 @@ def shape_of(state: Any) -> Shape | None:
     """The shape of the parameter that this was kept of; None where that is not certain."""
     if not isinstance(state, dict):
         return None
-    for name in _LIKE_PARAMETER:
+    for name in MOMENTS:
         if isinstance(state.get(name), TensorRef):
             shape: Shape = state[name].shape
             return shape

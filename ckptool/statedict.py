@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL_KINDS",
+    "MOMENTS",
     "OF_THE_MODEL",
     "Section",
     "is_flat",
@@ -176,6 +177,14 @@ def _mapping_of(node: Any) -> dict[Any, Any] | None:
     return None
 
 
+MOMENTS = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta",
+    "exp_inf", "grad_avg", "sum", "prev", "ax", "variance",
+)  # fmt: skip
+"""Keys of an optimizer's state whose tensors have the shape of the parameter."""
+_OF_A_PARAMETER, _USUAL = {"step", *MOMENTS}, {"exp_avg", "momentum_buffer", "square_avg"}
+
+
 def is_optimizer(mapping: dict[Any, Any]) -> bool:
     """Whether it is what `torch.optim.Optimizer.state_dict()` returns."""
     groups = mapping.get("param_groups")
@@ -200,6 +209,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False  # what a pickled optimizer keeps of a parameter
     if any(name.startswith("param_groups.") for name in mapping):
         return False  # an optimizer's state, flattened: get_optimizer_state_dict of torch 2.5
+    if path and mapping.keys() <= _OF_A_PARAMETER and not mapping.keys().isdisjoint(_USUAL):
+        return False  # what an optimizer keeps of one parameter, where no groups tell
     entries = list(mapping.values())
     if any(name.endswith(_EXTRA_STATE) for name in mapping):
         entries = [value for name, value in mapping.items() if not is_extra_state(name)]

@@ -232,3 +232,10 @@ def test_ties_are_counted_under_each_name():
     shared = storage()
     root = {"a": tensor(over=shared), "b": tensor(over=shared)}
     assert len(sections(root)[0].tensors()) == 2
+
+
+def test_what_an_optimizer_keeps_of_one_parameter_is_no_state_dict():
+    kept = {"step": scalar(), "exp_avg": tensor(), "exp_avg_sq": tensor()}
+    root = {"state_dict": {"fc.weight": tensor()}, "optimizer": {"fc.weight": kept}}
+    found = [part.name for part in sections(root) if part.kind == "state_dict"]
+    assert found == ["state_dict"]
