@@ -41,6 +41,7 @@ __all__ = [
     "Originals",
     "cast",
     "floating_type",
+    "is_array",
     "kept",
     "optimizer_tensors",
     "over_elements",
@@ -52,15 +53,25 @@ __all__ = [
 
 
 def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
-    """The tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
+    """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
 
-    One of a back end without storages (a TPU's) is carried as a tensor of the CPU from then on.
+    A tensor of a back end without storages (a TPU) becomes one that a tensor of the CPU carries.
     """
     made = replace(tensor, **place)
     if "carrier" not in (tensor.parts or {}):
         return made
     data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
-    return replace(made, parts={"carrier": "cpu_tensor", "data": data})
+    return replace(made, parts={"carrier": _CARRIER, "data": data})
+
+
+_CARRIER = "cpu_tensor"
+"""What may carry the tensor of a TPU."""
+
+
+def is_array(tensor: TensorRef) -> bool:
+    """Return whether the tensor is pickled as an array of numpy."""
+    parts = tensor.parts or {}
+    return "array" in parts or parts.get("carrier", _CARRIER) != _CARRIER
 
 
 class Originals:

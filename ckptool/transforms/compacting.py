@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.dtypes import PACKED
-from ckptool.files import ByteRange
-from ckptool.files.computed import gathered, joined
+from ckptool.files.computed import joined
 from ckptool.model import Storage, StorageRef, TensorRef, remade
-from ckptool.transforms.places import CARRIER, Place, is_array, place_of
+from ckptool.transforms.casting import is_array, over_elements
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
-__all__ = ["compact", "untie", "without_unseen"]
+__all__ = ["compact", "merged", "spans_used", "untie", "without_unseen"]
 
 
 def untie(checkpoint: Checkpoint) -> Checkpoint:
-    """Every tied name with bytes of its own; the first name of each tie keeps what it has.
+    """Return a checkpoint in which every tied name has bytes of its own.
 
-    Tied are tensors of one `place`. Views that only share
-    memory stay views.
+    Tied are tensors of one `place`: the first name keeps its storage. Views that only share memory
+    stay views.
     """
     seen: set[Any] = set()
     count = 0
@@ -56,13 +56,12 @@ _MOST_TOLD = 20
 
 
 def compact(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose storages have only the bytes that tensors use.
+    """Return a checkpoint whose storages have only the bytes that tensors span.
 
-    Shared bytes stay shared. Tensors whose spans overlap keep their span as a whole; a tensor that
-    is alone in its span and has holes (a column of a matrix) gets strides without holes. Expanded
-    tensors stay expanded. Storages that are values themselves, arrays inside the pickle, and types
-    whose elements share bytes do not change. Bytes that nothing in the file refers to are dropped
-    too; the changes count them.
+    Shared bytes stay shared, and every tensor keeps its stride: a column of a matrix keeps the
+    bytes from its first element to its last. Storages that are values themselves, arrays inside the
+    pickle, and types whose elements share bytes do not change. Bytes that nothing in the file
+    refers to are dropped too; the changes count them.
     """
     trimmed = _plans(checkpoint.root)
     if not trimmed and not checkpoint.details.dead_bytes:
@@ -74,14 +73,14 @@ def compact(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
-    """What is left of `before`, in storages without the bytes that only went with the rest.
+    """Return `after`, in storages without the bytes that only removed tensors of `before` span.
 
-    A storage that lost a tensor is cut down as `compact` does it; others stay as they are.
+    A storage that lost a tensor is trimmed as `compact` does it; other storages do not change.
     """
     if after.root is before.root:
         return after
-    then, now = _seen(before.root), _seen(after.root)
-    less = {storage for storage, places in now.items() if then.get(storage, places) - places}
+    then, now = spans_used(before.root), spans_used(after.root)
+    less = {storage for storage, spans in now.items() if then.get(storage, spans) - spans}
     trimmed = _plans(after.root, less) if less else {}
     if not trimmed:
         return after
@@ -91,137 +90,71 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     return after.with_root(root, Change("compact", text, len(trimmed)))
 
 
-def _seen(root: Any) -> dict[Storage, set[Place | None]]:
-    """Return what is seen of each storage: the places of tensors; None where all of it is."""
-    seen: dict[Storage, set[Place | None]] = defaultdict(set)
+Span = tuple[int, int]
+"""Bytes of a storage: the first, and the one after the last."""
+
+
+def spans_used(root: Any) -> dict[Storage, set[Span]]:
+    """Return the spans of each storage that tensors use; a storage that is a value is used whole."""
+    spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in everything(root):
-        if isinstance(node, StorageRef):
-            seen[node.storage].add(None)
-        for tensor in _over_storages(node):
-            if tensor.storage is not None:
-                seen[tensor.storage].add(place_of(tensor))
-                if tensor.dtype in PACKED or is_array(tensor):  # it cannot get another stride
-                    seen[tensor.storage].add(None)
-    return seen
-
-
-def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
-    """Return what becomes of the storages that can be trimmed, of the `chosen` ones or of all."""
-    plans: dict[Storage, _Trimmed] = {}
-    for storage, seen in _seen(root).items():
-        places = {place for place in seen if place is not None}
-        if len(places) < len(seen) or storage.data is None:
-            continue
-        if chosen is None or storage in chosen:
-            plan = _trimmed(storage, places)
-            if plan is not None:
-                plans[storage] = plan
-    return plans
-
-
-def _over_storages(node: Any) -> Iterator[TensorRef]:
-    """A tensor, and the one that carries it where it is one of a TPU."""
-    if isinstance(node, TensorRef):
-        yield node
-        if (node.parts or {}).get("carrier") == CARRIER:
-            yield (node.parts or {})["data"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of the new storage: a span of the old one, or what one view sees of it."""
-
-    start: int
-    end: int
-    """In the old storage, bytes."""
-    places: tuple[Place, ...]
-    packed: bool
-    """Whether the one place in it loses its holes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that it takes in the new storage."""
-        return self.places[0].packed_bytes if self.packed else self.end - self.start
-
-    def placed(self, place: Place) -> tuple[int, tuple[int, ...]]:
-        """Return where a place is in it: bytes from its start, and the stride."""
-        if self.packed:
-            return 0, place.packed_stride()
-        return place.offset * place.itemsize - self.start, place.stride
-
-    def data(self, old: ByteRange) -> ByteRange:
-        """Return its content."""
-        if not self.packed:
-            return old.slice(self.start, self.nbytes)
-        place = self.places[0]
-        axes = [(place.shape[dim], place.stride[dim]) for dim in place.packed_order()]
-        shape, stride = zip(*(axis for axis in axes if axis[1]), strict=True)
-        return gathered(
-            old, itemsize=place.itemsize, shape=shape, stride=stride, offset=place.offset
-        )
+        if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
+            part = isinstance(node, TensorRef) and not is_array(node) and node.reach
+            spans[node.storage].add(part or (0, node.storage.nbytes))
+    return spans
 
 
 @dataclass(frozen=True, slots=True)
 class _Trimmed:
-    """A storage in place of a larger one, and where each place went."""
+    """A storage in place of a larger one."""
 
     storage: Storage
-    moved: dict[Place, tuple[int, tuple[int, ...]]]
-    """Offset and stride, in elements."""
-    repacked: int
+    moves: list[tuple[int, int]]
+    """Where each kept span began in the old storage, and where it begins in this one."""
+
+    def offset(self, tensor: TensorRef) -> int:
+        """Return the new offset of a tensor, in elements."""
+        if not tensor.numel:
+            return 0
+        old, new = self.moves[bisect(self.moves, (tensor.reach[0], self.storage.nbytes)) - 1]
+        return tensor.offset - (old - new) // tensor.itemsize
 
 
-def _trimmed(storage: Storage, places: set[Place]) -> _Trimmed | None:
-    """Return the storage without what no place reaches; None where that saves nothing."""
-    pieces = list(_pieces(places, storage.nbytes))
-    nbytes = sum(piece.nbytes for piece in pieces)
-    if storage.data is None or nbytes >= storage.nbytes:
-        return None
-    moved = {place: (0, place.stride) for place in places}
-    position = 0
-    for piece in pieces:
-        for place in piece.places:
-            within, stride = piece.placed(place)
-            moved[place] = (position + within) // place.itemsize, stride
-        position += piece.nbytes
-    runs = [piece.data(storage.data) for piece in pieces]
-    data = joined(runs) if runs else storage.data.slice(0, 0)
-    whole = storage.whole or storage.data
-    new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
-    return _Trimmed(new, moved, sum(piece.packed for piece in pieces))
-
-
-def _pieces(places: Iterable[Place], nbytes: int) -> Iterator[_Piece]:
-    """Yield the spans that places reach, in their order; places without elements reach nothing.
-
-    A span begins and ends at whole elements of the largest type that the storage is seen as.
-    """
-    unit = max(place.itemsize for place in places)
-    start = end = 0
-    group: list[Place] = []
-    for place in sorted(places, key=lambda place: (place.extent, place)):
-        first, last = place.extent
-        if first == last:
+def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
+    """Return the trimmed form of the storages that shrink, of the `chosen` storages or of all."""
+    units: dict[Storage, int] = {}
+    for tensor in everything(root):
+        if isinstance(tensor, TensorRef) and tensor.storage is not None:
+            units[tensor.storage] = max(units.get(tensor.storage, 1), tensor.itemsize)
+    plans: dict[Storage, _Trimmed] = {}
+    for storage, spans in spans_used(root).items():
+        if storage.data is None or not (chosen is None or storage in chosen):
             continue
-        first, last = first // unit * unit, min(-(-last // unit) * unit, nbytes)
-        if group and first >= end:
-            yield _piece(start, end, group, unit)
-            group = []
-        start, end = (min(start, first), max(end, last)) if group else (first, last)
-        group.append(place)
-    if group:
-        yield _piece(start, end, group, unit)
+        kept = merged(spans, storage.nbytes, units.get(storage, 1))
+        nbytes = sum(stop - start for start, stop in kept)
+        if nbytes < storage.nbytes:
+            runs = [storage.data.slice(start, stop - start) for start, stop in kept]
+            data = joined(runs) if runs else storage.data.slice(0, 0)
+            whole = storage.whole or storage.data
+            new = replace(storage, data=data, nbytes=nbytes, crc32=None, whole=whole)
+            starts = accumulate((stop - start for start, stop in kept), initial=0)
+            plans[storage] = _Trimmed(
+                new, [(old, at) for (old, _), at in zip(kept, starts, strict=False)]
+            )
+    return plans
 
 
-def _piece(start: int, end: int, group: list[Place], unit: int) -> _Piece:
-    alone = group[0]
-    is_packed = (
-        len(group) == 1
-        and alone.itemsize == unit
-        and alone.distinct
-        and alone.packed_bytes < end - start
-    )
-    return _Piece(start, end, tuple(group), is_packed)
+def merged(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
+    """Return the union of the spans, each widened to multiples of `unit` bytes."""
+    kept: list[Span] = []
+    for start, stop in sorted(spans):
+        if start == stop:
+            continue
+        start, stop = start // unit * unit, min(-(-stop // unit) * unit, nbytes)
+        if kept and start < kept[-1][1]:
+            start, stop = kept[-1][0], max(stop, kept.pop()[1])
+        kept.append((start, stop))
+    return kept
 
 
 def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
@@ -231,42 +164,27 @@ def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        offset, stride = new.moved[place_of(leaf)]
-        parts = leaf.parts
-        if parts and parts.get("carrier") == CARRIER:
-            parts = {**parts, "data": moved(parts["data"])}
-        return replace(leaf, storage=new.storage, offset=offset, stride=stride, parts=parts)
+        return over_elements(leaf, storage=new.storage, offset=new.offset(leaf))
 
     return rebuild(root, moved)
 
 
 def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """What became of each storage; of many, the largest first and the others together."""
+    """Yield a change for each of the storages that shrink the most, and one for the rest."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
         for part in everything(leaf) if isinstance(leaf, TensorRef) else ():
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
     order = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
-    for old in order[:_MOST_TOLD]:
-        yield Change("compact", _sentence(names[old], [old], [trimmed[old]]), len(names[old]))
     rest = order[_MOST_TOLD:]
-    if rest:
-        others = [name for old in rest for name in names[old]]
-        yield Change(
-            "compact", _sentence(others, rest, [trimmed[old] for old in rest]), len(others)
-        )
-
-
-def _sentence(names: list[str], old: list[Storage], new: list[_Trimmed]) -> str:
-    what = f"{len(old):,} more storages go" if len(old) > 1 else "the storage"
-    sizes = _sizes(dict(zip(old, new, strict=True)))
-    repacked = sum(one.repacked for one in new)
-    verb = "" if len(old) > 1 else " goes"
-    views = "a view" if repacked == 1 else f"{repacked:,} views"
-    holes = f"; {views} made contiguous" if repacked else ""
-    seen = f" of {listed(dict.fromkeys(names), most=4)}" if names else ""
-    return f"{what}{seen}{verb} from {sizes}{holes}"
+    for group in [*([old] for old in order[:_MOST_TOLD]), *([rest] if rest else [])]:
+        what = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
+        verb = "goes" if len(group) == 1 else "go"
+        users = [name for old in group for name in names[old]]
+        seen = f" of {listed(dict.fromkeys(users), most=4)}" if users else ""
+        sizes = _sizes({old: trimmed[old] for old in group})
+        yield Change("compact", f"{what}{seen} {verb} from {sizes}", len(users))
 
 
 def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
@@ -276,14 +194,14 @@ def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
 
 
 def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """What was dead, and what all storages took and take: a file has more, such as alignment."""
+    """Yield the dead bytes, and what all storages save; a file has more, such as alignment."""
     details = checkpoint.details
     for text in details.unreferenced:
         yield Change("compact", text)
     if details.dead_bytes:
         yield Change("compact", f"{details.dead_bytes:,} dead bytes are left behind")
     if trimmed:
-        every = sum(storage.nbytes for storage in _seen(checkpoint.root) if storage.data)
+        every = sum(storage.nbytes for storage in spans_used(checkpoint.root) if storage.data)
         saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
         text = f"saves {saved:,} of the {every:,} bytes of its storages"
         yield Change("compact", text, len(trimmed))

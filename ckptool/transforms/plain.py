@@ -26,8 +26,8 @@ from ckptool.modules import held_apart, is_module, module_state, modules_below, 
 from ckptool.statedict import MODEL_KINDS, Section, only_its_class
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
+from ckptool.transforms.casting import is_array, over_elements
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.transforms.places import CARRIER, is_array
 from ckptool.tree import everything, held_items, mentions, name_of, path_of, rebuild
 from ckptool.words import counted, listed, printable
 
@@ -202,11 +202,8 @@ def plain_tensor(tensor: TensorRef) -> TensorRef:
     parts = tensor.parts or {}
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
-    if parts.get("carrier", CARRIER) != CARRIER:
-        data = replace(
-            tensor, device="cpu", requires_grad=False, hooks=None, parts=None, wrapping=()
-        )
-        return replace(tensor, parts={"carrier": CARRIER, "data": data})
+    if is_array(tensor):
+        return over_elements(tensor)
     if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
         return tensor
     layers = [_plain_layer(layer) for layer in tensor.wrapping]
