@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import NotRepresentable, TruncatedFile
+from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource
+from ckptool.files.computed import Ahead, ComputedSource, gathered
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -45,7 +45,10 @@ class ElementBuffer:
         self._parts = self._size // self._tensor.element_size()
 
     def read(self, run: Elements, start: int, count: int) -> torch.Tensor:
-        """The `count` elements from `start`, in this machine's byte order, until the next read."""
+        """Return the `count` elements from `start`, in this machine's byte order.
+
+        The next read overwrites them.
+        """
         import torch
 
         run.data.read_into(memoryview(self._raw)[: count * self._size], start * self._size)
@@ -53,6 +56,10 @@ class ElementBuffer:
         if run.byteorder != sys.byteorder and self._swap > 1:
             rows = elements.view(torch.uint8).view(-1, self._swap)
             rows.copy_(rows.flip(1))
+        if "neg" in run.flags:
+            elements.neg_()
+        if "conj" in run.flags:
+            _real(elements).view(-1, 2)[:, 1].neg_()
         return elements
 
 
@@ -64,42 +71,25 @@ class Elements:
     data: ByteRange
     byteorder: str = "little"
     storage: Storage | None = None
-    """What they are in: it is checked first, by the CRC-32 that its file states."""
+    """The storage of the elements: it is checked first, by the CRC-32 that its file states."""
+    flags: tuple[str, ...] = ()
+    """As `TensorRef.flags`: what is still to be done to the elements."""
 
 
 def elements_of(tensor: TensorRef) -> Elements:
-    """All elements of a tensor in row-major order, wherever they lie."""
-    if tensor.is_contiguous and not tensor.flags and tensor.storage is not None:
-        return Elements(tensor.dtype, tensor.data, tensor.storage.byteorder, tensor.storage)
-    blocks: Iterator[bytes] = iter(())
-    pending, position = memoryview(b""), -1
-    name = tensor.storage.data.source.name if tensor.storage and tensor.storage.data else ""
-
-    def take(most: int) -> memoryview:
-        """Between 1 and `most` bytes."""
-        nonlocal pending, position
-        if not pending:
-            pending = memoryview(next(blocks, b""))
-        part, pending = pending[:most], pending[most:]
-        if not part:
-            raise TruncatedFile("the elements of a tensor end too early", file=name)
-        position += len(part)
-        return part
-
-    def fill(offset: int, buffer: memoryview) -> None:
-        """Read forwards in one pass; what is behind starts again."""
-        nonlocal blocks, pending, position
-        if not 0 <= position <= offset:
-            blocks, pending, position = tensor.content(), memoryview(b""), 0
-        while position < offset:
-            take(offset - position)
-        while buffer:
-            part = take(len(buffer))
-            buffer[: len(part)] = part
-            buffer = buffer[len(part) :]
-
-    source = ComputedSource(name, tensor.nbytes, fill)
-    return Elements(tensor.dtype, ByteRange(source, 0, source.size), storage=tensor.storage)
+    """Return all elements of a tensor in row-major order, wherever they lie."""
+    held = tensor.storage
+    if held is None or held.data is None or tensor.is_contiguous:
+        data = tensor.data
+    else:
+        data = gathered(
+            held.data,
+            itemsize=tensor.itemsize,
+            shape=tuple(size or 0 for size in tensor.shape),
+            stride=tensor.stride,
+            offset=tensor.offset,
+        )
+    return Elements(tensor.dtype, data, held.byteorder if held else "little", held, tensor.flags)
 
 
 class Averager:
@@ -113,7 +103,7 @@ class Averager:
         """By the identity of a storage: several tensors may be in it."""
 
     def mean(self, runs: Sequence[Elements], like: Storage, dtype: str, name: str = "") -> Storage:
-        """The mean of runs of equally many elements, accumulated in float64 in their order.
+        """Return the mean of runs of equally many elements, accumulated in float64 in their order.
 
         It is rounded to `dtype`, as torch does it; key and device are those of `like`. Reading a
         mean that is finite and does not fit `dtype` is an error (`NotRepresentable`, with `name`),
@@ -178,7 +168,7 @@ class _Kernel:
         self._next = torch.empty(CHUNK, dtype=wide)
 
     def mean(self, runs: Sequence[Elements], start: int, stop: int) -> memoryview:
-        """The bytes of the elements from `start` up to `stop`, until the next call.
+        """Return the bytes of elements `start` to `stop`, which the next call overwrites.
 
         Raises:
             OverflowError: one is finite and not so in the target's type; the text tells it.
@@ -227,7 +217,7 @@ class _Kernel:
 
 
 def _real(elements: torch.Tensor) -> torch.Tensor:
-    """The real numbers that they are made of."""
+    """Return the elements, complex numbers as pairs of real numbers."""
     import torch
 
     return torch.view_as_real(elements) if elements.is_complex() else elements

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.dtypes import BY_NAME
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
-from ckptool.files import ByteRange
 from ckptool.hollow import refuse_hollow
-from ckptool.model import Path, Storage, TensorRef, remade
+from ckptool.model import Path, TensorRef, remade, row_major_strides
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.tensors.averaging import Averager, Elements, elements_of
+from ckptool.tensors.averaging import Averager, elements_of
 from ckptool.transforms.casting import (
     FLOATING,
     Originals,
@@ -27,127 +25,58 @@ from ckptool.transforms.extraction import single_state_dict
 from ckptool.tree import name_of, rebuild
 from ckptool.words import counted, listed, printable
 
-__all__ = ["Group", "average", "averaged_groups"]
+__all__ = ["average"]
 
 Tensors = tuple[TensorRef, ...]
-"""Those of one name: one from each file."""
+"""The tensors of one name, one from each file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors over one storage of the first file, each with its mean in the same shape."""
+def _means(
+    named: Sequence[tuple[str, Tensors]], files: Sequence[str]
+) -> tuple[dict[int, TensorRef], list[Change]]:
+    """Return the mean for each tensor of the first file, by identity, and warnings.
 
-    made: tuple[tuple[TensorRef, TensorRef], ...]
-    warnings: tuple[Change, ...] = ()
-
-
-def averaged_groups(named: Sequence[tuple[str, Tensors]], files: Sequence[str]) -> list[Group]:
-    """The mean of each name's tensors, as a tensor like the first, to be computed when it is read.
+    Each mean has memory of its own; names that are tied in every file have one mean.
 
     Raises:
         UsageError: what is one tensor in the first file is several in another.
     """
     averager = Averager()
-    stored: dict[int, list[tuple[str, Tensors]]] = {}
+    made: dict[object, TensorRef] = {}
+    means: dict[int, tuple[str, TensorRef]] = {}
+    sharing: dict[int, dict[str, object]] = {}
     for name, tensors in named:
-        stored.setdefault(id(tensors[0].storage), []).append((name, tensors))
-    return [_group(averager, members, files) for members in stored.values()]
+        places = tuple(tensor.place for tensor in tensors)
+        if places not in made:
+            made[places] = _mean(averager, name, tensors)
+        other, mean = means.setdefault(id(tensors[0]), (name, made[places]))
+        if mean is not made[places]:
+            raise UsageError(
+                f"{printable(other)!r} and {printable(name)!r} are one tensor in this file and "
+                "several in another",
+                file=files[0],
+                hint=f"ckptool convert --ties copy {files[0]} OUT, and average that",
+            )
+        sharing.setdefault(id(tensors[0].storage), {})[name] = places
+    apart = [name for names in sharing.values() if len({*names.values()}) > 1 for name in names]
+    text = f"memory that tensors shared is shared no longer: {listed(apart)}"
+    warnings = [Change("warning", text, len(apart))] if apart else []
+    return {identity: mean for identity, (_, mean) in means.items()}, warnings
 
 
-def _group(averager: Averager, members: list[tuple[str, Tensors]], files: Sequence[str]) -> Group:
-    every = [tensors for _, tensors in members]
-    if _laid_out_alike(every):
-        return Group(tuple(_together(averager, members[0][0], every)))
-    apart: dict[object, list[tuple[str, Tensors]]] = {}
-    for name, tensors in members:
-        apart.setdefault(tuple(tensor.place for tensor in tensors), []).append((name, tensors))
-    owners: dict[int, str] = {}
-    for tied in apart.values():
-        for name, tensors in tied:
-            if owners.setdefault(id(tensors[0]), tied[0][0]) != tied[0][0]:
-                raise UsageError(
-                    f"{printable(owners[id(tensors[0])])!r} and {printable(name)!r} are one tensor "
-                    "in this file and several in another",
-                    file=files[0],
-                    hint=f"ckptool convert --ties copy {files[0]} OUT, and average that",
-                )
-    made = [pair for tied in apart.values() for pair in _alone(averager, tied)]
-    warnings = []
-    if len(apart) > 1:
-        names = listed(name for name, _ in members)
-        text = f"memory that not every file shares is shared no longer: {names}"
-        warnings.append(Change("warning", text, len(members)))
-    return Group(tuple(made), tuple(warnings))
-
-
-def _laid_out_alike(every: list[Tensors]) -> bool:
-    """Whether the tensors of one storage lie in every file as they do in the first."""
-    for column in zip(*every, strict=True):
-        one, first = column[0], every[0][0]
-        for tensors, tensor in zip(every, column, strict=True):
-            if (
-                tensor.storage is not one.storage
-                or tensor.dtype != one.dtype
-                or tensor.flags
-                or tensor.offset - one.offset != tensors[0].offset - first.offset
-                or _steps(tensor) != _steps(tensors[0])
-            ):
-                return False
-    return True
-
-
-def _steps(tensor: TensorRef) -> list[int]:
-    """The strides that matter."""
-    pairs = zip(tensor.stride, tensor.shape, strict=True)
-    return [step for step, size in pairs if size != 1]
-
-
-def _together(
-    averager: Averager, name: str, every: list[Tensors]
-) -> Iterator[tuple[TensorRef, TensorRef]]:
-    """Each tensor over one mean of all that they look at, in the order of the storage."""
-    first = every[0][0]
-    reach = [tensors[0].span for tensors in every if tensors[0].numel]
-    low = min((start for start, _ in reach), default=0)
-    high = max((stop for _, stop in reach), default=0)
-    runs = []
-    for tensor in every[0]:
-        held, data = _stored(tensor)
-        size = BY_NAME[tensor.dtype].itemsize
-        start = (low + tensor.offset - first.offset) * size if reach else 0
-        run = data.slice(start, (high - low) * size)
-        runs.append(Elements(tensor.dtype, run, held.byteorder, held))
-    storage = averager.mean(runs, _stored(first)[0], first.dtype, name)
-    for tensors in every:
-        at = tensors[0].offset - low if tensors[0].numel else 0
-        yield tensors[0], replace(tensors[0], storage=storage, offset=at)
-
-
-def _stored(tensor: TensorRef) -> tuple[Storage, ByteRange]:
-    """The storage of a tensor that has content, and its bytes."""
-    storage = tensor.storage
-    if storage is None or storage.data is None:
-        raise UsageError("a tensor without bytes has no mean")
-    return storage, storage.data
-
-
-def _alone(
-    averager: Averager, tied: list[tuple[str, Tensors]]
-) -> Iterator[tuple[TensorRef, TensorRef]]:
-    """One tensor under its names, over a mean of its own; its strides stay if it has no holes."""
-    name, tensors = tied[0]
+def _mean(averager: Averager, name: str, tensors: Tensors) -> TensorRef:
+    """Return a tensor like the first over the mean of all; strides stay if there are no holes."""
     first = tensors[0]
+    if first.storage is None:
+        raise UsageError("a tensor without bytes has no mean")
     order = sorted(range(len(first.stride)), key=lambda axis: -first.stride[axis])
+    stride = first.stride
     if not first.permuted(order).is_contiguous:
-        order = list(range(len(first.stride)))
+        order = list(range(len(stride)))
+        stride = row_major_strides(tuple(size or 0 for size in first.shape))
     runs = [elements_of(tensor.permuted(order)) for tensor in tensors]
-    stride, step = [0] * len(order), 1
-    for axis in reversed(order):
-        stride[axis] = step
-        step *= max(first.shape[axis] or 0, 1)
-    storage = averager.mean(runs, _stored(first)[0], first.dtype, name)
-    for one in dict.fromkeys(tensors[0] for _, tensors in tied):
-        yield one, replace(one, storage=storage, offset=0, stride=tuple(stride), flags=())
+    storage = averager.mean(runs, first.storage, first.dtype, name)
+    return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
 
 _SAME, _FIRST = "same", "first"
@@ -155,14 +84,13 @@ Names = dict[str, TensorRef]
 
 
 def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = None) -> Checkpoint:
-    """The first checkpoint with the mean of all in each of its models' floating tensors.
+    """Return the first checkpoint with the mean of all files in its models' floating tensors.
 
-    Every state dict and pickled module is averaged with that of the same name in the other files
-    (or with the only one there), by name without wrappers: accumulated in float64, or
+    Every state dict and pickled module is averaged with the model of the same name in the other
+    files (or with the only one there), by name without wrappers: accumulated in float64, or
     complex128, in the order of the files, and rounded to the type that the first has. `_metadata`,
-    gradients' flags and order are the first's. Tensors that share memory in every file, ties among
-    them, go on sharing it; where some file has them apart, each gets its own. What an optimizer or
-    scheduler holds belongs to no mean and is left out; all else is the first's.
+    gradients' flags and order are the first's. Every mean has memory of its own; names that are
+    tied in every file stay tied. Optimizers and schedulers are left out; all else is the first's.
 
     Args:
         checkpoints: Two or more, open; they stay so until the result is written.
@@ -190,19 +118,18 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     for part, others in models:
         plan.add(part, others)
     refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
-    groups = averaged_groups(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
-    made = _made(first, groups)
-    changes = [*plan.changes(), *(warning for group in groups for warning in group.warnings)]
+    means, warnings = _means(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
+    made = _made(first, means, [tensors[0] for _, tensors in plan.averaged])
     sources = {id(source): source for one in checkpoints for source in one.sources}
     rest = [] if key is not None else list(_rest(first, made))
-    result = first.with_root(made, *changes, *rest)
+    result = first.with_root(made, *plan.changes(), *warnings, *rest)
     return replace(result, sources=tuple(sources.values()))
 
 
 def _models(
     checkpoints: Sequence[Checkpoint], key: Any
 ) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
-    """The first checkpoint, or its one state dict, and each of its models with its counterparts."""
+    """Return the first checkpoint, or its one state dict, and its models with counterparts."""
     first, *others = checkpoints
     if key is not None:
         alone = single_state_dict(first, key)
@@ -218,7 +145,7 @@ def _models(
 def _untied(
     first: Checkpoint, models: list[tuple[Section, list[Section]]]
 ) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
-    """The first with a tensor for each name, where one under several is not one everywhere."""
+    """Return the first checkpoint, with names that are not tied in every file untied."""
     placed: dict[Path, TensorRef] = {}
     groups: dict[tuple[int, ...], TensorRef] = {}
     met: set[int] = set()
@@ -244,13 +171,13 @@ def _untied(
 
 
 def _parts(checkpoint: Checkpoint) -> list[Section]:
-    """The models of a checkpoint, what is mentioned twice once."""
+    """Return the models of a checkpoint, each once."""
     every = [part for part in sections(checkpoint.root) if part.kind in MODEL_KINDS]
     return list({id(part.holder): part for part in reversed(every)}.values())[::-1]
 
 
 def _under(key: Any, checkpoint: Checkpoint) -> Section:
-    """The state dict of that address, or the only one of a file that has no such address."""
+    """Return the state dict at an address, or the only one of a file without that address."""
     try:
         return model_state_dict(checkpoint, key)
     except AmbiguousName:
@@ -263,7 +190,10 @@ def _under(key: Any, checkpoint: Checkpoint) -> Section:
 
 
 def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) -> list[Section]:
-    """The models of another file in the order of the first's; a lone one whatever its name."""
+    """Return the models of another file in the order of the first's, matched by name.
+
+    If both files have one model alone, its name may differ.
+    """
     found = _parts(other)
     if len(parts) == len(found) == 1:
         return found
@@ -284,13 +214,13 @@ def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) ->
 
 
 def _tensors(part: Section) -> Names:
-    """Its tensors by their names in it."""
+    """Return the tensors of a section by their names in it."""
     depth = len(part.path)
     return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
 
 
 def _class(tensor: TensorRef) -> str:
-    """What counts as one kind of number."""
+    """Return the class of numbers in which tensors can be averaged or compared."""
     if tensor.dtype in FLOATING:
         return "floating"
     return "complex" if tensor.dtype.startswith("complex") else "integer"
@@ -329,7 +259,7 @@ class _Plan:
         self._means.append((part, len(self.averaged) - before))
 
     def changes(self) -> Iterator[Change]:
-        """What was averaged, and what was not."""
+        """Yield a change for everything that was averaged or kept."""
         count = len(self.checkpoints)
         for part, means in self._means:
             where = printable(part.name) or "the root"
@@ -365,7 +295,7 @@ class _Plan:
             self._retyped.append(name)
 
     def _check(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
-        """Refuse tensors of several shapes or kinds, and such as are no plain array."""
+        """Refuse tensors of several shapes or kinds, and tensors without plain elements."""
         first = tensors[0]
         for at, tensor in enumerate(tensors):
             if tensor.shape != first.shape:
@@ -443,10 +373,9 @@ def _digest(tensor: TensorRef) -> bytes:
     return made.digest()
 
 
-def _made(first: Checkpoint, groups: list[Group]) -> Any:
-    """The first's tree with averaged tensors, without optimizers and schedulers."""
-    means = {id(old): new for group in groups for old, new in group.made}
-    originals = Originals(first.root, (old for group in groups for old, _ in group.made))
+def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorRef]) -> Any:
+    """Return the first's tree with averaged tensors, without optimizers and schedulers."""
+    originals = Originals(first.root, averaged)
     gone = _gone(first)
 
     def leaf(node: Any) -> Any:
@@ -472,14 +401,14 @@ def _gone(first: Checkpoint) -> set[int]:
 
 
 def _is_gone(node: Any, gone: set[int]) -> bool:
-    """Whether it is what goes, or a list of nothing else."""
+    """Return whether a node is in `gone`, or a list of nodes in `gone`."""
     if isinstance(node, (list, tuple)) and node:
         return all(id(item) in gone for item in node)
     return id(node) in gone
 
 
 def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
-    """What is left out, and what is the first's."""
+    """Yield a change for everything outside the models: left out, or as in the first file."""
     for part in sections(first.root):
         count = len(part.tensors())
         if part.kind in ("optimizer", "scheduler"):

@@ -95,7 +95,7 @@ Span = tuple[int, int]
 
 
 def spans_used(root: Any) -> dict[Storage, set[Span]]:
-    """Return the spans of each storage that tensors use; a storage that is a value is used whole."""
+    """Return the spans of each storage that tensors use, and of storages that are values."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
