@@ -263,6 +263,10 @@ class Wrapping:
     state: Any = None
 
 
+_CARRIER = "cpu_tensor"
+"""The part that may carry the tensor of a TPU, if no array does."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorRef(Result):
     """A tensor that has not been read: what it is, and where its bytes lie.
@@ -376,6 +380,11 @@ class TensorRef(Result):
         return True
 
     @property
+    def memory_order(self) -> list[int]:
+        """The axes in the order of memory: the one with the largest stride first."""
+        return sorted(range(len(self.stride)), key=lambda axis: -self.stride[axis])
+
+    @property
     def is_verbatim(self) -> bool:
         """Whether its bytes in the file are those of `content`: nothing to move, swap or flip."""
         swapped = self.storage is not None and self.storage.byteorder == "big"
@@ -409,6 +418,12 @@ class TensorRef(Result):
         types = (made_of, *(layer.type for layer in self.wrapping))
         known = (cls.qualified for cls in types if isinstance(cls, Global))
         return next(known, "torch.Tensor")
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is pickled as an array of numpy, or is a TPU's that such an array carries."""
+        parts = self.parts or {}
+        return "array" in parts or parts.get("carrier", _CARRIER) != _CARRIER
 
     @property
     def is_spread(self) -> bool:
@@ -504,6 +519,17 @@ class TensorRef(Result):
         shape = tuple(size or 0 for size in self.shape)
         shape, stride, offset = narrow(shape, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
+
+    def over(self, **place: Any) -> TensorRef:
+        """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
+
+        A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU.
+        """
+        made = replace(self, **place)
+        if "carrier" not in (self.parts or {}):
+            return made
+        data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
+        return replace(made, parts={"carrier": _CARRIER, "data": data})
 
     def permuted(self, order: Sequence[int]) -> TensorRef:
         """Return a view with its axes in another order, as `torch.Tensor.permute`."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 
 if TYPE_CHECKING:
-    from ckptool.inspection.closeup import show
     from ckptool.inspection.diff_result import Diff
     from ckptool.inspection.diffing import diff
     from ckptool.inspection.folding import tree
     from ckptool.inspection.listing import Listing, list_tensors
     from ckptool.inspection.reporting import report
+    from ckptool.inspection.showing import show
     from ckptool.inspection.stats import Stats
     from ckptool.inspection.summary import Info, info
     from ckptool.inspection.verdict import Verdict
@@ -27,12 +27,12 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "closeup": ("show",),
     "diff_result": ("Diff",),
     "diffing": ("diff",),
     "folding": ("tree",),
     "listing": ("Listing", "list_tensors"),
     "reporting": ("report",),
+    "showing": ("show",),
     "stats": ("Stats",),
     "summary": ("Info", "info"),
     "verdict": ("Verdict",),

@@ -6,12 +6,14 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ckptool.dtypes import BY_NAME
+from ckptool.model import TensorRef
+from ckptool.tensors.nonfinite import nonfinite
+from ckptool.tensors.sameness import Told
 
 __all__ = ["Statistics", "decode", "statistics"]
 
@@ -43,9 +45,9 @@ _COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Over all elements: how many are NaN or infinite, and what the finite ones span.
+    """How many elements are NaN or infinite, and the range and mean of the finite elements.
 
-    `minimum`, `maximum` and `mean` are None where no element is finite, and for complex numbers.
+    `minimum`, `maximum` and `mean` are None if no element is finite, and for complex numbers.
     """
 
     minimum: int | float | None
@@ -56,7 +58,7 @@ class Statistics:
 
 
 def decode(dtype: str, data: bytes) -> Sequence[Any]:
-    """Little-endian elements as numbers; `float4_e2m1fn_x2` gives two for each element.
+    """Return little-endian elements as numbers, two for each element of `float4_e2m1fn_x2`.
 
     `data` holds whole elements. Format rules: IEEE 754; bfloat16 is the upper half of a float32;
     the 8-bit floats as in c10/util/Float8_*.h and OCP MX for e8m0 and e2m1.
@@ -78,88 +80,39 @@ def decode(dtype: str, data: bytes) -> Sequence[Any]:
     return [table[byte] for byte in data]
 
 
-def statistics(dtype: str, blocks: Iterable[bytes]) -> Statistics:
-    """One pass over the elements of a tensor; NaN and infinities are counted, not averaged."""
-    if dtype in _COMPLEX_PARTS:
-        return Statistics(None, None, None, *_oddities(_COMPLEX_PARTS[dtype], blocks))
-    tally = _Tally()
-    for block in _whole_elements(dtype, blocks):
-        tally.add(decode(dtype, block))
-    return tally.result()
+def statistics(tensor: TensorRef, told: Told | None = None) -> Statistics:
+    """Read a tensor twice: count NaN and infinities, then span the other elements.
+
+    Elements that a stride of zero repeats are read once. Sums are exact for integers. `told` is
+    called with the bytes of each block of the last pass.
+    """
+    is_complex = tensor.dtype in _COMPLEX_PARTS
+    nan, infinite = nonfinite(tensor, told if is_complex else None)
+    if is_complex:
+        return Statistics(None, None, None, nan, infinite)
+    low: Any = None
+    high: Any = None
+    total: Any = 0
+    count = 0
+    for block in tensor.unrepeated.content():
+        numbers = decode(tensor.dtype, block)
+        if nan or infinite:
+            numbers = [number for number in numbers if math.isfinite(number)]
+        if numbers:
+            least, most = min(numbers), max(numbers)
+            low, high = (min(low, least), max(high, most)) if count else (least, most)
+            total += _sum(numbers)
+            count += len(numbers)
+        if told is not None:
+            told(len(block))
+    return Statistics(low, high, total / count if count else None, nan, infinite)
 
 
-class _Tally:
-    """Running minimum, maximum and sum; exact for integers."""
-
-    def __init__(self) -> None:
-        self.low: Any = None
-        self.high: Any = None
-        self.total: Any = 0
-        self.count = self.nan = self.infinite = 0
-
-    def add(self, numbers: Sequence[Any]) -> None:
-        total = _finite_sum(numbers)
-        if total is None:
-            finite = [number for number in numbers if math.isfinite(number)]
-            nan = sum(1 for number in numbers if number != number)
-            self.nan += nan
-            self.infinite += len(numbers) - len(finite) - nan
-            numbers, total = finite, _overflow_safe_sum(finite)
-        if not numbers:
-            return
-        low, high = min(numbers), max(numbers)
-        self.low = low if self.low is None else min(self.low, low)
-        self.high = high if self.high is None else max(self.high, high)
-        self.total += total
-        self.count += len(numbers)
-
-    def result(self) -> Statistics:
-        mean = self.total / self.count if self.count else None
-        return Statistics(self.low, self.high, mean, self.nan, self.infinite)
-
-
-def _finite_sum(numbers: Sequence[Any]) -> Any:
-    """The sum, None where an element is not finite or the sum is too large for a float."""
-    if not numbers or isinstance(numbers[0], int):
-        return sum(numbers)
+def _sum(numbers: Sequence[Any]) -> Any:
     try:
-        total = math.fsum(numbers)
-    except (OverflowError, ValueError):  # too large, or inf - inf
-        return None
-    return total if math.isfinite(total) else None
-
-
-def _overflow_safe_sum(numbers: Sequence[float]) -> float:
-    try:
-        return math.fsum(numbers)
+        return sum(numbers) if isinstance(numbers[0], int) else math.fsum(numbers)
     except OverflowError:
         return sum(numbers)
-
-
-def _oddities(dtype: str, blocks: Iterable[bytes]) -> tuple[int, int]:
-    """How many complex numbers have a NaN part, and how many of the others an infinite one."""
-    nan = infinite = 0
-    for block in _whole_elements(dtype, blocks, 2):
-        parts = decode(dtype, block)
-        if _finite_sum(parts) is not None:
-            continue
-        for pair in zip(parts[0::2], parts[1::2], strict=True):
-            if any(map(math.isnan, pair)):
-                nan += 1
-            elif any(map(math.isinf, pair)):
-                infinite += 1
-    return nan, infinite
-
-
-def _whole_elements(dtype: str, blocks: Iterable[bytes], group: int = 1) -> Iterator[bytes]:
-    """The same bytes, cut where elements (groups of them) end."""
-    size = BY_NAME[dtype].itemsize * group
-    rest = b""
-    for block in blocks:
-        data = rest + block if rest else block
-        end = len(data) - len(data) % size
-        rest = data[end:]
-        yield data[:end] if rest else data
 
 
 def _from_array(code: str, data: bytes) -> array[Any]:
@@ -172,7 +125,7 @@ def _from_array(code: str, data: bytes) -> array[Any]:
 
 @cache
 def _small_floats(dtype: str) -> tuple[float, ...]:
-    """The value of every bit pattern of a float of at most 8 bits."""
+    """Return the value of every bit pattern of a float of at most 8 bits."""
     if dtype == "float8_e8m0fnu":
         return (*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan)
     if dtype == "float8_e5m2":
@@ -187,7 +140,7 @@ def _small_floats(dtype: str) -> tuple[float, ...]:
 
 
 def _minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """Sign, exponent, mantissa; no infinities."""
+    """Return the value of a code of sign, exponent and mantissa, without infinities."""
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0

@@ -77,7 +77,7 @@ SATURATES = {"float8_e4m3fn": 464.0}
 
 
 def is_exact(source: str, target: str) -> bool:
-    """Whether every value of the one type is one of the other."""
+    """Return whether every value of `source` is a value of `target`."""
     old, new = FLOATS[source], FLOATS[target]
     return old == new or (
         new.digits >= old.digits
@@ -147,7 +147,7 @@ class Caster:
         return found
 
     def refused(self, name: str, losses: Losses) -> NotRepresentable:
-        """The error for a tensor that overflows where that is not allowed."""
+        """Return the error for a tensor with overflow that is not allowed."""
         kind = FLOATS[self.target]
         reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
         own = re.sub(r"([*?[])", r"[\1]", name.rpartition("/")[2])
@@ -161,14 +161,14 @@ class Caster:
 
 
 def _some_of(losses: Losses) -> str:
-    """How many elements overflow."""
+    """Return how many elements overflow."""
     if losses.elements == 1:
         return "its one element does not fit"
     return f"{losses.overflow:,} of its {losses.elements:,} elements do not fit"
 
 
 def checked(storage: Storage, data: ByteRange) -> Checked:
-    """The bytes of a storage, to be checked by the CRC-32 that its file states, if it does."""
+    """Return the bytes of a storage, to be checked by the CRC-32 that its file states."""
     return Checked(
         data,
         storage.crc32,
@@ -182,10 +182,10 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
 
 
 def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
-    """Weights times their scales in float32, to be computed when they are read.
+    """Return weights times their scales in float32, to be computed when they are read.
 
     The scales are one for all, one for each index of the first dimension, or one for each block of
-    128 x 128, cut at the edges. None: they are laid out otherwise. After `weight_dequant` of
+    128 x 128, cut at the edges; None for any other layout. After `weight_dequant` of
     DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
     """
     shape, scales = (tuple(size or 0 for size in one.shape) for one in (weight, scale))
@@ -352,7 +352,7 @@ class Losses:
     """Zero, and the smallest value now, as the type has no zero."""
 
     def add(self, other: Losses) -> None:
-        """Count those too."""
+        """Add the counts of other elements."""
         self.elements += other.elements
         self.overflow += other.overflow
         self.underflow += other.underflow
@@ -397,7 +397,7 @@ class Kernel:
         return 0 if crc is None else zlib.crc32(raw, crc)
 
     def cast(self, *, swap: bool, into: memoryview | None = None) -> memoryview:
-        """The elements that were read in the target's type: `into` there, or until the next are."""
+        """Return the elements in the target's type, in `into` or in memory that is used again."""
         import torch
 
         source, size = self._source[: self._count], self._itemsize
@@ -423,7 +423,7 @@ class Kernel:
         return self._compared(old.to(self._wide), back) if old.numel() else Losses()
 
     def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
-        """The losses in few passes, where nothing overflows and there is no NaN."""
+        """Return the losses, in few passes if nothing overflows and there is no NaN."""
         import torch
 
         kind, size = self._kind, torch.abs(old, out=self._size[: old.numel()])
@@ -438,7 +438,7 @@ class Kernel:
         return Losses(old.numel(), 0, gone, changed - gone - zeros, zeros=zeros)
 
     def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
-        """The same with NaN, infinities and what overflows told apart."""
+        """Return the losses of elements with NaN, infinities or overflow."""
         import torch
 
         size, finite = old.abs(), torch.isfinite(old)

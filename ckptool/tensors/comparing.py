@@ -96,7 +96,7 @@ class Comparer:
         self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
 
     def compare(self, a: TensorRef, b: TensorRef, told: Told | None = None) -> Difference:
-        """The difference of two tensors of one shape with `has_content`, b being the reference.
+        """Compare two tensors of one shape with `has_content`; b is the reference.
 
         Their types may differ, and are among `COMPARED`. Neither is ever in memory as a whole.
         `told` is told the bytes of `a` as they are compared.
@@ -119,7 +119,7 @@ class Comparer:
         return sums.difference(count, asked=self._tolerance.asked)
 
     def _started(self, a: TensorRef, b: TensorRef, threads: int) -> list[_Kernel]:
-        """A kernel for each thread, made when it is first needed."""
+        """Return a kernel for each thread."""
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
                 data = tensor.storage.data if tensor.storage is not None else None
@@ -140,7 +140,7 @@ def _in_bytes(told: Told, itemsize: int) -> Told:
 
 
 def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
-    """All elements of both in one order: that in which both lie, if they do, else row-major."""
+    """Return the elements of both in one order: their common order in memory, or row-major."""
     if not ((a.is_contiguous and b.is_contiguous) or a.flags or b.flags):
         runs = side_by_side(a, b)
         if runs is not None and runs[0].length == a.nbytes and a.storage is not None:
@@ -185,7 +185,7 @@ class _Sums:
     close: bool = True
 
     def add(self, other: _Sums) -> None:
-        """Take those in too."""
+        """Add the figures of other elements."""
         self.mismatched += other.mismatched
         self.finite += other.finite
         self.nan_a += other.nan_a
@@ -202,7 +202,7 @@ class _Sums:
         self.close = self.close and other.close
 
     def difference(self, elements: int, *, asked: bool) -> Difference:
-        """The figures of so many elements."""
+        """Return the figures of `elements` elements."""
         finite = self.finite
         return Difference(
             elements=elements,
@@ -268,7 +268,7 @@ class _Kernel:
         return True
 
     def _quick(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
-        """The figures where all numbers are finite and none is too small or too large to square."""
+        """Return the figures if all numbers and their squares are finite and not too small."""
         import torch
 
         count, least = x.numel(), self._least
@@ -302,7 +302,7 @@ class _Kernel:
         return sums
 
     def _careful(self, x: torch.Tensor, y: torch.Tensor) -> _Sums:
-        """The figures of any numbers, in float64 or complex128."""
+        """Return the figures of any numbers, in float64 or complex128."""
         if self._long:  # float64 does not have them all, but it has their differences
             (x_high, x_low), (y_high, y_low) = _split(x), _split(y)
             a, b = _joined(x_high, x_low), _joined(y_high, y_low)
@@ -338,7 +338,7 @@ class _Kernel:
     def _is_close(
         self, x: torch.Tensor, y: torch.Tensor, gap: torch.Tensor | None, b: torch.Tensor
     ) -> bool:
-        """What `torch.allclose` says of x and y; `gap` is |a - b| where it is in its type."""
+        """Return `torch.allclose` of x and y; `gap` is |a - b| if it is in their type."""
         import torch
 
         known = self._tolerance
@@ -353,7 +353,7 @@ class _Kernel:
 
 
 def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers as the 32 bits above, which have the sign, and those below."""
+    """Return the upper 32 bits of integers, with the sign, and the lower 32 bits."""
     import torch
 
     if numbers.dtype == vars(torch).get("uint64"):
@@ -364,5 +364,5 @@ def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The numbers of such halves in float64, rounded once."""
+    """Return the numbers of two halves in float64, rounded once."""
     return high.double().mul_(1 << 32).add_(low)

@@ -77,7 +77,7 @@ class Placement:
             )
 
     def target(self, tag: str) -> str | None:
-        """The tag that storages of `tag` get; None where a function decides."""
+        """Return the tag that storages of `tag` get; None if a function decides."""
         if self._function is not None:
             return None
         if self._everywhere is not None:
@@ -134,7 +134,7 @@ def _restored(
 
 
 def _untyped(storage: Any) -> torch.UntypedStorage:
-    """What a function returned, which may be a typed storage as older torch had them."""
+    """Return the storage that a function returned, also from a typed storage of older torch."""
     import torch
 
     if isinstance(storage, torch.UntypedStorage):
@@ -164,7 +164,7 @@ class StorageReader:
     """
 
     def __init__(self, placement: Placement, *, mapped: bool, dtype: str | None) -> None:
-        """`mapped`: map files privately where that gives the right bytes; `dtype`: cast floats."""
+        """Map files privately if `mapped` and the bytes are right; cast floats to `dtype`."""
         self._placement = placement
         self._mapped = mapped
         self._dtype = dtype
@@ -185,7 +185,7 @@ class StorageReader:
     def get(
         self, storage: Storage, dtype: str, *, device: str, name: str, cast: bool = True
     ) -> tuple[torch.UntypedStorage, int]:
-        """The storage for elements of `dtype`, and which element of the file's is its first.
+        """Return the storage for elements of `dtype`, and which element of the file is its first.
 
         `cast` allows the change of floating types that was asked for. Storages whose bytes must be
         changed for an element type are one for each type that looks at them.
@@ -235,7 +235,7 @@ class StorageReader:
         return made
 
     def _map(self, fd: int, data: ByteRange) -> torch.UntypedStorage:
-        """A private mapping of the open file: what is written to the tensor stays in memory."""
+        """Return a private mapping of the open file: writes to the tensor stay in memory."""
         import torch
 
         source = data.source
@@ -256,7 +256,7 @@ class StorageReader:
     def _cast(
         self, made: torch.UntypedStorage, dtype: str, name: str, file: str | None
     ) -> torch.UntypedStorage:
-        """The whole storage in the wanted type, so that views and ties come along."""
+        """Return the whole storage in the wanted type, so that views and ties stay."""
         import torch
 
         before = torch_dtype(dtype, file=file)
@@ -308,7 +308,7 @@ def assemble(
     storage: torch.UntypedStorage | None,
     offset: int,
 ) -> torch.Tensor:
-    """The bare tensor of `ref` in `dtype`, its first element at `offset` (elements) of `storage`.
+    """Make the bare tensor of `ref` in `dtype`, from element `offset` of `storage` on.
 
     `parts` are those of `ref` with the tensors made. Without a storage they are all there is.
 
@@ -332,14 +332,14 @@ def assemble(
 
 
 def _shape(ref: TensorRef) -> tuple[int, ...]:
-    """The sizes of a tensor that is not ragged."""
+    """Return the sizes of a tensor that is not ragged."""
     return tuple(size or 0 for size in ref.shape)
 
 
 def _quantized(
     ref: TensorRef, quantizer: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An empty tensor with the quantizer of `_rebuild_qtensor`, scales made."""
+    """Return an empty tensor with the quantizer of `_rebuild_qtensor`, scales made."""
     import torch
 
     scheme, *numbers = quantizer
@@ -357,7 +357,7 @@ def _quantized(
 def _per_channel(
     ref: TensorRef, numbers: list[Any], scheme: str, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An empty tensor quantised along an axis; lists of scales are torch 1.4's."""
+    """Return an empty tensor quantised along an axis; lists of scales are torch 1.4's."""
     import torch
 
     scales, zero_points, axis = numbers
@@ -497,7 +497,7 @@ def materialise(
     mmap: bool = False,
     dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """The tensor that `ref` stands for; options as `ckptool.load_state_dict`'s.
+    """Make the tensor of `ref`; options as `ckptool.load_state_dict`.
 
     Tensors that share a storage share it only where one `Materialiser` makes them all.
 
@@ -543,7 +543,7 @@ class Materialiser:
                 self._storages.cover(node.storage, node.reach)
 
     def tensor(self, ref: TensorRef, name: str = "", *, cast: bool = True) -> torch.Tensor:
-        """The tensor; the same object whenever the same `ref` is asked for.
+        """Return the tensor of `ref`, always the same object for the same `ref`.
 
         A numpy array becomes a tensor. A subclass that has a storage becomes a plain tensor with
         the attributes that the file gives it. `name` is for messages; `cast` allows the change of
@@ -568,7 +568,7 @@ class Materialiser:
     def storage(
         self, ref: StorageRef, name: str = ""
     ) -> torch.UntypedStorage | torch.storage.TypedStorage:
-        """A storage that stands in the tree by itself, typed or untyped as in the file.
+        """Return a storage that is a value of the tree, typed or untyped as in the file.
 
         Raises:
             DeviceError: it lies on a device that is not here.
@@ -592,7 +592,7 @@ class Materialiser:
         self._convert = None
 
     def _assembled(self, ref: TensorRef, name: str, *, cast: bool) -> torch.Tensor:
-        """The tensor with its layers, but without their attributes."""
+        """Return the tensor with its layers, but without their attributes."""
         import torch
 
         casts = cast and self._dtype is not None and BY_NAME[ref.dtype].floating
@@ -614,7 +614,7 @@ class Materialiser:
             raise _refused(ref, name, error) from error
 
     def _parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
-        """What it is made of, tensors made; empty for a plain tensor, whatever carried it."""
+        """Return the parts of a tensor, tensors made; empty for a plain or carried tensor."""
         if ref.kind not in PART_KINDS and ref.kind != "quantized":
             return {}
         return {key: self._part(part, name, cast=cast) for key, part in (ref.parts or {}).items()}
@@ -629,7 +629,7 @@ class Materialiser:
         return part
 
     def _attributes(self, layer: Wrapping) -> dict[Any, Any]:
-        """The Python attributes that a layer's state holds, slots merged in, values made."""
+        """Return the Python attributes in the state of a layer, slots merged in, values made."""
         convert = self._convert or (lambda state: self._part(state, "", cast=False))
         state = convert(layer.state)
         groups = state if isinstance(state, tuple) else (state,)
@@ -663,7 +663,7 @@ def is_one_part(ref: TensorRef) -> bool:
 
 
 def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
-    """The error that such a tensor is: `name` is its own, for the message."""
+    """Return the error for a tensor that cannot be made; `name` is for the message."""
     shown = ref.class_name.rpartition(".")[2]
     if not ref.is_spread:
         return UnsupportedFormat(
@@ -680,7 +680,7 @@ def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
 
 
 def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
-    """What to raise where torch, or a check before it, refused to make a tensor."""
+    """Return the error to raise if torch, or a check before it, refused to make a tensor."""
     import torch
 
     reason = str(error).strip().partition("\n")[0][:200]
@@ -695,7 +695,7 @@ def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
 
 
 def _file(ref: TensorRef) -> str | None:
-    """The file that the bytes of a tensor, or of its parts, are in."""
+    """Return the file that has the bytes of a tensor, or of its parts."""
     if ref.storage is not None:
         return ref.storage.data.source.name if ref.storage.data else None
     inside = next(ref.tensors_inside(), None)

@@ -37,14 +37,14 @@ class _Form:
         return (1 << self.width - 1) - (1 << self.mantissa)
 
     def numbers(self, piece: bytes) -> array[int]:
-        """The bits of each number of a piece."""
+        """Return the bits of each number of a piece."""
         made = array(_LETTERS[self.width // 8], piece)
         if sys.byteorder == "big":
             made.byteswap()
         return made
 
     def count(self, piece: bytes) -> tuple[int, int]:
-        """How many elements of a piece are NaN, and how many others infinite."""
+        """Return how many elements of a piece are NaN, and how many others infinite."""
         size = self.width // 8
         top = self.infinity >> self.width - 8
         highest = piece[size - 1 :: size]
@@ -80,14 +80,14 @@ _CODES = {
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether numbers of that type can be NaN or infinite."""
+    """Return whether numbers of a type can be NaN or infinite."""
     return dtype in _FORMS or dtype in _CODES
 
 
 def is_infinity_or_zero(ref: TensorRef) -> bool:
-    """Whether every element is an infinity or zero, as in a mask that is added.
+    """Return whether every element is an infinity or zero, as in a mask that is added.
 
-    It stops at the first other number. False for complex numbers, and where there are no bytes.
+    The search stops at the first other number. False for complex numbers, and without bytes.
 
     Raises:
         CorruptFile: bytes that cannot be read.
@@ -105,9 +105,9 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
 
 
 def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
-    """How many elements are NaN, and how many of the others infinite; parts of a complex count.
+    """Return how many elements are NaN, and how many others infinite; parts of a complex count.
 
-    What strides repeat is read once and counted as often as it is there. `told` is called with the
+    Elements that strides repeat are read once and counted each time. `told` is called with the
     bytes of each block.
 
     Raises:
@@ -129,7 +129,7 @@ def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
 
 
 def _count(dtype: str, piece: bytes) -> tuple[int, int]:
-    """How many elements of a piece are NaN, and how many infinite."""
+    """Return how many elements of a piece are NaN, and how many infinite."""
     if dtype in _FORMS:
         return _FORMS[dtype].count(piece)
     nan, infinite = (

@@ -35,7 +35,7 @@ def require_torch() -> None:
 
 
 def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
-    """The `torch.dtype` of that name.
+    """Return the `torch.dtype` of a name.
 
     Raises:
         UnsupportedFormat: the torch that is installed has none.
@@ -54,7 +54,7 @@ def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
 
 
 def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
-    """The bare name of an element type that a caller asks for: `float16`, None for none.
+    """Return the bare name of an element type that a caller asks for: `float16`; None for None.
 
     Raises:
         UsageError: it is no floating type of this torch.

@@ -18,17 +18,17 @@ Worker = Callable[[int, int], bool]
 
 
 def in_turns(length: int, step: int, workers: Sequence[Worker], told: Told | None = None) -> bool:
-    """Have all positions below `length` worked on, and `told` of them; whether no worker said no.
+    """Have all positions below `length` worked on; return whether no worker returned False.
 
-    Each worker has a thread, the first the caller's, and takes the next step when it is done with
-    its last: all are busy until the end, and a file is read nearly from front to back. An error in
-    one stops all of them.
+    `told` is told of them. Each worker has a thread, the first worker the caller's, and takes the
+    next step when it has finished one: all are busy until the end, and a file is read nearly from
+    front to back. An error in one worker stops all of them.
     """
     starts, lock, stopped = iter(range(0, length, step)), Lock(), Event()
     position = known = 0
 
     def tell() -> None:
-        """Tell of what was taken since the last time."""
+        """Tell of the positions since the last time."""
         nonlocal known
         if told is not None and position > known and not stopped.is_set():
             told(position - known)
@@ -75,7 +75,7 @@ _LARGE = 4 << 20
 
 
 def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
-    """Whether two tensors of one dtype and shape, both with `has_content`, have equal elements.
+    """Return whether two tensors of one dtype and shape, with `has_content`, have equal elements.
 
     Equal as bytes (`TensorRef.content`): NaN is itself, -0.0 is not 0.0. `told` is told the bytes
     of one side as they are compared; it ends at the first difference.
@@ -92,7 +92,7 @@ def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
 
 
 def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
-    """What the CRC-32 of their storages say about two tensors of one dtype and shape.
+    """Compare two tensors of one dtype and shape by the CRC-32 of their storages.
 
     True: the tensors are the same stretch of storages of one size and CRC-32. False: of storages
     that differ they are the whole. None: nothing, as one states no CRC-32, a storage has other
@@ -110,11 +110,10 @@ def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:
 
 
 def side_by_side(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | None:
-    """The bytes of two tensors of one shape as runs in which element stands beside element.
+    """Return the bytes of two tensors of one shape as runs with the elements in one order.
 
-    None where they are no such runs: a view with holes, elements in another order, flags or a byte
-    order that differ. What both transpose alike need not be put in order to be compared, and what
-    both repeat is met once.
+    None if there are no such runs: a view with holes, strides, flags or byte orders that differ.
+    Tensors that are transposed alike are compared as they lie, repeated elements once.
     """
     if a.flags != b.flags or _order(a) != _order(b) or _byteorder(a) != _byteorder(b):
         return None
@@ -123,7 +122,7 @@ def side_by_side(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | No
 
 
 def _order(tensor: TensorRef) -> list[int]:
-    """The strides that count."""
+    """Return the strides of dimensions with several elements."""
     pairs = zip(tensor.shape, tensor.stride, strict=True)
     return [step for size, step in pairs if size != 1]
 
@@ -133,28 +132,18 @@ def _byteorder(tensor: TensorRef) -> str:
 
 
 def _run(tensor: TensorRef) -> ByteRange | None:
-    """The bytes from its first element to its last, where all of them are its own."""
+    """Return the bytes from the first element to the last, if there are no holes."""
     if tensor.is_contiguous:
         return tensor.data
-    storage = tensor.storage
-    if storage is None or storage.data is None or tensor.dtype in PACKED:
+    if tensor.dtype in PACKED or not tensor.has_content:
         return None
-    span, first = 1, tensor.offset
-    pairs = zip(tensor.stride, tensor.shape, strict=True)
-    for step, size in sorted((abs(step), (size or 0) - 1) for step, size in pairs):
-        if size and step > span:
-            return None
-        span += step * size
-    first += sum(
-        step * ((size or 0) - 1)
-        for step, size in zip(tensor.stride, tensor.shape, strict=True)
-        if step < 0
-    )
-    return storage.data.slice(first * tensor.itemsize, span * tensor.itemsize)
+    once = tensor.unrepeated
+    packed = once.permuted(once.memory_order)
+    return packed.data if packed.is_contiguous else None
 
 
 def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
-    """Whether two runs of one length are the same bytes."""
+    """Return whether two runs of one length are the same bytes."""
     if a.length <= _SMALL:
         same = a.read() == b.read()
         if same and told is not None:
@@ -166,7 +155,7 @@ def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
 
 
 def _comparing(a: ByteRange, b: ByteRange) -> Worker:
-    """A worker with buffers of its own. Bytearrays are compared at once, views byte by byte."""
+    """Return a worker with its own buffers. Bytearrays compare at once, views byte by byte."""
     size = min(a.length, _STEP)
     one, other = bytearray(size), bytearray(size)
 
@@ -182,7 +171,7 @@ def _comparing(a: ByteRange, b: ByteRange) -> Worker:
 
 
 def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: Told | None) -> bool:
-    """Whether two streams have the same bytes, cut into whatever blocks."""
+    """Return whether two streams have the same bytes, in any blocks."""
     one = other = b""
     at = beside = 0
     while True:

@@ -78,7 +78,7 @@ class Measures:
         return self.elements - self.nan - self.infinite
 
     def repeated(self, times: int) -> Measures:
-        """Of as many elements times `times`, each as often."""
+        """Return the figures of the elements, each `times` times."""
         drawn = self.histogram
         return replace(
             self,
@@ -92,7 +92,7 @@ class Measures:
 
 
 def measurable(ref: TensorRef) -> str | None:
-    """Why a tensor has no figures, in a few words; None where it has some."""
+    """Return why a tensor has no figures, in a few words; None if it has figures."""
     if ref.kind == "meta" or ref.device == "meta":
         return "on the meta device, which has no elements"
     if not ref.has_content:
@@ -119,7 +119,7 @@ class _Extent:
     infinite: int = 0
 
     def add(self, other: _Extent) -> None:
-        """Have those elements too."""
+        """Add the extent of other elements."""
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.finite += other.finite
         self.zeros += other.zeros
@@ -137,7 +137,7 @@ class Moments:
     bins: list[int] = field(default_factory=list)
 
     def add(self, other: Moments) -> None:
-        """Have those elements too (Chan, Golub and LeVeque 1979: exact where means differ)."""
+        """Add other elements (Chan, Golub and LeVeque 1979: exact where means differ)."""
         if not other.count:
             return
         count = self.count + other.count
@@ -164,7 +164,7 @@ class Measurer:
         self._kernels: dict[str, list[_Kernel]] = {}
 
     def measure(self, ref: TensorRef, told: Told | None = None) -> Measures:
-        """The figures of a tensor that has some (`measurable`); `told` of the bytes that are done.
+        """Measure a tensor that has figures (`measurable`); `told` is called with the bytes done.
 
         Elements that a stride of zero repeats are read once.
 
@@ -180,7 +180,7 @@ class Measurer:
         once, left = ref.unrepeated, ref.nbytes
 
         def tell(count: int) -> None:
-            """Tell of elements that one of the two passes is done with."""
+            """Tell of elements that one of the two passes has finished."""
             nonlocal left
             part = min(left, count * once.itemsize // 2)
             left -= part
@@ -221,7 +221,7 @@ class Measurer:
         count: int,
         tell: Told,
     ) -> list[_T]:
-        """What `work` gives of each chunk, in order, by two threads where that is worth while."""
+        """Return the result of `work` for each chunk, in order; two threads share large tensors."""
         found: dict[int, _T] = {}
 
         def done(kernel: _Kernel, start: int, stop: int) -> bool:
@@ -282,7 +282,7 @@ class _Kernel:
         self._last: tuple[Elements, int, torch.Tensor] | None = None
 
     def extent(self, run: Elements, start: int, stop: int) -> _Extent:
-        """How far the elements from `start` up to `stop` (a chunk at most) reach."""
+        """Return the extent of the elements from `start` up to `stop`, at most a chunk."""
         numbers = self._read(run, start, stop)
         nan = infinite = 0
         low, high = _ends(numbers)
@@ -298,7 +298,7 @@ class _Kernel:
         return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
     def _zeros(self, numbers: torch.Tensor) -> int:
-        """How many finite numbers are zero."""
+        """Return how many finite numbers are zero."""
         import torch
 
         if numbers.is_floating_point():
@@ -309,7 +309,7 @@ class _Kernel:
         return numbers.numel() - int(torch.count_nonzero(numbers))
 
     def moments(self, run: Elements, start: int, stop: int, axis: _Axis) -> Moments:
-        """The moments, on that axis, of the finite elements from `start` up to `stop`."""
+        """Return the moments, on an axis, of the finite elements from `start` up to `stop`."""
         import torch
 
         numbers = self._read(run, start, stop)
@@ -333,7 +333,7 @@ class _Kernel:
         return Moments(count, mean, float(wide.square_().sum()), counts)
 
     def _read(self, run: Elements, start: int, stop: int) -> torch.Tensor:
-        """A chunk as numbers; of a tensor that is a single one they are read once for both."""
+        """Return a chunk as numbers; a tensor of one chunk is read once for both passes."""
         last = self._last
         if last is not None and last[0] is run and last[1] == start:
             return last[2]
@@ -346,7 +346,7 @@ class _Kernel:
 
 
 def _ends(numbers: torch.Tensor) -> tuple[Number, Number]:
-    """The least and the largest number, NaN where there is one."""
+    """Return the least and the largest number; NaN if there is one."""
     import torch
 
     low, high = torch.aminmax(numbers)
@@ -354,7 +354,7 @@ def _ends(numbers: torch.Tensor) -> tuple[Number, Number]:
 
 
 def _magnitudes(parts: torch.Tensor) -> torch.Tensor:
-    """Of complex numbers, given as their parts; NaN where a part is."""
+    """Return the magnitudes of complex numbers, given as their parts; NaN if a part is NaN."""
     import torch
 
     pairs = parts.double().view(-1, 2)
@@ -363,7 +363,7 @@ def _magnitudes(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _preparations() -> dict[str, tuple[torch.dtype | None, Callable[[torch.Tensor], torch.Tensor]]]:
-    """What elements are read as, and how they become numbers, where they are none as they are."""
+    """Return, for types that torch cannot calculate in, the type to read and the conversion."""
     import torch
 
     small = [name for name, kind in BY_NAME.items() if kind.floating and kind.itemsize == 1]

@@ -17,7 +17,6 @@ from ckptool.tensors.averaging import Averager, elements_of
 from ckptool.transforms.casting import (
     FLOATING,
     Originals,
-    over_elements,
     refuse_apart,
     tensors_placed,
 )
@@ -69,8 +68,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors) -> TensorRef:
     first = tensors[0]
     if first.storage is None:
         raise UsageError("a tensor without bytes has no mean")
-    order = sorted(range(len(first.stride)), key=lambda axis: -first.stride[axis])
-    stride = first.stride
+    order, stride = first.memory_order, first.stride
     if not first.permuted(order).is_contiguous:
         order = list(range(len(stride)))
         stride = row_major_strides(tuple(size or 0 for size in first.shape))
@@ -384,7 +382,7 @@ def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorR
             return node
         mean = means[id(original)]
         place = {"storage": mean.storage, "offset": mean.offset}
-        return over_elements(node, **place, stride=mean.stride, flags=mean.flags)
+        return node.over(**place, stride=mean.stride, flags=mean.flags)
 
     def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
         if not any(_is_gone(value, gone) for value in mapping.values()):

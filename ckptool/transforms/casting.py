@@ -15,6 +15,7 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
 from ckptool.hollow import refuse_hollow
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     SPARSE_KINDS,
     Opaque,
@@ -25,7 +26,7 @@ from ckptool.model import (
     find_tensors,
     remade,
 )
-from ckptool.modules import child_modules, held_apart, own_tensors
+from ckptool.modules import held_apart, modules_below, own_tensors
 from ckptool.quantisers import Quantised, quantised
 from ckptool.statedict import only_its_class, sections
 from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
@@ -41,37 +42,10 @@ __all__ = [
     "Originals",
     "cast",
     "floating_type",
-    "is_array",
     "kept",
-    "optimizer_tensors",
-    "over_elements",
     "refuse_apart",
     "tensors_placed",
-    "unsaved_buffers",
-    "with_own",
 ]
-
-
-def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
-    """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
-
-    A tensor of a back end without storages (a TPU) becomes one that a tensor of the CPU carries.
-    """
-    made = replace(tensor, **place)
-    if "carrier" not in (tensor.parts or {}):
-        return made
-    data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
-    return replace(made, parts={"carrier": _CARRIER, "data": data})
-
-
-_CARRIER = "cpu_tensor"
-"""What may carry the tensor of a TPU."""
-
-
-def is_array(tensor: TensorRef) -> bool:
-    """Return whether the tensor is pickled as an array of numpy."""
-    parts = tensor.parts or {}
-    return "array" in parts or parts.get("carrier", _CARRIER) != _CARRIER
 
 
 class Originals:
@@ -89,16 +63,16 @@ class Originals:
         self._known = {id(node) for node in everything(root)}
 
     def of(self, node: Any) -> TensorRef | None:
-        """The chosen tensor that a node is, or is a copy of."""
+        """Return the chosen tensor that a node is, or is a copy of."""
         if not isinstance(node, TensorRef) or id(node) in self._known:
             return self._chosen.get(id(node))
         return self._by_view.get(node.place)
 
 
 def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
-    """The tree with other tensors at some paths; the same tensor elsewhere stays.
+    """Return the tree with other tensors at some paths; the same tensor elsewhere stays.
 
-    A path that is none of containers and attributes (a name within a pickled module) is left out.
+    A path through anything but containers and attributes (a pickled module) is skipped.
     """
     holders: dict[int, dict[Any, dict[Path, TensorRef]]] = {}
     for path, tensor in placed.items():
@@ -121,7 +95,7 @@ def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
 
 
 def _holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
-    """The innermost dict on the way to a tensor, and how deep it lies."""
+    """Return the innermost dict on the path of a tensor, and its depth."""
     node, found = root, None
     for depth, key in enumerate(path):
         node = node.attributes if isinstance(node, Opaque) else node
@@ -134,7 +108,7 @@ def _holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
 
 
 def _with(node: Any, path: Path, tensor: TensorRef) -> Any:
-    """A list or tuple with a tensor in place of another; that tensor where the path ends."""
+    """Return a list or tuple with the tensor at a path inside it; the tensor at an empty path."""
     if not path:
         return tensor
     items = list(node)
@@ -146,8 +120,8 @@ _OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECAS
 """Keys under which an optimizer's state stands, whatever its form."""
 
 
-def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
-    """The paths of tensors that an optimizer or scheduler holds, in whatever form."""
+def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
+    """Return the paths of tensors that an optimizer or scheduler holds, in any form."""
     found = {
         path
         for part in sections(checkpoint.root)
@@ -170,25 +144,19 @@ def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     return found
 
 
-def unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
-    """The buffers of pickled modules that no state dict has, which `Module.to` casts too."""
+def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
+    """Yield the buffers of pickled modules that no state dict has, which `Module.to` casts too."""
     for part in sections(checkpoint.root):
-        todo, seen = [("", part.holder)] if part.kind == "module" else [], set()
-        while todo:
-            prefix, module = todo.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
+        is_module = part.kind == "module"
+        for prefix, module in modules_below(part.holder, DEFAULT_LIMITS) if is_module else ():
             saved = own_tensors(module)
             for name, buffer in module.attributes.get("_buffers", {}).items():
                 if isinstance(buffer, TensorRef) and name not in saved:
                     yield (*part.path, f"{prefix}{name}"), buffer
-            inside = child_modules(module).items()
-            todo.extend((f"{prefix}{name}.", child) for name, child in inside)
 
 
-def with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
-    """The checkpoint with tensors of their own at the paths `spared`, over the same memory."""
+def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
+    """Return the checkpoint with separate tensors at the paths `spared`, over the same memory."""
     others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
     own: dict[int, TensorRef] = {}
     placed = {
@@ -212,10 +180,10 @@ _SCALED = "fp8"
 
 
 def floating_type(word: Any) -> str:
-    """The element type that a word stands for: `bf16`, `half`, `torch.float8_e5m2`, `F8_E4M3`.
+    """Return the element type of a word: `bf16`, `half`, `torch.float8_e5m2`, `F8_E4M3`.
 
     Raises:
-        UsageError: it stands for none that is cast to.
+        UsageError: it is no type that can be cast to.
     """
     name = str(word).strip().removeprefix("torch.")
     code = BY_SAFETENSORS.get(name.upper())
@@ -252,9 +220,9 @@ def cast(
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
-    spared = set() if everything else optimizer_tensors(checkpoint)
+    spared = set() if everything else _optimizer_tensors(checkpoint)
     to = None if dtype is None and dequantize is not None else floating_type(dtype)
-    plan = _Plan(with_own(checkpoint, spared), to, rules)
+    plan = _Plan(_with_own(checkpoint, spared), to, rules)
     if dequantize is not None:
         plan.dequantize(floating_type(dequantize))
     plan.choose(spared)
@@ -273,7 +241,7 @@ def cast(
 
 
 def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
-    """Exceptions from a cast: globs, each with a type, or None for the one that there is.
+    """Return the exceptions from a cast: globs, each with a type, or None for the type as it is.
 
     Args:
         keep: A mapping of globs (`paths.selected`) to types or None, or an iterable of such pairs
@@ -334,14 +302,14 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
 
 
 def _scaled(state: Mapping[Any, Any], name: str, found: Quantised) -> TensorRef | None:
-    """A weight times its scales; None where they are not laid out so, or there are none."""
+    """Return a weight times its scales; None if there are none, or in another layout."""
     weight, scale = state[name], next((state[one] for one in found.companions), None)
     known = found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef)
     return dequantized(weight, scale) if known and scale is not None else None
 
 
 def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
-    """Each quantised weight, with the dict that it and its companions are in."""
+    """Yield each quantised weight, with the dict that it and its companions are in."""
     for node in every_node(root):
         if isinstance(node, dict):
             for name, found in quantised(node).items():
@@ -349,13 +317,13 @@ def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
-    """The tensor whose elements are those of `tensor`: itself, or the values of a sparse one."""
+    """Return the tensor that has the elements: `tensor`, or the values of a sparse tensor."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
     return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
 
 
 def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
-    """Why a floating tensor is left as it is; None where nothing stands in the way."""
+    """Return why a floating tensor cannot be cast; None if it can."""
     if tensor.kind == "numpy":
         return "a numpy array"
     if tensor.has_content:
@@ -431,7 +399,7 @@ class _Plan:
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""
-        for path, tensor in chain(self.checkpoint.tensors(), unsaved_buffers(self.checkpoint)):
+        for path, tensor in chain(self.checkpoint.tensors(), _unsaved_buffers(self.checkpoint)):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
             elif path in spared:
@@ -467,7 +435,7 @@ class _Plan:
         return bool(self._fixed)
 
     def changes(self) -> Iterator[Change]:
-        """What is cast, what is not and why."""
+        """Yield a change for everything that is cast, or not, with the reason."""
         if self.scaled:
             count = len(self.scaled)
             yield Change("dequantize", f"{_tensors(count)} multiplied by scales, which go", count)
@@ -497,7 +465,7 @@ class _Plan:
             yield Change("warning", text, len(self._disputed))
 
     def parted(self) -> Iterator[Change]:
-        """The tensors that shared memory and will not: with others of another type, or uncast."""
+        """Warn of tensors that no longer share memory with tensors of another type, or uncast."""
         kinds: dict[int, set[tuple[str, str]]] = {}
         names: dict[int, list[str]] = {}
         for wish in self.wanted.values():
@@ -540,7 +508,7 @@ class _Work:
                 self._storages[key] = self._casters[pair].cast(storage, views)
 
     def leaf(self, node: Any) -> Any:
-        """What stands in place of a node of the tree."""
+        """Return the node that takes the place of a node of the tree."""
         if not isinstance(node, TensorRef):
             return node
         elements = _elements(node)
@@ -553,10 +521,10 @@ class _Work:
         storage = tensor.storage
         if storage is not None:
             storage = self._storages[id(storage), tensor.dtype, dtype]
-        return over_elements(tensor, dtype=dtype, storage=storage)
+        return tensor.over(dtype=dtype, storage=storage)
 
     def report(self, gather: Gather) -> Iterator[Change]:
-        """Totals for each pair of types, then each tensor that lost something, the worst first."""
+        """Yield totals for each pair of types, then each tensor with losses, the largest first."""
         for caster in self._casters.values():
             for losses in gather(dict(caster.losses)):
                 caster.losses.update(losses)
@@ -600,7 +568,7 @@ _LOSSES = {
 
 
 def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
-    """One sentence for all tensors of one type that became another."""
+    """Return the change for all tensors of one type that became another."""
     every = list(losses)
     count = sum(one.elements for one in every)
     facts = []

@@ -12,7 +12,6 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.files.computed import joined
 from ckptool.model import Storage, StorageRef, TensorRef, remade
-from ckptool.transforms.casting import is_array, over_elements
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
@@ -99,7 +98,7 @@ def spans_used(root: Any) -> dict[Storage, set[Span]]:
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
-            part = isinstance(node, TensorRef) and not is_array(node) and node.reach
+            part = isinstance(node, TensorRef) and not node.is_array and node.reach
             spans[node.storage].add(part or (0, node.storage.nbytes))
     return spans
 
@@ -164,7 +163,7 @@ def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        return over_elements(leaf, storage=new.storage, offset=new.offset(leaf))
+        return leaf.over(storage=new.storage, offset=new.offset(leaf))
 
     return rebuild(root, moved)
 

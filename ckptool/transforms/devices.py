@@ -47,19 +47,19 @@ class Rules:
             _check_target(target)
 
     def __call__(self, tag: str) -> str:
-        """What a tag becomes; itself where no rule matches, and always for `meta`."""
+        """Return the new tag; the tag itself if no rule matches, and always for `meta`."""
         pattern = self.pattern(tag)
         return tag if pattern is None else self._rules[pattern]
 
     def pattern(self, tag: str) -> str | None:
-        """The rule that decides over a tag. `cuda:*` covers a bare `cuda` too."""
+        """Return the rule that decides over a tag. `cuda:*` covers a bare `cuda` too."""
         if tag == "meta":
             return None
         kind = tag.partition(":")[0]
         return next((p for p in (tag, f"{kind}:*", "*") if p in self._rules), None)
 
     def idle(self, tags: Iterable[str]) -> list[str]:
-        """The rules that decide over none of these tags; `*` has done its work by being last."""
+        """Return the rules that decide over none of these tags, except a `*`."""
         used = {self.pattern(tag) for tag in tags}
         return [source for source in self._rules if source not in used and source != "*"]
 
@@ -76,7 +76,7 @@ def _check_target(target: Any) -> None:
 
 
 def _nearest_device(word: str) -> str | None:
-    """The device that was meant: the word itself where it is right, None where nobody can tell."""
+    """Return the device that a word means: the word itself if it is right, None if unknown."""
     together = _RUN_TOGETHER.fullmatch(word)
     if together:
         return f"{together[1].replace('gpu', 'cuda')}:{together[2]}"
@@ -161,7 +161,7 @@ class _Mover:
         self._storages: dict[tuple[int, str], Storage] = {}
 
     def move(self, leaf: Any) -> Any:
-        """The leaf with its tags rewritten; itself where they stay."""
+        """Return the leaf with its tags rewritten; the leaf itself if they stay."""
         if isinstance(leaf, TensorRef):
             return self._tensor(leaf)
         if isinstance(leaf, StorageRef):
@@ -194,7 +194,7 @@ class _Mover:
         return replace(tensor, device=target, storage=storage, parts=parts)
 
     def _carried(self, tensor: TensorRef, target: str) -> TensorRef:
-        """A tensor for a back end without storages, over a tensor of the CPU."""
+        """Return a tensor for a back end without storages, over a tensor of the CPU."""
         if tensor.kind != "strided" or tensor.storage is None:
             self._target(tensor.device, f"a {tensor.kind} tensor")
         storage = tensor.storage and self._storage(tensor.storage, "cpu")

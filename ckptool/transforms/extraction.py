@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.formats import format_of
-from ckptool.model import Opaque, OrderedMap, Path, Storage, TensorRef, find_tensors, remade
+from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.modules import holds_tensors, is_module
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -32,8 +32,6 @@ __all__ = [
     "extract",
     "plain_state_dict",
     "single_state_dict",
-    "state_dict_alone",
-    "weights_alone",
 ]
 
 _MOST_TOLD = 20
@@ -215,21 +213,21 @@ _VALUES = (bool, int, float, complex, str, type(None))
 def single_state_dict(
     checkpoint: Checkpoint, key: Any = None, *, values: bool = True
 ) -> Checkpoint:
-    """The checkpoint whose root is the one flat state dict (`statedict.model_state_dict`).
+    """Return a checkpoint whose root is the one flat state dict (`statedict.model_state_dict`).
 
-    A pickled module becomes what its `state_dict()` would be (`plain_state_dict`). All else is
-    named among the changes, kind `left-out`; without `values` also those among the tensors.
+    A pickled module becomes its `state_dict()` (`plain_state_dict`). Changes of kind `left-out`
+    name all else; without `values` also the values among the tensors.
 
     Raises:
         AmbiguousName: there are several state dicts and no `key`.
         NotFound: there is none, or nothing under that `key`.
     """
-    alone = state_dict_alone if values else weights_alone
+    alone = _state_dict_alone if values else _weights_alone
     return alone(checkpoint, model_state_dict(checkpoint, key))
 
 
-def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
-    """The checkpoint whose root is one section's state dict; what else there is, `left-out`."""
+def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
+    """Return a checkpoint whose root is the state dict of a section; all else is `left-out`."""
     root = plain_state_dict(checkpoint, chosen)
     spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
     spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
@@ -242,9 +240,9 @@ def state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     return checkpoint.with_root(root, *_left_out(checkpoint.root, chosen))
 
 
-def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
-    """As `state_dict_alone`, without the values among the tensors, which no model takes."""
-    alone = state_dict_alone(checkpoint, chosen)
+def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
+    """Return `_state_dict_alone` without the values among the tensors, which no model takes."""
+    alone = _state_dict_alone(checkpoint, chosen)
     names = [name for name in values_inside(alone.root) if not holds_tensors(alone.root[name])]
     if not names:
         return alone
@@ -255,11 +253,11 @@ def weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 
 
 def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
-    """A section's state dict as a mapping of its own.
+    """Return a copy of the state dict of a section.
 
     Of a module or an exported program the tensors are detached, as `state_dict()` detaches them;
-    what was saved as a state dict has what it was saved with. A DTensor of which the file has all
-    is the plain tensor.
+    a state dict keeps its tensors as they were saved. A DTensor that is whole in the file becomes a
+    plain tensor.
     """
     of_module = chosen.kind == "module" or format_of(checkpoint.format).is_program
     root = OrderedMap(chosen.node)
@@ -274,9 +272,9 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
 
 
 def _detached(tensor: TensorRef) -> TensorRef:
-    """The tensor as `Tensor.detach()` gives it.
+    """Return the tensor as `Tensor.detach()` does.
 
-    No Parameter, no gradient, no hooks, no attributes; of a subclass it stays.
+    No Parameter, no gradient, no hooks, no attributes; a subclass stays a subclass.
     """
     if not tensor.wrapping and not tensor.requires_grad and tensor.hooks is None:
         return tensor
@@ -289,7 +287,7 @@ def _detached(tensor: TensorRef) -> TensorRef:
 
 
 def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
-    """What is around and beside a state dict, and what could not be read of it."""
+    """Yield changes for what is around and beside a state dict, or could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
         known = {tensor.place for _, tensor in chosen.tensors()}
@@ -306,9 +304,9 @@ def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
 
 
 def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
-    """What there is beside the node `holder` under the path `chosen`.
+    """Yield a change for everything beside the node `holder` at the path `chosen`.
 
-    A change for each section, and for loose tensors, values and objects.
+    One for each section, and for loose tensors, values and objects.
     """
     for part in sections(root):
         if part.kind == "values":
@@ -325,7 +323,7 @@ def _inside(path: Path, outer: Path) -> bool:
 
 
 def _loose(values: Section, chosen: Path) -> Iterator[Change]:
-    """Leaves of no section, each under the name of the highest node that holds no chosen tensor."""
+    """Yield changes for leaves of no section, named by the highest node outside `chosen`."""
     groups: dict[str, dict[str, int]] = {"tensors": {}, "values": {}, "objects": {}}
     for path, leaf in values.node.items():
         if _inside(path, chosen):
@@ -347,10 +345,6 @@ def _group(leaf: Any) -> str:
         return "tensors"
     plain = isinstance(leaf, _VALUES) or (isinstance(leaf, Opaque) and leaf.plain is not None)
     return "values" if plain else "objects"
-
-
-_WORTH_A_NOTE = 4096
-"""Bytes of storages that no kept tensor uses."""
 
 
 def extract(
@@ -376,11 +370,11 @@ def extract(
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
     cut = without_unseen(checkpoint, part) if trim else part
-    return cut.with_root(cut.root, *_totals(checkpoint, cut), *(_whole(cut) if trim else ()))
+    return cut.with_root(cut.root, *_totals(checkpoint, cut))
 
 
 def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
-    """What `key` and `model_only` choose, and the path that its root had."""
+    """Return the part that `key` and `model_only` choose, and the path that its root had."""
     if key == "":
         raise UsageError(
             "what has an empty name cannot be addressed",
@@ -389,7 +383,7 @@ def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoin
         )
     if model_only:
         model = model_state_dict(checkpoint, key)
-        return weights_alone(checkpoint, model), model.path
+        return _weights_alone(checkpoint, model), model.path
     if key is None:
         return checkpoint, ()
     path, node = _resolved(checkpoint, key)
@@ -427,7 +421,7 @@ def _may_be_root(node: Any) -> bool:
 
 
 class _Globs:
-    """Which tensors are chosen, and which globs have matched none."""
+    """The globs of an extraction, with the globs that matched nothing so far."""
 
     def __init__(self, include: Iterable[str], exclude: Iterable[str]) -> None:
         for given in (include, exclude):
@@ -441,14 +435,14 @@ class _Globs:
         return bool(self._include or self._exclude)
 
     def choose(self, path: Path) -> bool:
-        """Whether the tensor under that path is chosen."""
+        """Return whether the tensor at a path is chosen."""
         self._seen.append(path)
         for glob in [glob for glob in self._idle if selected(path, (glob,))]:
             del self._idle[glob]
         return selected(path, self._include, self._exclude)
 
     def check(self, file: str) -> Iterator[Change]:
-        """A warning for each glob of `exclude` that matched nothing.
+        """Yield a warning for each glob of `exclude` that matched nothing.
 
         Raises:
             NotFound: one of `include` matched nothing.
@@ -470,7 +464,7 @@ class _Globs:
 
 
 def _chosen(checkpoint: Checkpoint, part: Checkpoint, where: Path, globs: _Globs) -> Checkpoint:
-    """The part without the tensors that the globs leave out."""
+    """Return the part without the tensors that the globs leave out."""
     root, changes = _Pruning(part.root, globs.choose, where).result(checkpoint.path or None)
     warnings = list(globs.check(checkpoint.path))
     if root is None or not any(part.with_root(root).tensors()):
@@ -490,37 +484,11 @@ def _nothing_left(left_out: Iterable[Change]) -> str:
 
 
 def _totals(before: Checkpoint, after: Checkpoint) -> Iterator[Change]:
-    """How much is kept of how much."""
+    """Yield how many tensors and bytes are kept."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
     text = f"{len(kept):,} of {len(every):,} tensors kept"
     yield Change("extract", f"{text}, {_bytes(kept):,} of {_bytes(every):,} bytes", len(kept))
 
 
-def _whole(kept: Checkpoint) -> Iterator[Change]:
-    """What a torch file holds beside what tensors see of their storages."""
-    used, whole = _storages(tensor for _, tensor in kept.tensors())
-    if whole - used >= max(used, _WORTH_A_NOTE):
-        yield Change(
-            "note",
-            f"the tensors kept use {used:,} of the {whole:,} bytes of their storages, which a "
-            "torch file holds whole: ckptool compact trims them",
-        )
-
-
-def _distinct(tensors: Iterable[TensorRef]) -> Iterable[TensorRef]:
-    """Return the tensors, tied ones once."""
-    return {tensor.place or id(tensor): tensor for tensor in tensors}.values()
-
-
 def _bytes(tensors: Iterable[TensorRef]) -> int:
-    return sum(tensor.nbytes for tensor in _distinct(tensors))
-
-
-def _storages(tensors: Iterable[TensorRef]) -> tuple[int, int]:
-    """The bytes that tensors use of their storages, and those of the storages."""
-    used: dict[Storage, int] = {}
-    for tensor in _distinct(tensors):
-        storage = tensor.storage
-        if storage is not None and storage.data is not None:
-            used[storage] = min(storage.nbytes, used.get(storage, 0) + tensor.nbytes)
-    return sum(used.values()), sum(storage.nbytes for storage in used)
+    return sum({tensor.place or id(tensor): tensor.nbytes for tensor in tensors}.values())

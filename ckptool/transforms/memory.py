@@ -38,7 +38,7 @@ def changed_dict(
 
 
 def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:
-    """A new dict whose tensors, and `torch.device` values, are where `rules` send them.
+    """Return a new dict whose tensors, and `torch.device` values, are where `rules` send them.
 
     Rules as `devices.remap`. Tensors that share a storage share the new one; those that stay are
     the same objects. The argument is not touched; modules and other objects are not looked into.
@@ -128,7 +128,7 @@ class _Relocation:
         self._moved: dict[tuple[int, str], Any] = {}
 
     def moved(self, node: Any) -> Any:
-        """The tensor or device where the rules send it; anything else itself."""
+        """Return a tensor or device where the rules send it; any other leaf itself."""
         torch = _torch()
         if torch is None or not isinstance(node, (torch.Tensor, torch.device)):
             return node

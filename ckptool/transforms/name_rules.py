@@ -34,7 +34,7 @@ _WORDS = 4
 
 
 def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """The names most like `wanted`, else those that have a component like a word of it."""
+    """Return the names most like `wanted`, else names with a component like a word of it."""
     known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
     wanted = wanted[:_LONGEST]
     found = _closest(wanted, known, most, 0.6)
@@ -49,7 +49,7 @@ def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
 
 
 def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The names whose likeness to `wanted`, as difflib counts it, reaches `cutoff`; best first."""
+    """Return the names with a difflib ratio to `wanted` of at least `cutoff`, the best first."""
     matcher = SequenceMatcher(b=wanted)
     bounds: list[tuple[float, str]] = []
     for name in names:
@@ -122,7 +122,7 @@ _GROUP = re.compile(r"\\(?:([1-9])(?![0-9])|g<([0-9]+)>|(\\))")
 
 
 def expansion(replacement: str) -> str | Callable[[re.Match[str]], str]:
-    """The same replacement in the form that takes less time: `re` is slow where it has groups."""
+    """Return the same replacement in a faster form: `re` is slow with groups."""
     parts = [part or "" for part in _GROUP.split(replacement)]
     texts, groups = parts[::4], [a or b for a, b in zip(parts[1::4], parts[2::4], strict=True)]
     if not groups or not all(groups) or any("\\" in text for text in texts):
@@ -179,7 +179,7 @@ def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
 
 
 def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
-    """The rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
+    """Return the rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
 
     Raises:
         UsageError: what is no rule, or a text in place of a list of them.
@@ -201,7 +201,7 @@ def _text(given: Any, wanted: str) -> str:
 
 
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The table in a file, old name to new: a JSON object, or two columns.
+    """Read the table in a file, old name to new: a JSON object, or two columns.
 
     A tab stands between the columns, else a comma, else white space: before a tab or a comma names
     may have blanks. What follows a `#` is a comment.
@@ -240,7 +240,7 @@ def _columns(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str
 
 
 def _between(content: str) -> str | None:
-    """What parts the columns: a tab before a comma before white space, for names have these too."""
+    """Return the separator of the columns: a tab, else a comma, else white space."""
     return next((mark for mark in "\t," if mark in content), None)
 
 

@@ -131,7 +131,7 @@ def remaining_metadata(
 
 
 def _modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
-    """The modules above the names, as far up as there are entries without a gap."""
+    """Return the modules above the names, as far up as there are entries without a gap."""
     found: set[str] = set()
     for name in names:
         path = _parent(name)
@@ -172,7 +172,7 @@ class NamePlan:
     _namings: list[_Naming] = field(default_factory=list)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with all of it done; itself where nothing changes."""
+        """Return the changed checkpoint; the checkpoint itself if nothing changes."""
         if not self.changes:
             return checkpoint
         if not self.instead:
@@ -284,18 +284,18 @@ def changed(names: Iterable[str], rename: Rename) -> dict[str, str]:
 
 
 def place(part: Section) -> str:
-    """A section's address for a sentence."""
+    """Return the address of a section for a sentence."""
     return printable(part.name) or "the root"
 
 
 def stays(part: Section) -> Change:
-    """The warning that the names of a pickled module cannot change."""
+    """Return the warning that the names of a pickled module cannot change."""
     text = f"the pickled module {place(part)} stays as it is: its class names its parts"
     return Change("warning", text, len(part.node))
 
 
 def _renamed_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
-    """A state dict of a class derived from `dict`, under its new names."""
+    """Return a state dict of a class derived from `dict`, under its new names."""
 
     def step(kind: str, value: Any) -> tuple[str, Any]:
         if kind != "set":
@@ -343,7 +343,7 @@ def unwrapped_modules(
     levels: int | None = None,
     at: str | None = None,
 ) -> Unwrapped:
-    """What takes the wrappers out of a pickled module, options as `wrappers.strip_names`.
+    """Return the change that takes the wrappers out of a module; options as `names.strip_names`.
 
     A wrapper has one child, named as wrappers name it, and no tensors of its own; where the name
     is `module` it must be outermost as well, and of a class that is a kind of `DataParallel`.
@@ -387,7 +387,7 @@ def _note_names(visit: _Visit, found: Unwrapped) -> None:
 def _below(
     visit: _Visit, kinds: tuple[str, ...], levels: int | None, found: Unwrapped
 ) -> list[_Visit]:
-    """The children to go on with; a wrapper's one child takes its place."""
+    """Return the children to go on with; the one child of a wrapper takes its place."""
     above = visit.above | {id(visit.module)}
     children = child_modules(visit.module)
     word = next(iter(children), None)
@@ -499,7 +499,7 @@ class _Renaming:
             self._new(name)
 
     def module(self, path: str) -> str:
-        """The path of a module without names, as if there were one below it."""
+        """Return the module path that the rules give to a module without parameters."""
         before = f"{path}." if path else ""
         new = self._run(f"{before}{_BELOW}")
         name = new[-1].new if new else f"{before}{_BELOW}"
@@ -522,7 +522,7 @@ class _Renaming:
         return steps
 
     def changes(self) -> Iterator[Change]:
-        """What each rule did."""
+        """Yield a change for each rule."""
         for rule, count, example in zip(self._rules, self._changed, self._examples, strict=True):
             if example is not None:
                 such = f"{printable(example.old)} -> {printable(example.new)}"
@@ -550,7 +550,7 @@ class _Renaming:
         return Change("warning", f"{text}; there is {listed(near)}" if near else text)
 
     def _arriving(self, rule: int) -> Iterator[str]:
-        """The names as the rules before this one leave them."""
+        """Return the names after the rules before this one."""
         for name, steps in self._steps.items():
             yield next((step.new for step in reversed(steps) if step.rule < rule), name)
 
@@ -642,7 +642,7 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
 def _kept_in_part(
     part: Section, names: list[str], only: str | Sequence[str] | None
 ) -> Iterator[Change]:
-    """A warning where most names look wrapped, and `module.` stays as not all of them do."""
+    """Warn if most names have `module.`, which stays as not all of them have it."""
     within, others = wrapped_in_part(names, only=only)
     if within:
         text = (

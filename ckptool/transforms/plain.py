@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -13,7 +13,6 @@ from ckptool.errors import NotRepresentable
 from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
-    DeviceValue,
     Global,
     Opaque,
     OrderedMap,
@@ -22,36 +21,31 @@ from ckptool.model import (
     Wrapping,
     find_tensors,
 )
-from ckptool.modules import held_apart, is_module, module_state, modules_below, own_tensors
+from ckptool.modules import held_apart, is_module, module_state, modules_below
 from ckptool.statedict import MODEL_KINDS, Section, only_its_class
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
-from ckptool.transforms.casting import is_array, over_elements
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.tree import everything, held_items, mentions, name_of, path_of, rebuild
 from ckptool.words import counted, listed, printable
 
 __all__ = [
-    "ModuleRest",
     "class_of",
     "drop_objects",
     "is_refused",
-    "module_rest",
     "plain_form",
-    "plain_tensor",
     "refusals",
     "to_plain",
-    "tuple_items",
 ]
 
 _COUNTER = "collections.Counter"
 
 
 def is_refused(node: Any) -> bool:
-    """Whether a node itself, whatever it holds, keeps `weights_only=True` from taking the file.
+    """Return whether a node itself, whatever it holds, makes `weights_only=True` refuse the file.
 
-    Source: torch/_weights_only_unpickler.py, which allows names and, of objects, only some to be
-    filled. A tensor that is refused for nothing but the class of a layer around it is not.
+    Source: torch/_weights_only_unpickler.py, which allows some names, and fills objects of some
+    classes alone. A tensor is not refused if only a layer around it has a refused class.
     """
     if isinstance(node, Global):
         return "." in node.name or bool(blocking((node.qualified,)))
@@ -61,7 +55,7 @@ def is_refused(node: Any) -> bool:
         parts = node.parts or {}
         is_jagged = node.kind == "nested" and "state" in parts
         foreign = "type" in parts and (parts["type"] is None or is_refused(parts["type"]))
-        return is_array(node) or is_jagged or foreign
+        return node.is_array or is_jagged or foreign
     return False
 
 
@@ -75,15 +69,13 @@ def _is_accepted(node: Opaque) -> bool:
 
 
 def class_of(node: Any) -> str:
-    """The class of a node in words."""
+    """Return the class of an object, class or tensor as the file names it."""
     if isinstance(node, Opaque) and node.plain is not None:
         return f"numpy.{node.plain[0]}"
-    if isinstance(node, (Opaque, Global)):
-        return node.qualified if isinstance(node, Global) else node.class_name
-    parts = (node.parts or {}) if isinstance(node, TensorRef) else {}
-    if isinstance(parts.get("type"), Global):
-        return str(parts["type"].qualified)
-    return "numpy.ndarray" if "array" in parts or "carrier" in parts else "jagged nested tensor"
+    if isinstance(node, TensorRef) and node.is_array:
+        return "numpy.ndarray"
+    name = node.qualified if isinstance(node, Global) else node.class_name
+    return str(name)
 
 
 def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
@@ -97,10 +89,9 @@ _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
 
 
 def plain_form(node: Opaque) -> Any:
-    """The plain data that says all that `node` does; `node` itself where there is none.
+    """Return plain data that says all that `node` does; `node` itself if there is none.
 
-    Numbers, text, dicts, lists, sets. A dict or list is that of the file where it can be, with
-    what it holds not treated yet.
+    Numbers, text, dicts, lists, sets; their content is not treated yet.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -112,12 +103,12 @@ def plain_form(node: Opaque) -> Any:
 
 
 def _home(qualified: str) -> str:
-    """`pathlib.*` for a class of a module of which every class is treated alike."""
+    """Return `pathlib.*` for a class of pathlib: all classes of a module are treated alike."""
     return f"{qualified.partition('.')[0]}.*"
 
 
 def _by_structure(node: Opaque) -> Any:
-    """The form of an object of a class that nobody here knows, by how it is pickled."""
+    """Return the form of an object of an unknown class by the way in which it is pickled."""
     kinds = {kind for kind, _ in node.steps}
     base, inside = _base_of(node)
     if base is None:
@@ -132,10 +123,10 @@ def _by_structure(node: Opaque) -> Any:
 
 
 def _base_of(node: Opaque) -> tuple[str | None, Any]:
-    """Of what it was made, and with what in it: nothing, or the content of a builtin class.
+    """Return the base class that an object was made of, and its content.
 
     `cls.__new__(cls)`, `cls()` where something follows, or `copyreg._reconstructor(cls, base,
-    content)` as protocols 0 and 1 spell it. None: arguments whose meaning only the class knows.
+    content)` as protocols 0 and 1 spell it. None: only the class knows what its arguments mean.
     """
     if not isinstance(node.func, Global) or node.kwargs is not None or node.maker == "persid":
         return None, ()
@@ -150,7 +141,7 @@ def _base_of(node: Opaque) -> tuple[str | None, Any]:
 
 
 def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
-    """A plain object's attributes; None where its state is of another form, or came in parts."""
+    """Return the attributes of an object; None if its state has another form, or several parts."""
     if not node.steps:
         return {}
     state = node.state
@@ -160,7 +151,7 @@ def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
 
 
 def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
-    """The items of an object of a class derived from dict; attributes besides stay attributes."""
+    """Return the items of an object of a class derived from dict, and its attributes as such."""
     items = {**dict(content), **dict(held_items(node))}
     state, attributes = node.state, node.attributes
     if not (state is node or attributes or state in _NO_STATE):
@@ -172,12 +163,12 @@ def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
     return made
 
 
-def tuple_items(node: Opaque) -> tuple[Any, ...] | None:
-    """The items of a namedtuple, or of another class derived from tuple; None for anything else.
+def _tuple_items(node: Opaque) -> tuple[Any, ...] | None:
+    """Return the items of a namedtuple, or of another class derived from tuple, else None.
 
     `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` where the class has no fields; as
-    protocols 0 and 1 spell it, `copyreg._reconstructor(cls, tuple, items)`. A class with attributes
-    beside its items is none.
+    protocols 0 and 1 spell it, `copyreg._reconstructor(cls, tuple, items)`. None too if the object
+    has attributes beside its items.
     """
     if not isinstance(node.func, Global) or node.kwargs is not None or node.steps:
         return None
@@ -191,19 +182,19 @@ def tuple_items(node: Opaque) -> tuple[Any, ...] | None:
     return None
 
 
-def plain_tensor(tensor: TensorRef) -> TensorRef:
-    """An array of numpy as a tensor, and a tensor of a class of its own as one of torch.
+def _plain_tensor(tensor: TensorRef) -> TensorRef:
+    """Return an array of numpy as a tensor, and a tensor of another class as a tensor of torch.
 
-    Attributes stay attributes. What a TPU's tensor is carried by becomes a tensor too. Itself
-    where nothing is to be done, or nothing can be: other files too hold a DTensor's content.
+    Attributes stay attributes; an array that carries the tensor of a TPU becomes a tensor. The
+    tensor itself is returned if it is plain, or a DTensor of which other files hold parts.
     """
     if tensor.whole is not None:
         return tensor.whole
     parts = tensor.parts or {}
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
-    if is_array(tensor):
-        return over_elements(tensor)
+    if tensor.is_array:
+        return tensor.over()
     if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
         return tensor
     layers = [_plain_layer(layer) for layer in tensor.wrapping]
@@ -212,9 +203,9 @@ def plain_tensor(tensor: TensorRef) -> TensorRef:
 
 
 def _plain_layer(layer: Wrapping) -> Wrapping | None:
-    """A layer without a class of its own; None where nothing of it remains.
+    """Return a layer without its refused class; None if nothing of it remains.
 
-    The state may be one that is still to be filled.
+    The state may still be filled.
     """
     if layer.kind != "type" or not is_refused(layer.type):
         return layer
@@ -248,7 +239,7 @@ def _frozenset(node: Opaque) -> Opaque | None:
 
 
 def _dtype(node: Opaque) -> str | None:
-    """The text that `numpy.dtype` takes: `<f4`; not of records and sub-arrays."""
+    """Return the text that `numpy.dtype` takes: `<f4`; None for records and sub-arrays."""
     match node.args, node.state:
         case (str() as code, *_), (_, str() as order, None, None, None, *_):
             if re.fullmatch(r"[a-zA-Z]\d*", code) and code[0] not in "Mm":  # those have a unit
@@ -257,7 +248,7 @@ def _dtype(node: Opaque) -> str | None:
 
 
 def _scalar(node: Opaque) -> str | bytes | None:
-    """A `numpy.str_` or `numpy.bytes_`; the numbers are known already (`Opaque.plain`)."""
+    """Return a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has the numbers already."""
     match node.args:
         case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
             code, raw = _dtype(dtype) or "", raw_bytes(payload)
@@ -285,97 +276,33 @@ _KNOWN: dict[str, Callable[[Opaque], Any]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
 }
-"""By class. What else a `defaultdict` or a `deque` was made with goes with the class."""
+"""Forms by class. The factory of a `defaultdict` and the length of a `deque` go with the class."""
 
 
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), DeviceValue)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRest:
-    """What is beside the state dict of a module and of those in it."""
+def _beside_state(module: Opaque) -> tuple[list[str], list[str]]:
+    """Return what `state_dict()` leaves of a module: its tensors, and names of other attributes.
 
-    lost: tuple[str, ...]
-    """Data: tensors, hooks, objects and dicts, each in words."""
-    settings: tuple[str, ...]
-    """Names of attributes such as `in_features`, each once: numbers, text, lists of them."""
-
-
-def module_rest(module: Opaque) -> ModuleRest:
-    """What `state_dict()` would leave of a module.
-
-    Tensors that the state dict has under another name (as `_flat_weights` of an LSTM) are in it;
-    so is nothing of what is empty. Numbers, text, types and functions of torch, and lists of such,
-    are how a class was set up; so is what a class of torch keeps under names with an underscore.
+    Tensors that the state dict has under another name (as `_flat_weights` of an LSTM) are in it.
     """
-    tensors_of_state = find_tensors(dict(module_state(module) or {}))
-    state = {tensor.place or id(tensor) for tensor in tensors_of_state}
-    lost, settings = [], dict[str, None]()
-    for path, one in held_apart(module).items():
-        lost.append(only_its_class(path, one))
+    in_state = find_tensors(dict(module_state(module) or {}))
+    known = {tensor.place or id(tensor) for tensor in in_state}
+    lost = [only_its_class(path, one) for path, one in held_apart(module).items()]
+    names: dict[str, None] = {}
     for prefix, part in modules_below(module, DEFAULT_LIMITS):
-        for name, value in _beside(part):
+        rest = {name: one for name, one in part.attributes.items() if name not in _HELD}
+        for name, value in {**part.attributes.get("_buffers", {}), **rest}.items():
             tensors = list(find_tensors(value))
-            is_in_state = state.issuperset(one.place or id(one) for one in tensors)
-            if is_in_state and _is_setting(part, name, value):
-                settings.update({} if tensors else {printable(str(name)): None})
-            else:
-                lost.append(f"{printable(f'{prefix}{name}')} ({_described_value(value)})")
-    return ModuleRest(tuple(lost), tuple(settings))
-
-
-def _beside(module: Opaque) -> Iterator[tuple[Any, Any]]:
-    """The attributes of one module that say something, and its buffers that do not persist."""
-    own = own_tensors(module)
-    for name, value in module.attributes.get("_buffers", {}).items():
-        if value is not None and name not in own:
-            yield name, value
-    for name, value in module.attributes.items():
-        if name not in _HELD and name not in _OF_EVERY_MODULE and not _is_empty(value):
-            yield name, value
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether it says nothing: None, or a container with nothing in it."""
-    if isinstance(value, Opaque):
-        return value.class_name == "builtins.set" and value.args in ((), ([],)) and not value.steps
-    return value is None or (isinstance(value, (dict, list, tuple)) and not value)
-
-
-def _is_setting(module: Opaque, name: Any, value: Any) -> bool:
-    if "_hooks" in str(name):
-        return False
-    if str(name).startswith("_") and module.class_name.startswith("torch."):
-        return True
-    todo, seen = [value], set[int]()
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (list, tuple)):
-            todo.extend(() if id(node) in seen else node)
-            seen.add(id(node))
-        elif not _is_plain(node):
-            return False
-    return True
-
-
-def _is_plain(node: Any) -> bool:
-    if isinstance(node, Opaque):
-        return node.plain is not None
-    if isinstance(node, Global):
-        return node.module.partition(".")[0] == "torch"
-    return isinstance(node, (*_SCALARS, TensorRef))
-
-
-def _described_value(value: Any) -> str:
-    if isinstance(value, TensorRef):
-        return "a tensor"
-    if isinstance(value, Opaque):
-        return printable(value.class_name)
-    if isinstance(value, Global):
-        return printable(value.qualified)
-    return "a dict" if isinstance(value, dict) else f"a {type(value).__name__}"
+            hidden = [one for one in tensors if (one.place or id(one)) not in known]
+            if hidden:
+                lost.append(f"{printable(f'{prefix}{name}')} ({counted(len(hidden), 'tensor')})")
+            is_empty = value is None or (isinstance(value, (dict, list, tuple)) and not value)
+            if not tensors and not is_empty and name not in _OF_EVERY_MODULE:
+                names[printable(str(name))] = None
+    return lost, list(names)
 
 
 _SETS = ("builtins.set", "builtins.frozenset")
@@ -387,12 +314,12 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     numpy scalars become numbers, arrays tensors; objects that are only their attributes
     (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths text; a pickled module its `state_dict()`, unless it holds more data than that has
-    (`module_rest`): tensors, dicts and objects among its attributes, hooks, buffers that do not
-    persist. A member of an Enum and other objects made of one value remain, as that value is not
-    the object; a namedtuple remains, as the names of its fields are in its class. What was shared
-    stays shared. With `drop`, what remains is left out (`drop_objects`), and of a module what its
-    state dict has not.
+    paths text; a pickled module its `state_dict()`, unless it holds tensors that this has not
+    (attributes, buffers that do not persist). A member of an Enum and other objects made of one
+    value remain, as that value is not the object; a namedtuple remains, as the names of its fields
+    are in its class. What was shared stays shared. The changes name the attributes of modules that
+    go with their class. With `drop`, what remains is left out (`drop_objects`), and of a module
+    the tensors that its state dict has not.
 
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
@@ -479,25 +406,25 @@ def _sentence(path: Path, node: Any) -> str:
 
 
 def _remaining(path: Path, node: Any) -> str:
-    lost = module_rest(node).lost if is_module(node) else ()
+    lost = _beside_state(node)[0] if is_module(node) else ()
     beside = f", beside its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
     return f"{_name(path)} ({class_of(node)}{beside})"
 
 
 Forms = Callable[[Any], Any]
-"""The form of a tensor or object; itself where it has none."""
+"""The form of a tensor or object; the node itself if it has none."""
 
 
 def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
-    """Plain forms; with `partly` of modules too that hold more than their state dict."""
+    """Return plain forms; with `partly` also of modules with tensors beside their state dict."""
 
     def form(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
-            return plain_tensor(leaf)
+            return _plain_tensor(leaf)
         if not is_module(leaf):
             return plain_form(leaf)
         state = module_state(leaf)
-        if state is None or (not partly and module_rest(leaf).lost):
+        if state is None or (not partly and _beside_state(leaf)[0]):
             return leaf
         return plain_state_dict(checkpoint, Section((), "module", state, leaf))
 
@@ -505,16 +432,16 @@ def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
 
 
 def _kept_form(leaf: Any) -> Any:
-    """What stays of a tensor or object that is refused: its elements, its items."""
+    """Return the elements of a refused tensor, or the items of a refused tuple; else the leaf."""
     if isinstance(leaf, TensorRef):
-        form = plain_tensor(leaf) if is_refused(leaf) else leaf
+        form = _plain_tensor(leaf) if is_refused(leaf) else leaf
         return leaf if is_refused(form) else form
-    items = tuple_items(leaf)
+    items = _tuple_items(leaf)
     return leaf if items is None else items
 
 
 class _Plainer:
-    """One pass that turns objects into what they are without their class, and what it did."""
+    """One pass that gives objects their plain forms, and the changes that it made."""
 
     def __init__(self, checkpoint: Checkpoint, form_of: Forms) -> None:
         self._checkpoint = checkpoint
@@ -541,7 +468,7 @@ class _Plainer:
         return form
 
     def changes(self) -> Iterator[Change]:
-        """What has become of every object and array, in the order of the file."""
+        """Yield a change for every object and array, in the order of the file."""
         settings: dict[str, None] = {}
         for link, node in mentions(self._checkpoint.root, enter=self._has_more):
             is_tensor = isinstance(node, TensorRef)
@@ -549,19 +476,19 @@ class _Plainer:
             if form is node:
                 continue
             name = _name(path_of(link))
-            text = f"{name}: {printable(_old_class(node))} becomes {_described(form)}"
+            text = f"{name}: {printable(class_of(node))} becomes {_described(form)}"
             yield Change("plain", text, 1)
             if is_module(node):
-                rest = module_rest(node)
-                settings.update(dict.fromkeys(rest.settings))
-                for lost in rest.lost:
+                tensors, attributes = _beside_state(node)
+                settings.update(dict.fromkeys(attributes))
+                for lost in tensors:
                     yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
         if settings:
             text = f"what a state_dict does not have of a module: {listed(settings)}"
             yield Change("left-out", text, len(settings), wanted=True)
 
     def _has_more(self, node: Any) -> bool:
-        """Whether what it holds is in the result: not of numbers, modules, and what remains."""
+        """Return whether the result has the content of a node: not of numbers, modules, remains."""
         form = self._forms.get(id(node))
         return not is_refused(node) or (
             isinstance(form, (dict, list, tuple, Opaque)) and not is_module(node)
@@ -579,13 +506,6 @@ def _objects_in_keys(root: Any) -> set[int]:
     return {id(node) for node in everything(keys) if isinstance(node, Opaque)}
 
 
-def _old_class(node: Any) -> str:
-    if isinstance(node, TensorRef) and not is_refused(node):
-        layers = (layer.type for layer in node.wrapping if is_refused(layer.type))
-        return next((layer.qualified for layer in layers if isinstance(layer, Global)), "a class")
-    return class_of(node)
-
-
 def _described(form: Any) -> str:
     names = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
     word = names.get(type(form), type(form).__name__)
@@ -597,7 +517,7 @@ def _described(form: Any) -> str:
 
 
 def _kept(leaf: Any) -> Any:
-    """A leaf as it stays: None for what is refused."""
+    """Return a leaf without refused parts; None for a refused leaf."""
     if is_refused(leaf):
         return None
     if isinstance(leaf, TensorRef):
@@ -613,7 +533,7 @@ def _kept(leaf: Any) -> Any:
 
 
 def _with_kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict without the entries of which key or value goes, attributes alike."""
+    """Return a dict without the entries, or attributes, with a refused key or value."""
     kept = _kept_entries(mapping)
     if not isinstance(mapping, OrderedMap):
         return mapping if len(kept) == len(mapping) else kept

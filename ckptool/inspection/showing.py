@@ -1,10 +1,10 @@
-"""One thing of a checkpoint: a value, a tensor's head and what it spans, an object's parts."""
+"""One node of a checkpoint: a value, a tensor's head and statistics, or an object's parts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -24,14 +24,14 @@ _Entries = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shown(ABC):
-    """What every answer of `show` has."""
+    """The part that every answer of `show` has."""
 
     file: str
     path: tuple[str | int, ...]
     name: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.show/1`."""
+        """Return the document `ckptool.show/1`."""
         return {
             "schema": "ckptool.show/1",
             "file": self.file,
@@ -42,7 +42,7 @@ class Shown(ABC):
 
     @abstractmethod
     def _content(self) -> dict[str, Any]:
-        """What this kind of answer has beside."""
+        """Return the keys of this kind of answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ShownTensor(Shown):
     """The first elements in row-major order; empty where the kind has no plain elements."""
     statistics: Statistics | None
     parts: _Entries = ()
-    """What a tensor that is not plainly strided is made of."""
+    """The parts of a tensor that is not plainly strided."""
 
     def _content(self) -> dict[str, Any]:
         row = self.row.to_dict()
@@ -86,7 +86,7 @@ class ShownValue(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ShownObject(Shown):
-    """An object of any other class: what made it and what it holds, in words."""
+    """An object of any other class: its arguments and content, in words."""
 
     class_name: str
     arguments: tuple[str, ...]
@@ -105,7 +105,7 @@ class ShownObject(Shown):
 
 @dataclass(frozen=True, slots=True)
 class ShownContainer(Shown):
-    """A dict, list or tuple: what it holds directly, in words."""
+    """A dict, list or tuple: its entries, in words."""
 
     type: str
     entries: _Entries
@@ -126,11 +126,11 @@ def show(
     progress: Callable[[int, int], None] | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Shown:
-    """The node that answers to `name`; of a tensor, the first `count` elements.
+    """Show the node at the address `name`; of a tensor, the first `count` elements.
 
     Raises:
-        NotFound: nothing, or several things (`AmbiguousName`), answer to it.
-        LimitExceeded: a tensor whose strides repeat more bytes than a real one's.
+        NotFound: no node has the address (`AmbiguousName`: several nodes have it).
+        LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
     path, node = resolve(checkpoint, name)
     node = settled(node)
@@ -160,20 +160,22 @@ def _tensor(
         once = tensor.unrepeated
         repeated.add(path, once)
         head = _head(tensor, count)
-        spans = statistics(tensor.dtype, _told(once, progress))
-        if once.numel:
-            spans = _times(spans, tensor.numel // once.numel)
+        done = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, once.nbytes)
+
+        spans = statistics(tensor, tell)
     row = tensor_row(path, tensor, StorageNames())
     parts = tuple((str(key), summarise(part)) for key, part in (tensor.parts or {}).items())
     return ShownTensor(file, row.path, row.name, row, head, spans, parts)
 
 
-def _times(spans: Statistics, factor: int) -> Statistics:
-    return replace(spans, nan=spans.nan * factor, infinite=spans.infinite * factor)
-
-
 def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
-    """The first `count` elements, no more bytes read than the first blocks that hold them."""
+    """Return the first `count` elements; read no more than the first blocks that hold them."""
     wanted = min(count, tensor.numel) * tensor.itemsize
     data = b""
     for block in tensor.content():
@@ -182,15 +184,6 @@ def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
             break
     numbers = decode(tensor.dtype, data)
     return tuple(map(bool, numbers)) if tensor.dtype == "bool" else tuple(numbers)
-
-
-def _told(tensor: TensorRef, progress: Callable[[int, int], None] | None) -> Iterator[bytes]:
-    done = 0
-    for block in tensor.content():
-        yield block
-        done += len(block)
-        if progress is not None:
-            progress(done, tensor.nbytes)
 
 
 def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
@@ -213,7 +206,7 @@ def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownOb
 
 
 def _items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What was put into an object that is filled like a list, set or dict."""
+    """Yield the items of an object that is filled like a list, set or dict."""
     for kind, value in steps:
         if kind == "set":
             yield from ((_key(key), summarise(item)) for key, item in value)

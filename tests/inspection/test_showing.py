@@ -9,7 +9,7 @@ import torch
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
 from ckptool.inspection import show
-from ckptool.inspection.closeup import ShownContainer, ShownObject, ShownTensor, ShownValue
+from ckptool.inspection.showing import ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
