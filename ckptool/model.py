@@ -40,6 +40,7 @@ __all__ = [
     "Wrapping",
     "children",
     "find_tensors",
+    "over_elements",
     "remade",
     "row_major_strides",
 ]
@@ -520,17 +521,6 @@ class TensorRef(Result):
         shape, stride, offset = narrow(shape, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
 
-    def over(self, **place: Any) -> TensorRef:
-        """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
-
-        A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU.
-        """
-        made = replace(self, **place)
-        if "carrier" not in (self.parts or {}):
-            return made
-        data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
-        return replace(made, parts={"carrier": _CARRIER, "data": data})
-
     def permuted(self, order: Sequence[int]) -> TensorRef:
         """Return a view with its axes in another order, as `torch.Tensor.permute`."""
         self._check_view("transposed")
@@ -554,6 +544,18 @@ class TensorRef(Result):
         where = "" if storage is None else f" over storage {storage.key!r}"
         file = storage.data.source.name if storage is not None and storage.data else None
         return CorruptFile(f"a {self.dtype} tensor{where} {fact}", file=file)
+
+
+def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
+    """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
+
+    A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU.
+    """
+    made = replace(tensor, **place)
+    if "carrier" not in (tensor.parts or {}):
+        return made
+    data = replace(made, device="cpu", requires_grad=False, hooks=None, wrapping=(), parts=None)
+    return replace(made, parts={"carrier": _CARRIER, "data": data})
 
 
 def children(node: Any) -> Iterable[Any]:

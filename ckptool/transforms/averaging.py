@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.hollow import refuse_hollow
-from ckptool.model import Path, TensorRef, remade, row_major_strides
+from ckptool.model import Path, TensorRef, over_elements, remade, row_major_strides
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, elements_of
@@ -382,7 +382,7 @@ def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorR
             return node
         mean = means[id(original)]
         place = {"storage": mean.storage, "offset": mean.offset}
-        return node.over(**place, stride=mean.stride, flags=mean.flags)
+        return over_elements(node, **place, stride=mean.stride, flags=mean.flags)
 
     def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
         if not any(_is_gone(value, gone) for value in mapping.values()):

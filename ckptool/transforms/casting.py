@@ -24,6 +24,7 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
     find_tensors,
+    over_elements,
     remade,
 )
 from ckptool.modules import held_apart, modules_below, own_tensors
@@ -521,7 +522,7 @@ class _Work:
         storage = tensor.storage
         if storage is not None:
             storage = self._storages[id(storage), tensor.dtype, dtype]
-        return tensor.over(dtype=dtype, storage=storage)
+        return over_elements(tensor, dtype=dtype, storage=storage)
 
     def report(self, gather: Gather) -> Iterator[Change]:
         """Yield totals for each pair of types, then each tensor with losses, the largest first."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.files.computed import joined
-from ckptool.model import Storage, StorageRef, TensorRef, remade
+from ckptool.model import Storage, StorageRef, TensorRef, over_elements, remade
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
@@ -163,7 +163,7 @@ def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
         if not isinstance(leaf, TensorRef) or leaf.storage not in trimmed:
             return leaf
         new = trimmed[leaf.storage]
-        return leaf.over(storage=new.storage, offset=new.offset(leaf))
+        return over_elements(leaf, storage=new.storage, offset=new.offset(leaf))
 
     return rebuild(root, moved)
 

@@ -20,6 +20,7 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
     find_tensors,
+    over_elements,
 )
 from ckptool.modules import held_apart, is_module, module_state, modules_below
 from ckptool.statedict import MODEL_KINDS, Section, only_its_class
@@ -194,7 +195,7 @@ def _plain_tensor(tensor: TensorRef) -> TensorRef:
     if "array" in parts:
         return replace(tensor, kind="strided", parts=None)
     if tensor.is_array:
-        return tensor.over()
+        return over_elements(tensor)
     if tensor.storage is None or not any(is_refused(layer.type) for layer in tensor.wrapping):
         return tensor
     layers = [_plain_layer(layer) for layer in tensor.wrapping]
