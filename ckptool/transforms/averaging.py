@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.hollow import refuse_hollow
-from ckptool.model import Path, TensorRef, over_elements, remade, row_major_strides
+from ckptool.model import TensorRef, over_elements, remade, row_major_strides
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, elements_of
+from ckptool.tensors.sameness import same_content
 from ckptool.transforms.casting import (
     FLOATING,
     Originals,
     refuse_apart,
-    tensors_placed,
 )
 from ckptool.transforms.extraction import single_state_dict
 from ckptool.tree import name_of, rebuild
@@ -87,8 +86,8 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     Every state dict and pickled module is averaged with the model of the same name in the other
     files (or with the only one there), by name without wrappers: accumulated in float64, or
     complex128, in the order of the files, and rounded to the type that the first has. `_metadata`,
-    gradients' flags and order are the first's. Every mean has memory of its own; names that are
-    tied in every file stay tied. Optimizers and schedulers are left out; all else is the first's.
+    gradients' flags and order are the first's. Every mean has memory of its own; ties of the
+    first file stay. Optimizers and schedulers are left out; all else is the first's.
 
     Args:
         checkpoints: Two or more, open; they stay so until the result is written.
@@ -99,7 +98,7 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
         NotRepresentable: quantised numbers, which mean something only with their companions;
             tensors without values (`hollow`).
         UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
-            tensors that have no plain elements.
+            tensors that have no plain elements; names that the first file ties, and another not.
         NotFound: there is no model, or a name that not every file has.
         AmbiguousName: `key` names several.
     """
@@ -111,7 +110,6 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
     for part, others in models:
         for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
             refuse_hollow(checkpoint, one)
-    first, models = _untied(first, models)
     plan = _Plan(checkpoints, first, ints)
     for part, others in models:
         plan.add(part, others)
@@ -138,34 +136,6 @@ def _models(
         model_state_dict(first)
     found = [_counterparts(first, parts, other) for other in others]
     return first, [(part, [one[at] for one in found]) for at, part in enumerate(parts)]
-
-
-def _untied(
-    first: Checkpoint, models: list[tuple[Section, list[Section]]]
-) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
-    """Return the first checkpoint, with names that are not tied in every file untied."""
-    placed: dict[Path, TensorRef] = {}
-    groups: dict[tuple[int, ...], TensorRef] = {}
-    met: set[int] = set()
-    for part, others in models:
-        own = _tensors(part)
-        there = [_named_as(own, _tensors(other)) for other in others]
-        for path, tensor in part.tensors():
-            name = name_of(path[len(part.path) :])
-            group = (id(tensor), *(id(names.get(name)) for names in there))
-            if group not in groups:
-                groups[group] = replace(tensor) if id(tensor) in met else tensor
-                met.add(id(tensor))
-            if groups[group] is not tensor:
-                placed[path] = groups[group]
-    if not placed:
-        return first, models
-    made = replace(first, root=tensors_placed(first.root, placed))
-    parts = {
-        part.path: part
-        for part in (Section((), "state_dict", made.root, made.root), *sections(made.root))
-    }
-    return made, [(parts[part.path], others) for part, others in models]
 
 
 def _parts(checkpoint: Checkpoint) -> list[Section]:
@@ -315,7 +285,6 @@ class _Plan:
                 )
 
     def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
-        digest = _digest(tensors[0])
         for at, tensor in enumerate(tensors[1:], start=1):
             if tensor.dtype != tensors[0].dtype:
                 raise self._error(
@@ -324,7 +293,7 @@ class _Plan:
                     at,
                     "--ints first takes those of the first file",
                 )
-            if _digest(tensor) != digest:
+            if not same_content(tensors[0], tensor):
                 raise self._error(
                     f"{printable(name)!r} ({tensors[0].dtype}) is not what it is in "
                     f"{self.checkpoints[0].path}, and there is no mean of integers",
@@ -362,13 +331,6 @@ def _named_as(first: Names, other: Names) -> Names:
     bare = {others.get(name, name): tensor for name, tensor in other.items()}
     fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
     return {names.get(name, name): bare[name] for name in bare} if fits else other
-
-
-def _digest(tensor: TensorRef) -> bytes:
-    made = hashlib.sha256()
-    for block in tensor.content():
-        made.update(block)
-    return made.digest()
 
 
 def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorRef]) -> Any:

@@ -272,14 +272,19 @@ def test_planning_a_mean_never_imports_torch(tmp_path):
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_one_tensor_under_two_names_gets_two_means_where_another_file_has_two(tmp_path):
+def test_a_tie_of_the_first_file_alone_is_refused(tmp_path):
     shared, other = torch.randn(4), torch.randn(4)
     roots = [{"a": shared, "b": shared, "c": shared}, {"a": other, "b": other + 1, "c": other}]
-    loaded, made, _ = mean_of(tmp_path, *roots)
+    with (
+        opened(tmp_path, *roots) as found,
+        pytest.raises(UsageError, match="'a' and 'b'") as caught,
+    ):
+        average(found)
+    assert "--ties copy" in caught.value.hint
+    loaded, _, _ = mean_of(tmp_path, *reversed(roots))
     for name in "abc":
-        assert torch.equal(loaded[name], judged(roots[0][name], roots[1][name]))
+        assert torch.equal(loaded[name], judged(roots[1][name], roots[0][name]))
     assert loaded["a"].data_ptr() == loaded["c"].data_ptr() != loaded["b"].data_ptr()
-    assert texts(made, "warning") == ["memory that tensors shared is shared no longer: a, b, c"]
 
 
 def test_a_mean_beyond_the_first_files_type_is_refused_and_nothing_written(tmp_path):
