@@ -412,7 +412,7 @@ def loss_of(value: Any, dtype: str) -> str | None:
         losses = losses_of(blocks, str(value.dtype).removeprefix("torch."), dtype)
     except (RuntimeError, TypeError):  # the back end has no such operation
         return None
-    changed = losses.underflow + losses.precision + losses.zeros
+    changed = losses.underflow + losses.precision
     told = [(losses.overflow, "overflow"), (changed, "change")]
     return ", ".join(f"{n:,} of {losses.elements:,} {verb}" for n, verb in told if n)
 

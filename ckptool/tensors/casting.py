@@ -334,22 +334,20 @@ def chunks(
 
 @dataclass(slots=True)
 class Losses:
-    """How many elements were cast, and of those how many are not what they were."""
+    """Counts of elements that a cast converted, overflowed or rounded."""
 
     elements: int = 0
     overflow: int = 0
-    """Finite and beyond the largest finite value, or infinite or negative where there is no such.
+    """Elements beyond the largest finite value, or infinite or negative in a type without these.
 
     After rounding: 65519 is 65504 in float16.
     """
     underflow: int = 0
-    """Not zero, and zero now."""
+    """Elements other than zero that became zero."""
     precision: int = 0
-    """Another value now, neither of the above."""
+    """Elements with another value now, neither of the above."""
     largest: float = 0.0
-    """The largest magnitude of those that overflow."""
-    zeros: int = 0
-    """Zero, and the smallest value now, as the type has no zero."""
+    """The largest magnitude among the elements that overflow."""
 
     def add(self, other: Losses) -> None:
         """Add the counts of other elements."""
@@ -357,7 +355,6 @@ class Losses:
         self.overflow += other.overflow
         self.underflow += other.underflow
         self.precision += other.precision
-        self.zeros += other.zeros
         self.largest = max(self.largest, other.largest)
 
 
@@ -433,9 +430,8 @@ class Kernel:
         gone = 0
         if low < 2.0**kind.lowest and kind.signed:
             gone = _nonzero(old) - _nonzero(back)
-        zeros = 0 if kind.signed else old.numel() - _nonzero(old)
         changed = _nonzero(back.sub_(old).view(self._bits))
-        return Losses(old.numel(), 0, gone, changed - gone - zeros, zeros=zeros)
+        return Losses(old.numel(), 0, gone, changed - gone)
 
     def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
         """Return the losses of elements with NaN, infinities or overflow."""
@@ -452,9 +448,8 @@ class Kernel:
         changed = rest & (old != back)
         overflow, underflow = int(over.sum()), int(gone.sum())
         largest = float(size[over].max()) if overflow else 0.0
-        zeros = 0 if self._kind.signed else old.numel() - _nonzero(old)
-        precision = int(changed.sum()) - underflow - zeros
-        return Losses(old.numel(), overflow, underflow, precision, largest, zeros)
+        precision = int(changed.sum()) - underflow
+        return Losses(old.numel(), overflow, underflow, precision, largest)
 
 
 def _nonzero(elements: torch.Tensor) -> int:

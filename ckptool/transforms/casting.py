@@ -563,7 +563,6 @@ class _Work:
 _LOSSES = {
     "overflow": "overflow",
     "underflow": "underflow to zero",
-    "zeros": "become 5.9e-39 for want of a zero",
     "precision": "lose precision",
 }
 
