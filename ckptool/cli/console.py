@@ -357,12 +357,18 @@ def _warnings_told() -> Iterator[None]:
 @contextmanager
 def _traffic_told() -> Iterator[None]:
     """Tell, where CKPTOOL_DEBUG is set, what was asked of other machines."""
-    begun = time.monotonic()
+    begun, before = time.monotonic(), _traffic()
     yield
-    remote = sys.modules.get("ckptool.files.remote")  # local files import none of it
-    if remote is not None and os.environ.get("CKPTOOL_DEBUG"):
-        asked, seconds = remote.TRAFFIC, time.monotonic() - begun
-        say([f"{asked.requests:,} requests, {asked.bytes:,} bytes, {seconds:.2f} s"])
+    requests, length = (now - then for now, then in zip(_traffic(), before, strict=True))
+    if requests and os.environ.get("CKPTOOL_DEBUG"):
+        seconds = time.monotonic() - begun
+        say([f"{requests:,} requests, {length:,} bytes, {seconds:.2f} s"])
+
+
+def _traffic() -> tuple[int, int]:
+    """Return the requests of this process, and their bytes; local files import none of it."""
+    remote = sys.modules.get("ckptool.files.remote")
+    return (remote.TRAFFIC.requests, remote.TRAFFIC.bytes) if remote else (0, 0)
 
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:

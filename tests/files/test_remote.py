@@ -246,3 +246,11 @@ def test_a_repository_that_is_not_there_is_told(hub):
         ckptool.list_tensors("hf://org/missing")
     with pytest.raises(FileMissing, match="there is no such file"):
         ckptool.list_tensors("hf://org/model/nothing.pth")
+
+
+def test_what_was_asked_is_told_to_those_who_ask(large, served, monkeypatch, capsys):
+    from ckptool.cli import main
+
+    monkeypatch.setenv("CKPTOOL_DEBUG", "1")
+    assert main(["list", f"{served.url}/large.pth"]) == 0
+    assert "2 requests, 262,144 bytes" in capsys.readouterr().err
