@@ -122,7 +122,7 @@ class CheckpointError(Exception):
         """The message, with the file in front where it is known and not named already."""
         if self.file is None or _names(self.message, self.file):
             return self.message
-        return f"{self.file}: {self.message}"
+        return f"{_shown(self.file)}: {self.message}"
 
     def __str__(self) -> str:
         """The sentence; in Python 3.10, whose tracebacks have no notes, with the hint below it."""
@@ -133,6 +133,13 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a pickle between processes, keyword-only arguments and all."""
         return (_rebuild, (type(self), self.message, self.file, self.remedy or self.hint))
+
+
+def _shown(file: str) -> str:
+    """Return a path; of an address no user, password or query, which may hold a token."""
+    if "://" not in file:
+        return file
+    return re.sub(r"(?<=://)[^/@]*@", "", file).partition("?")[0]
 
 
 def _names(message: str, file: str) -> bool:

@@ -254,3 +254,26 @@ def test_what_was_asked_is_told_to_those_who_ask(large, served, monkeypatch, cap
     monkeypatch.setenv("CKPTOOL_DEBUG", "1")
     assert main(["list", f"{served.url}/large.pth"]) == 0
     assert "2 requests, 262,144 bytes" in capsys.readouterr().err
+
+
+def test_fsspec_notices_a_file_that_changes_meanwhile(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    torch.save({"a": torch.ones(200_000)}, tmp_path / "a.pth")
+    memory.pipe("/changing.pth", (tmp_path / "a.pth").read_bytes())
+    with ckptool.open("memory://changing.pth") as checkpoint:
+        memory.pipe("/changing.pth", b"another")
+        with pytest.raises(UnreadableFile):
+            checkpoint.save(tmp_path / "x.pth")
+    assert not (tmp_path / "x.pth").exists()
+
+
+def test_no_error_shows_what_may_be_secret(served):
+    address = served.url.replace("://", "://user:word@") + "/nothing.pth?signature=hidden"
+    with pytest.raises(CheckpointError) as raised:
+        ckptool.list_tensors(address)
+    assert "hidden" not in str(raised.value)
+    assert "word" not in str(raised.value)
+    with pytest.raises(FileMissing) as raised:
+        ckptool.list_tensors(f"{served.url}/nothing.pth?signature=hidden")
+    assert "hidden" not in str(raised.value)

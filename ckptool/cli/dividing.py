@@ -30,7 +30,6 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
     """Do the work: here, as one of the processes that torchrun has started, or in new ones.
 
     Raises:
-        UsageError: --workers inside of torchrun's processes.
         WorkerFailed: a worker's error.
     """
     if workers in (None, 1) and not _is_launched():

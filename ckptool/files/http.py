@@ -38,7 +38,6 @@ class Part(NamedTuple):
     """Bytes of the whole file."""
     tag: str
     """What is another where the content is: ETag, else the time of the last change, else empty."""
-    has_ranges: bool
 
 
 class _Retry(Exception):
@@ -83,9 +82,7 @@ def fetch(
             why = _reason(error)
         if attempt + 1 < ATTEMPTS:
             time.sleep(min(LONGEST_PAUSE, 0.25 * 2**attempt if pause is None else pause))
-    raise UnreadableFile(
-        f"cannot be fetched: {why}", file=_shown(url), hint="try again, or " + _DOWNLOAD
-    )
+    raise UnreadableFile(f"cannot be fetched: {why}", file=url, hint="try again, or " + _DOWNLOAD)
 
 
 class _Cut(_Retry):
@@ -136,7 +133,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         raise UnreadableFile(
             f"the server packs what it sends ({told['Content-Encoding']}), so that no part of the "
             "file can be asked for",
-            file=_shown(url),
+            file=url,
             hint=_DOWNLOAD,
         )
     now = told.get("ETag") or told.get("Last-Modified") or ""
@@ -146,24 +143,24 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         found = _RANGE.fullmatch(told.get("Content-Range", ""))
         if found is None or int(found[1]) != start or found[3] == "*":
             text = "the server sends other bytes than those asked for"
-            raise UnreadableFile(text, file=_shown(url))
+            raise UnreadableFile(text, file=url)
         size = int(found[3])
-        return Part(_exactly(answer, min(stop, size) - start), size, now, True)
+        return Part(_exactly(answer, min(stop, size) - start), size, now)
     length = told.get("Content-Length", "")
     if not length.isdecimal():
         raise UnreadableFile(
             "the server says neither ranges nor the size of the file",
-            file=_shown(url),
+            file=url,
             hint=_DOWNLOAD,
         )
     if stop > FROM_THE_START:
         raise UnreadableFile(
             "the server sends no parts of a file, and what is asked for lies far inside",
-            file=_shown(url),
+            file=url,
             hint=_DOWNLOAD,
         )
     size = int(length)
-    return Part(_exactly(answer, min(stop, size))[start:], size, now, False)
+    return Part(_exactly(answer, min(stop, size))[start:], size, now)
 
 
 def _exactly(answer: Any, length: int) -> bytes:
@@ -183,7 +180,7 @@ def _exactly(answer: Any, length: int) -> bytes:
 
 
 def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
-    code, file = error.code, _shown(url)
+    code, file = error.code, url
     if code == 404 or code == 410:
         return FileMissing("the server has no such file", file=file, hint="look for a misspelling")
     if code in (401, 403):
@@ -204,7 +201,7 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
 def _changed(url: str) -> UnreadableFile:
     return UnreadableFile(
         "changed while it was read: the server has another version of it",
-        file=_shown(url),
+        file=url,
         hint="try again: it is read from the beginning then",
     )
 
@@ -212,9 +209,3 @@ def _changed(url: str) -> UnreadableFile:
 def _reason(error: BaseException) -> str:
     inner = getattr(error, "reason", error)
     return str(getattr(inner, "strerror", None) or inner or type(error).__name__)
-
-
-def _shown(url: str) -> str:
-    """Return a URL without what may be secret: user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -216,6 +216,21 @@ class RemoteSource(Source):
         """Return size and tag, which the server changes with the content."""
         return f"{self.size} {self._tag}"
 
+    def check_unchanged(self) -> None:
+        """Ask once more what the file is.
+
+        Raises:
+            UnreadableFile: it is another one by now.
+        """
+        now = _fetcher(self.name)(0, 1, "")
+        TRAFFIC.add(len(now.data))
+        if (now.size, now.tag) != (self.size, self._tag):
+            raise UnreadableFile(
+                "changed while it was read: the server has another version of it",
+                file=self.name,
+                hint="try again: it is read from the beginning then",
+            )
+
     def close(self) -> None:
         """Ask for nothing more."""
         self._ahead.end()
@@ -320,6 +335,7 @@ def _by_fsspec(path: str) -> Fetch:
     system, inner = _system(path)
 
     def facts() -> tuple[int, str]:
+        system.invalidate_cache()
         told = _worded(path, lambda: system.info(inner))
         tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
         return int(told["size"]), str(next(filter(None, tags), ""))
@@ -329,7 +345,7 @@ def _by_fsspec(path: str) -> Fetch:
     def ask(start: int, stop: int, tag: str) -> Part:
         stop = min(stop, size)
         data = _worded(path, lambda: system.cat_file(inner, start=start, end=stop)) if stop else b""
-        return Part(bytes(data), size, known, True)
+        return Part(bytes(data), size, known)
 
     return ask
 

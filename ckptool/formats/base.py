@@ -144,10 +144,11 @@ class Probe:
         self.path = self.place.spelled(os.fsdecode(path))
         self._pattern = "*"
         folder, name = os.path.split(self.path)
-        if "*" in name and not self.place.exists(self.path) and self.place.is_folder(folder or "."):
-            self.path, self._pattern = folder or ".", name
+        is_there = self.place.exists(self.path)
+        if "*" in name and not is_there and self.place.is_folder(folder or "."):
+            self.path, self._pattern, is_there = folder or ".", name, True
         index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
-        if not self.place.exists(self.path) and self.place.is_file(index):
+        if not is_there and self.place.is_file(index):
             self.path = index
         self.is_folder = self.place.is_folder(self.path)
         self.source = source or (None if self.is_folder else self.place.open(self.path))
