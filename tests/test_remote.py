@@ -277,3 +277,13 @@ def test_no_error_shows_what_may_be_secret(served):
     with pytest.raises(FileMissing) as raised:
         ckptool.list_tensors(f"{served.url}/nothing.pth?signature=hidden")
     assert "hidden" not in str(raised.value)
+
+
+def test_a_list_of_a_folder_of_dcp_asks_for_no_file_of_a_rank(fixtures):
+    folder = fixtures / "dcp" / "meshed-2.13.0"
+    with serving(folder) as served:
+        there = ckptool.list_tensors(f"{served.url}/.metadata").to_dict()
+        assert there["tensors"] == ckptool.list_tensors(folder).to_dict()["tensors"]
+        assert {path for path, _, _ in served.asked} == {".metadata"}
+        with ckptool.open(f"{served.url}/.metadata") as far, ckptool.open(folder) as near:
+            assert far.details.size == near.details.size

@@ -101,6 +101,8 @@ class RemotePlace(Place):
 
     def is_file(self, path: str) -> bool:
         """Return whether a file is there."""
+        if (found := _in_hub(path)) is not None:
+            return found[1] in found[0].sizes
         return self._found(path) is not None
 
     def names(self, folder: str) -> frozenset[str]:

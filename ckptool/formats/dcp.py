@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -161,16 +161,20 @@ class Dcp(FolderFormat):
         tree: dict[Any, Any] = {}
         for name in index.order:
             _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
-        files = {item.path for _, item in index.items()}
+        ends: dict[str, int] = {}
+        for item in (one for _, one in index.items()):
+            ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
+        is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
+        sizes = sum(ends.values()) if is_far else _size(ends)
         return Checkpoint(
             {**(beside.root if beside else {}), **tree},
             self.name,
             folder or ".",
             Details(
-                size=sum(source.size for source in index.sources) + _size(files),
+                size=sum(source.size for source in index.sources) + sizes,
                 writer="torch.distributed.checkpoint",
                 storage_bytes=sum(_nbytes(one) for one in index.tensors.values()),
-                notes=(f"{counted(len(files), 'file')} of torch.distributed.checkpoint",),
+                notes=(f"{counted(len(ends), 'file')} of torch.distributed.checkpoint",),
                 left_behind=tuple(_left_behind(index)),
                 late=bool(index.values),
             ),
@@ -417,7 +421,7 @@ def _described(
     return _Tensor(dtype.name, shape, tuple(chunks))
 
 
-def _size(files: set[str]) -> int:
+def _size(files: Iterable[str]) -> int:
     return sum(place_of(one).size(one) for one in files if place_of(one).is_file(one))
 
 
