@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
+_JUDGED = 255  # no number of a signal
+_watchers: list[Callable[[], Any]] = []
 
 
 @contextmanager
@@ -52,6 +54,8 @@ def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -
     try:
         yield
     finally:
+        for watcher in _watchers:  # it may be late to read of a signal that `handler` has taken
+            watcher()
         for one, other in before.items():
             if other is not None:  # None: none of Python's, which cannot be set again
                 signal.signal(one, other)
@@ -84,16 +88,28 @@ def ended_at_once() -> Iterator[None]:
             came.add(number)
 
     def forget() -> None:
-        if os.getpid() != own and signal.getsignal(signal.SIGTERM) is take:
+        if os.getpid() == own:
+            return
+        _watchers.clear()
+        if signal.getsignal(signal.SIGTERM) is take:
             signal.set_wakeup_fd(-1)
             leave_to_system()
 
     def end() -> None:
         while number := os.read(read_end, 1)[0]:
+            if number == _JUDGED:
+                judged.set()
+                continue
             is_ours = signal.getsignal(number) is take and number not in ignored
             if is_ours or number in came:
                 os._exit(128 + number)
 
+    def wait() -> None:
+        judged.clear()
+        os.write(write_end, bytes([_JUDGED]))
+        judged.wait(timeout=1)
+
+    judged = threading.Event()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     watcher = threading.Thread(target=end, daemon=True)
@@ -103,7 +119,11 @@ def ended_at_once() -> Iterator[None]:
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         with handled(take):
-            yield
+            _watchers.append(wait)
+            try:
+                yield
+            finally:
+                _watchers[:] = [one for one in _watchers if one is not wait]
     finally:
         signal.set_wakeup_fd(before)
         os.write(write_end, b"\0")
