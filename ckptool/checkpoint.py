@@ -187,9 +187,14 @@ class Checkpoint(Result):
 
     def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
         """Yield the path and the `TensorRef` of every tensor, in the order of the file."""
+        return ((path, leaf) for path, leaf in self.leaves if isinstance(leaf, TensorRef))
+
+    @cached_property
+    def leaves(self) -> tuple[tuple[Path, Any], ...]:
+        """The path and the node of every tensor, value and object, in the order of the file."""
         from ckptool.tree import walk
 
-        return ((path, leaf) for path, leaf in walk(self.root) if isinstance(leaf, TensorRef))
+        return tuple(walk(self.root))
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorRef]:
@@ -202,7 +207,7 @@ class Checkpoint(Result):
 
         return named(self)
 
-    @property
+    @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The parts of the checkpoint: state dicts, optimizers, schedulers, modules, values."""
         from ckptool.statedict import sections

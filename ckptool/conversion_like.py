@@ -22,7 +22,6 @@ from ckptool.statedict import (
     Section,
     is_flat,
     model_state_dict,
-    sections,
     wrapped_names,
 )
 from ckptool.transforms.names import NamePlan, distinct, place
@@ -60,7 +59,7 @@ def fitted(
         NameCollision: two entries would get one name.
     """
     plan = NamePlan(checkpoint.path, _HINT)
-    every = distinct(sections(checkpoint.root))
+    every = distinct(checkpoint.sections)
     namings = _namings(checkpoint, every, like, choices)
     _check(namings, replace(allowance or Allowance(), lossy_cast=True))
     for naming in namings:

@@ -40,8 +40,8 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     a tensor of the shape (0,). Vectors and buffers do not count: ZeRO-3 keeps small tensors whole.
     """
     tensors = list(checkpoint.tensors() if section is None else section.tensors())
-    root = checkpoint.root if section is None else section.node
-    lazy = [name_of(path) for path, node in walk(root) if _is_lazy(node)]
+    leaves = checkpoint.leaves if section is None else walk(section.node)
+    lazy = [name_of(path) for path, node in leaves if _is_lazy(node)]
     if lazy:
         count = counted(len(lazy), "lazy parameter")
         text = f"there are no values for {count}: the model never ran"
@@ -52,6 +52,8 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
         text += "meta tensors have no more than a shape"
         remedy = "save it again from a model whose tensors have values"
         return Hollow("meta", text, remedy, tuple(map(name_of, meta)))
+    if not any(one.shape == (0,) for _, one in tensors):
+        return None
     shapes = dict(_stated_shapes(checkpoint.original or checkpoint.root))
     for one in checkpoint.sections if section is None else (section,):
         tensors = one.tensors() if one.kind in MODEL_KINDS else []

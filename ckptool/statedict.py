@@ -453,7 +453,7 @@ def _counted(section: Section) -> str:
 
 def what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield its sections, and the first keys of what is in no section, in words."""
-    for section in sections(checkpoint.root):
+    for section in checkpoint.sections:
         if section.kind == "values":
             paths = [path for path in section.node if path] or [()]
             yield from dict.fromkeys(name_of(path[:1]) or "a lone value" for path in paths)

@@ -23,7 +23,6 @@ from ckptool.inspection.values import json_value
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.names import families
-from ckptool.statedict import sections
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
 from ckptool.tree import name_of, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
@@ -280,7 +279,7 @@ def stats(
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
         rows = [_flagged(row) for row in measuring.rows(leaves)]
-        optimizers = [part.path for part in sections(checkpoint.root) if part.kind == "optimizer"]
+        optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
         models = [
             at
             for at, (path, _) in enumerate(leaves)

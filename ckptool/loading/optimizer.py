@@ -31,7 +31,7 @@ from ckptool.model import TensorRef
 from ckptool.optimizers import OPTIONS, bare_names, groups_of, model_of, names_in, options_of
 from ckptool.optimizers import shape_of as shape_kept
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, sections
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.tree import name_of, resolve, walk
@@ -204,7 +204,7 @@ def _files(folder: str) -> list[str]:
 
 
 def _sections(tree: Checkpoint, kinds: Sequence[str]) -> list[Section]:
-    every = (one for one in sections(tree.root) if one.kind in kinds)
+    every = (one for one in tree.sections if one.kind in kinds)
     return list({id(one.holder): one for one in every}.values())
 
 

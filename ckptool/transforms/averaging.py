@@ -140,7 +140,7 @@ def _models(
 
 def _parts(checkpoint: Checkpoint) -> list[Section]:
     """Return the models of a checkpoint, each once."""
-    every = [part for part in sections(checkpoint.root) if part.kind in MODEL_KINDS]
+    every = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
     return list({id(part.holder): part for part in reversed(every)}.values())[::-1]
 
 
@@ -356,7 +356,7 @@ def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorR
 
 
 def _gone(first: Checkpoint) -> set[int]:
-    parts = sections(first.root)
+    parts = first.sections
     return {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
 
 
@@ -369,7 +369,7 @@ def _is_gone(node: Any, gone: set[int]) -> bool:
 
 def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
     """Yield a change for everything outside the models: left out, or as in the first file."""
-    for part in sections(first.root):
+    for part in first.sections:
         count = len(part.tensors())
         if part.kind in ("optimizer", "scheduler"):
             held = f" ({counted(count, 'tensor')})" if count else ""

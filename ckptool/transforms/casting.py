@@ -29,7 +29,7 @@ from ckptool.model import (
 )
 from ckptool.modules import held_apart, modules_below, own_tensors
 from ckptool.quantisers import Quantised, quantised
-from ckptool.statedict import only_its_class, sections
+from ckptool.statedict import only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
 from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
@@ -125,7 +125,7 @@ def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     """Return the paths of tensors that an optimizer or scheduler holds, in any form."""
     found = {
         path
-        for part in sections(checkpoint.root)
+        for part in checkpoint.sections
         if part.kind in ("optimizer", "scheduler")
         for path, _ in part.tensors()
     }
@@ -147,7 +147,7 @@ def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
 
 def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
     """Yield the buffers of pickled modules that no state dict has, which `Module.to` casts too."""
-    for part in sections(checkpoint.root):
+    for part in checkpoint.sections:
         is_module = part.kind == "module"
         for prefix, module in modules_below(part.holder, DEFAULT_LIMITS) if is_module else ():
             saved = own_tensors(module)
@@ -286,7 +286,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
     def meets(node: Any) -> bool:
         return any(id(_elements(one)) in chosen for one in find_tensors(node))
 
-    for part in sections(checkpoint.root):
+    for part in checkpoint.sections:
         for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
             if meets(one):
                 refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")

@@ -28,7 +28,6 @@ from ckptool.statedict import (
     is_optimizer,
     model_state_dict,
     optimizer_names,
-    sections,
     wrapped_names,
 )
 from ckptool.transforms.name_rules import Rule, rules_of, similar
@@ -435,7 +434,7 @@ def rename(
     checkpoint = checkpoint.settled()
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
     plan = NamePlan(checkpoint.path, _HINT)
-    every = distinct(sections(checkpoint.root))
+    every = distinct(checkpoint.sections)
     for part in every if key is None else [model_state_dict(checkpoint, key)]:
         names = wrapped_names(part.node)
         if part.kind == "state_dict":
@@ -570,7 +569,7 @@ def strip_module(
     """
     checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
-    parts = distinct(sections(checkpoint.root))
+    parts = distinct(checkpoint.sections)
     _check_path(checkpoint, parts, at)
     for part in parts:
         names = wrapped_names(part.node)
@@ -600,7 +599,7 @@ def add_module(
     """
     checkpoint = checkpoint.settled()
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
-    rename, every = prefixed(wrapper, at), distinct(sections(checkpoint.root))
+    rename, every = prefixed(wrapper, at), distinct(checkpoint.sections)
     parts = every if key is None else [model_state_dict(checkpoint, key)]
     _check_path(checkpoint, parts, at)
     for part in parts:
