@@ -225,9 +225,7 @@ from ckptool.cli import list_verb, main
 
 def importing(path):
     import slow
-    assert slow.through
-    while True:
-        pass
+    raise AssertionError("the import went on")
 
 list_verb.open_checkpoint = importing
 sys.exit(main())
@@ -235,13 +233,10 @@ sys.exit(main())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize(
-    ("name", "times", "code"),
-    [("SIGINT", 1, 130), ("SIGINT", 2, -2), ("SIGTERM", 1, 143), ("SIGTERM", 2, 143)],
-)
-def test_a_signal_waits_for_the_end_of_an_import(process, model, name, times, code):
-    module = "import os, signal\n" + f"os.kill(os.getpid(), signal.{name})\n" * times
-    (model.parent / "slow.py").write_text(module + "through = True\n")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_an_import(process, model, name, code):
+    module = f"import os, signal\nos.kill(os.getpid(), signal.{name})\n"
+    (model.parent / "slow.py").write_text(module)
     done = process("list", model, code=("-c", IN_AN_IMPORT), PYTHONPATH=f"{PROJECT}:{model.parent}")
     assert (done.code, done.out, done.err) == (code, "", INTERRUPTED if code == 130 else "")
 
