@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["serving"]
+__all__ = ["serving", "simple_storage"]
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -126,3 +128,40 @@ def serving(folder):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+_STORAGE = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.disable()
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def simple_storage():
+    """Serve S3 in a process of its own, which ends with us; the block gets what leads there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STORAGE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = threading.Timer(60, process.kill)
+    deadline.start()
+    try:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.communicate()

@@ -182,9 +182,10 @@ def test_what_is_not_there_or_not_ours_is_told(served):
     assert "hidden" not in str(raised.value)
 
 
-def test_nothing_is_written_to_an_address(large, served, tmp_path):
-    with pytest.raises(UsageError, match="on another machine, where nothing is written"):
-        ckptool.convert(large, "s3://bucket/x.safetensors")
+def test_nothing_is_written_to_a_server_of_http(large, served):
+    for kind in ("http", "https", "hf"):
+        with pytest.raises(UsageError, match=f"nothing is written to {kind}://"):
+            ckptool.convert(large, f"{kind}://host/there/x.safetensors")
     with (
         ckptool.open(f"{served.url}/large.pth") as checkpoint,
         pytest.raises(UsageError, match="on another machine"),

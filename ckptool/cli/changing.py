@@ -52,9 +52,9 @@ def write_changed(
     progress = Progress(quiet=quiet, phases=("writing", "reading back"))
     if is_address(source) and chosen is None:
         raise UsageError(
-            "is on another machine, where nothing is written: -o must say where the result goes",
+            "is on another machine: -o must say where the result goes",
             file=source,
-            hint="-o FILE, in the place of --in-place" if target.in_place else "-o FILE",
+            hint="-o FILE; files there are not changed in place" if target.in_place else "-o FILE",
         )
     with open_checkpoint(source) as checkpoint, progress:
         sharded = bool(shard_of(checkpoint.format))

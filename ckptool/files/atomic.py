@@ -50,14 +50,17 @@ from ckptool.files.system import (
 )
 
 __all__ = [
+    "STEP",
     "FileOutput",
     "Output",
+    "Outputs",
     "Part",
     "Progress",
     "Streamed",
     "atomic_output",
     "atomic_set",
     "begun_set",
+    "filled",
     "parts_of",
     "refuse_target",
 ]
@@ -150,7 +153,7 @@ class FileOutput:
         elif self.is_verified:
             self.copy_checked(data)
         else:
-            for block in _filled(data):
+            for block in filled(data):
                 self.write(block)
 
     def copy_checked(self, data: ByteRange) -> int:
@@ -159,7 +162,7 @@ class FileOutput:
         Raises:
             TruncatedFile: the source has become shorter.
         """
-        return self.stream(_filled(data))
+        return self.stream(filled(data))
 
     def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
         """Write blocks as they come and return the CRC-32 of all."""
@@ -215,7 +218,7 @@ class FileOutput:
             self._progress(self._flushed, self._size)
 
 
-def _filled(data: ByteRange) -> Iterator[memoryview]:
+def filled(data: ByteRange) -> Iterator[memoryview]:
     """Yield the bytes of a range in order, each block in the memory of the one before."""
     buffer = memoryview(bytearray(min(BLOCK, data.length)))
     for start in range(0, data.length, BLOCK):
@@ -388,7 +391,7 @@ def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
             raise
 
 
-_Outputs = Callable[[str | os.PathLike[str]], AbstractContextManager[FileOutput]]
+Outputs = Callable[[str | os.PathLike[str]], AbstractContextManager[FileOutput]]
 
 
 @contextmanager
@@ -400,7 +403,7 @@ def atomic_set(
     mode: int | None = None,
     check: Callable[[], None] | None = None,
     progress: Progress | None = None,
-) -> Iterator[_Outputs]:
+) -> Iterator[Outputs]:
     """Outputs for files that appear together when the block ends well; see `atomic_output`.
 
     Each is written beside its target; when all are on the disk, they are renamed, the index last.
@@ -479,7 +482,7 @@ def begun_set(
         yield
 
 
-def _outputs(parts: Sequence[Part], progress: Progress | None) -> _Outputs:
+def _outputs(parts: Sequence[Part], progress: Progress | None) -> Outputs:
     known, size, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
 
     def report(now: int, _: int) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from ckptool.files.opening import open_source
 from ckptool.files.source import FolderFile, Source
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Outputs, Progress
 
 __all__ = ["Place"]
 
@@ -60,3 +65,26 @@ class Place:
     def member(self, path: str, size: int) -> Source:
         """Return a file of a folder, which is opened when it is read and has `size` bytes then."""
         return FolderFile(path, size)
+
+    def refuse_target(self, path: str, *, overwrite: bool) -> None:
+        """Refuse a target that is not to be replaced; as `files.atomic.refuse_target`."""
+        from ckptool.files.atomic import refuse_target  # most only read
+
+        refuse_target(path, overwrite=overwrite)
+
+    def new_files(
+        self,
+        index: str,
+        sizes: Mapping[str, int],
+        *,
+        overwrite: bool,
+        mode: int | None,
+        check: Callable[[], None],
+        progress: Progress | None,
+    ) -> AbstractContextManager[Outputs]:
+        """Outputs for files that appear together; as `files.atomic.atomic_set`."""
+        from ckptool.files.atomic import atomic_set
+
+        return atomic_set(
+            index, sizes, overwrite=overwrite, mode=mode, check=check, progress=progress
+        )

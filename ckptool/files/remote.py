@@ -12,16 +12,21 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
-from ckptool.files.http import Part, fetch
+from ckptool.files.filesystems import INSTALL, Fetch, by_fsspec, system_of, told_by
+from ckptool.files.http import fetch
 from ckptool.files.local import Place
 from ckptool.files.source import Source
+
+if TYPE_CHECKING:
+    from ckptool.files.atomic import Outputs, Progress
 
 __all__ = ["TRAFFIC", "RemotePlace", "RemoteSource", "remote_place"]
 
@@ -33,10 +38,6 @@ _PIECE, _IN_FLIGHT = 2 << 20, 8
 """Bytes of a request for what is read in order, and how many are on their way at a time."""
 _AT_ONCE = 16
 """Files whose beginnings are asked for at a time."""
-_INSTALL = "pip install fsspec huggingface_hub"
-
-Fetch = Callable[[int, int, str], Part]
-"""Bytes from an offset to another, of the file that still has a tag."""
 
 
 @dataclass
@@ -96,8 +97,8 @@ class RemotePlace(Place):
             )
         if _is_http(path):
             return False
-        system, inner = _system(path)
-        return bool(_worded(path, lambda: system.isdir(inner)))
+        system, inner = system_of(path)
+        return bool(told_by(path, lambda: system.isdir(inner)))
 
     def is_file(self, path: str) -> bool:
         """Return whether a file is there."""
@@ -121,10 +122,10 @@ class RemotePlace(Place):
             return frozenset(
                 url.removeprefix(beginning) for url in known if url.startswith(beginning)
             )
-        system, inner = _system(folder)
+        system, inner = system_of(folder)
         return frozenset(
             os.path.basename(one.rstrip("/"))
-            for one in _worded(folder, lambda: system.ls(inner, detail=False))
+            for one in told_by(folder, lambda: system.ls(inner, detail=False))
         )
 
     def size(self, path: str) -> int:
@@ -162,6 +163,29 @@ class RemotePlace(Place):
             for first in range(0, len(paths), 4 * _AT_ONCE):  # one that is missing ends it soon
                 if None in pool.map(self._found, paths[first : first + 4 * _AT_ONCE]):
                     return
+
+    def refuse_target(self, path: str, *, overwrite: bool) -> None:
+        """Refuse a target that cannot be written, or is not to be replaced; as `refuse_object`."""
+        from ckptool.files.upload import refuse_object  # most only read
+
+        refuse_object(path, overwrite=overwrite)
+
+    def new_files(
+        self,
+        index: str,
+        sizes: Mapping[str, int],
+        *,
+        overwrite: bool,
+        mode: int | None,
+        check: Callable[[], None],
+        progress: Progress | None,
+    ) -> AbstractContextManager[Outputs]:
+        """Outputs for objects of which the index appears last; as `uploaded_set`."""
+        from ckptool.files.upload import uploaded_set
+
+        for path in sizes:
+            self._sources.pop(path, None)
+        return uploaded_set(index, sizes, overwrite=overwrite, check=check, progress=progress)
 
     def _there(self, path: str) -> RemoteSource:
         source = self._found(path)
@@ -330,61 +354,7 @@ def _fetcher(path: str) -> Fetch:
         return lambda start, stop, tag: fetch(url, start, stop, tag=tag, headers=repository.headers)
     if _is_http(path):
         return lambda start, stop, tag: fetch(path, start, stop, tag=tag)
-    return _by_fsspec(path)
-
-
-def _by_fsspec(path: str) -> Fetch:
-    system, inner = _system(path)
-
-    def facts() -> tuple[int, str]:
-        system.invalidate_cache()
-        told = _worded(path, lambda: system.info(inner))
-        tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
-        return int(told["size"]), str(next(filter(None, tags), ""))
-
-    size, known = facts()
-
-    def ask(start: int, stop: int, tag: str) -> Part:
-        stop = min(stop, size)
-        data = _worded(path, lambda: system.cat_file(inner, start=start, end=stop)) if stop else b""
-        return Part(bytes(data), size, known)
-
-    return ask
-
-
-def _system(path: str) -> tuple[Any, str]:
-    """Return the file system of fsspec that an address names, and the path in there.
-
-    Raises:
-        UnsupportedFormat: fsspec, or the package of the file system, is not installed.
-    """
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise UnsupportedFormat(
-            "is read by fsspec, which is not installed", file=path, hint=_INSTALL
-        ) from error
-    try:
-        found: tuple[Any, str] = url_to_fs(path)
-    except ImportError as error:
-        raise UnsupportedFormat(f"cannot be read: {error}", file=path, hint=_INSTALL) from error
-    except ValueError as error:
-        raise FileMissing(f"is no address that fsspec knows: {error}", file=path) from error
-    return found
-
-
-def _worded(path: str, work: Callable[[], Any]) -> Any:
-    """Do the work of a file system, whose errors are of any kind."""
-    try:
-        return work()
-    except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
-    except PermissionError as error:
-        raise FileDenied(f"it is not given to us: {error}", file=path) from error
-    except Exception as error:
-        raise UnreadableFile(
-            f"cannot be fetched: {type(error).__name__}, {error}", file=path
-        ) from error
+    return by_fsspec(path)
 
 
 _HUB = re.compile(
@@ -428,7 +398,7 @@ def _repository(kind: str, name: str, revision: str) -> _Repository:
         from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
     except ImportError as error:
         raise UnsupportedFormat(
-            "is looked up by huggingface_hub, which is not installed", file=shown, hint=_INSTALL
+            "is looked up by huggingface_hub, which is not installed", file=shown, hint=INSTALL
         ) from error
     try:
         told = HfApi(endpoint=_endpoint()).repo_info(

@@ -13,6 +13,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import Output
+from ckptool.files.place import place_of
 from ckptool.formats.base import NewFile, Plan
 from ckptool.words import listed
 
@@ -68,7 +69,7 @@ def with_companions(
     if not wanted:
         hint = f"it should have {listed(PATTERNS, 4)}"
         raise FileMissing("has no file that goes beside a model's weights", file=folder, hint=hint)
-    taken = {one for one in wanted if found and os.path.lexists(os.path.join(target, one))}
+    taken = {one for one in wanted if found and place_of(target).exists(os.path.join(target, one))}
     copied = [name for name in wanted if name not in taken]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
     return replace(

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, TruncatedFile, warn
-from ckptool.files.atomic import FileOutput, Progress, atomic_set
+from ckptool.files.atomic import FileOutput, Progress
 from ckptool.files.editing import apply_patch
 from ckptool.files.journal import leads_to
+from ckptool.files.place import place_of
 from ckptool.files.system import announce_read
 from ckptool.formats.base import Plan
 from ckptool.writing.target import check_still_there
@@ -125,7 +126,7 @@ def _write_files(plan: Plan, job: Job) -> None:
     with (
         job.reading(),
         source_check(job.checkpoint, plan.format) as check_sources,
-        atomic_set(
+        place_of(job.path).new_files(
             plan.index or job.path,
             {file.path or job.path: file.size for file in plan.files},
             overwrite=job.may_replace,

@@ -19,6 +19,7 @@ from ckptool.errors import (
 from ckptool.files import Source
 from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
+from ckptool.files.place import is_address
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
@@ -30,11 +31,11 @@ from ckptool.writing.divided import Team, write_divided
 from ckptool.writing.job import Job, carry_out
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
+    check_address,
     check_still_there,
     check_target,
     in_folder,
     is_a_source,
-    refuse_address,
     remarks,
     target_format,
 )
@@ -137,7 +138,8 @@ def save(
     writes together: each calls this in the same way, and `options`, what was asked for in words of
     any kind, are what such a write is known by again.
     """
-    refuse_address(path)
+    check_address(path, in_place=in_place, verify=verify)
+    is_far = is_address(path)
     path = _file_of(checkpoint, path, format)
     own = in_place and _names_a_source(path, checkpoint.sources)
     if own:
@@ -160,7 +162,7 @@ def save(
         os.fspath(path),
         overwrite,
         own,
-        _computes(checkpoint) if verify is None else verify,
+        _computes(checkpoint) and not is_far if verify is None else verify,
         progress,
     )
     if to_folder or files_from is not None:
@@ -179,7 +181,7 @@ def save(
     if not dry_run:
         if team is None:
             carry_out(plan, job)
-        elif plan.index and len(plan.files) > 2:
+        elif plan.index and len(plan.files) > 2 and not is_far:
             write_divided(plan, job, team, options)
         else:
             team.first(lambda: carry_out(plan, job))
@@ -245,10 +247,13 @@ def _accompanied(
 
 def _room(plan: Plan, path: str | os.PathLike[str]) -> str:
     """Return how much is to be written, and how much the disk holds."""
+    files = counted(len(plan.files), "file")
+    if is_address(path):
+        return f"{files} of {plan.written:,} bytes"
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    free, files = shutil.disk_usage(folder).free, counted(len(plan.files), "file")
+    free = shutil.disk_usage(folder).free
     return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
 
 

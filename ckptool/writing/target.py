@@ -10,18 +10,17 @@ from urllib.parse import urlsplit
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source
-from ckptool.files.atomic import refuse_target
-from ckptool.files.place import is_address
+from ckptool.files.place import is_address, place_of
 from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
 
 __all__ = [
+    "check_address",
     "check_still_there",
     "check_target",
     "default_target",
     "in_folder",
     "is_a_source",
     "is_folder",
-    "refuse_address",
     "remarks",
     "target_format",
 ]
@@ -172,16 +171,21 @@ def _sharded(single: str, format: str | None) -> str:
     )
 
 
-def refuse_address(path: str | os.PathLike[str]) -> None:
-    """Refuse a target on another machine.
+def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool | None) -> None:
+    """Refuse what is not done with a target on another machine.
 
     Raises:
-        UsageError: it is one.
+        UsageError: it is to be changed in place, or read back.
     """
-    if is_address(path):
+    if is_address(path) and in_place:
         raise UsageError(
-            f"{os.fspath(path)} is on another machine, where nothing is written",
-            hint="write a file here, and upload it with the tool of that machine",
+            "is on another machine, where files are written whole and not changed in place",
+            hint="write another one with -o",
+        )
+    if is_address(path) and verify:
+        raise UsageError(
+            "what is written to another machine is not read back, its size alone is asked for",
+            hint="compare it afterwards: ckptool diff SOURCE TARGET",
         )
 
 
@@ -195,7 +199,7 @@ def remarks(
     is_known = any(ending in one.endings for one in REGISTRY)
     if ending and not (is_told or is_known or checkpoint.path.lower().endswith(ending)):
         yield f"{ending} is the ending of no format: the file is a {written}"
-    if folder and not os.path.isdir(folder):
+    if folder and not is_address(path) and not os.path.isdir(folder):
         yield f"the folder {folder} is new"
 
 
@@ -223,7 +227,7 @@ def check_target(
             hint="write another file or folder with -o",
         )
     if not is_a_source(path, checkpoint.sources):
-        refuse_target(path, overwrite=overwrite)
+        place_of(path).refuse_target(name, overwrite=overwrite)
     elif not in_place:
         raise TargetExists(
             "is the source itself",
@@ -256,6 +260,8 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[Source]) -
 
 def is_a_source(path: str | os.PathLike[str], sources: Iterable[Source]) -> bool:
     """Whether the target, links resolved, is one of the files that will be read."""
+    if is_address(path):
+        return os.fspath(path) in {source.name for source in sources}
     try:
         target = os.stat(path)
     except OSError:

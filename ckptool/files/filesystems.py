@@ -1,0 +1,71 @@
+"""The file systems of fsspec: what an address names there, and the ranges of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
+from ckptool.files.http import Part
+
+__all__ = ["INSTALL", "Fetch", "by_fsspec", "system_of", "told_by"]
+
+INSTALL = "pip install fsspec huggingface_hub"
+
+Fetch = Callable[[int, int, str], Part]
+"""Bytes from an offset to another, of the file that still has a tag."""
+
+
+def by_fsspec(path: str) -> Fetch:
+    """Return what fetches the bytes of a file."""
+    system, inner = system_of(path)
+
+    def facts() -> tuple[int, str]:
+        system.invalidate_cache()
+        told = told_by(path, lambda: system.info(inner))
+        tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
+        return int(told["size"]), str(next(filter(None, tags), ""))
+
+    size, known = facts()
+
+    def ask(start: int, stop: int, tag: str) -> Part:
+        stop = min(stop, size)
+        data = told_by(path, lambda: system.cat_file(inner, start=start, end=stop)) if stop else b""
+        return Part(bytes(data), size, known)
+
+    return ask
+
+
+def system_of(path: str) -> tuple[Any, str]:
+    """Return the file system of fsspec that an address names, and the path in there.
+
+    Raises:
+        UnsupportedFormat: fsspec, or the package of the file system, is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise UnsupportedFormat(
+            "is read by fsspec, which is not installed", file=path, hint=INSTALL
+        ) from error
+    try:
+        found: tuple[Any, str] = url_to_fs(path)
+    except ImportError as error:
+        raise UnsupportedFormat(f"cannot be read: {error}", file=path, hint=INSTALL) from error
+    except ValueError as error:
+        raise FileMissing(f"is no address that fsspec knows: {error}", file=path) from error
+    return found
+
+
+def told_by(path: str, work: Callable[[], Any]) -> Any:
+    """Do the work of a file system, whose errors are of any kind."""
+    try:
+        return work()
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except PermissionError as error:
+        raise FileDenied(f"it is not given to us: {error}", file=path) from error
+    except Exception as error:
+        raise UnreadableFile(
+            f"cannot be fetched: {type(error).__name__}, {error}", file=path
+        ) from error

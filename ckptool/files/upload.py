@@ -1,0 +1,163 @@
+"""Objects written at addresses, by the file systems of fsspec: whole, or not at all.
+
+An object is sent in parts as its bytes come, and is there when the last has come; what fails
+before, be it by Ctrl-C, discards the parts. Several objects appear one after the other, the index
+last. The size of each is asked for afterwards; nothing is read back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ckptool.errors import CheckpointError, TargetExists, UsageError, WriteDenied, WriteError, warn
+from ckptool.files.atomic import STEP, FileOutput, Outputs, Progress, filled
+from ckptool.files.filesystems import system_of
+from ckptool.files.source import ByteRange
+from ckptool.words import listed
+
+__all__ = ["refuse_object", "uploaded_set"]
+
+_PART, _PARTS = 16 << 20, 9_000
+"""Bytes of a part of an object, and how many it has at most: S3 takes 10,000."""
+
+
+def refuse_object(path: str, *, overwrite: bool) -> None:
+    """Refuse an address where nothing can be written, or that is not to be replaced.
+
+    Raises:
+        UsageError: nothing is written to addresses of this kind.
+        TargetExists: it is there.
+        WriteError: the file system does not say whether it is there.
+    """
+    kind = path.partition("://")[0].lower()
+    if kind in ("http", "https", "hf"):
+        raise UsageError(
+            f"nothing is written to {kind}://: no file of it appears whole or not at all",
+            hint="write a file here, and upload it" + (": hf upload" if kind == "hf" else ""),
+        )
+    system, inner = system_of(path)
+    with _worded(path):
+        system.invalidate_cache()
+        try:
+            there = system.info(inner)
+        except FileNotFoundError:
+            return
+    if there["type"] == "directory":
+        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
+    if not overwrite:
+        raise TargetExists(
+            "exists already", file=path, hint="--force replaces it; or choose another name"
+        )
+
+
+@contextmanager
+def uploaded_set(
+    index: str,
+    sizes: Mapping[str, int],
+    *,
+    overwrite: bool,
+    check: Callable[[], None] | None,
+    progress: Progress | None,
+) -> Iterator[Outputs]:
+    """Outputs for objects, asked for one after the other, the index last; see `atomic_set`.
+
+    `check` is called before the last one appears. Those that are there when something fails stay,
+    and are named in a `CheckpointWarning`.
+
+    Raises:
+        TargetExists: an object is there and not to be overwritten.
+        WriteDenied, WriteError: the file system refuses it, or has another number of bytes.
+    """
+    done: list[str] = []
+
+    @contextmanager
+    def output_of(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        path = os.fspath(name)
+        before, total = sum(sizes[one] for one in done), sum(sizes.values())
+
+        def report(now: int, _: int) -> None:
+            if progress is not None:
+                progress(before + now, total)
+
+        with _uploaded(path, sizes[path], report) as output:
+            yield output
+            if check is not None and path == index:
+                check()
+            refuse_object(path, overwrite=overwrite)
+        done.append(path)
+
+    try:
+        yield output_of
+    except BaseException:
+        if done:
+            warn(f"{index}: was not written; these of its files are there: {listed(done)}")
+        raise
+
+
+@contextmanager
+def _uploaded(path: str, size: int, progress: Progress) -> Iterator[FileOutput]:
+    """An object that appears when the block ends well."""
+    system, inner = system_of(path)
+    transaction = system.transaction
+    transaction.start()  # every file system defers what is written in one, `memory` too
+    file: Any = None
+    try:
+        with _worded(path):
+            file = system.open(inner, "wb", block_size=max(_PART, -(-size // _PARTS)))
+        output = _Upload(file, path, size, progress)
+        yield output
+        with _worded(path):
+            output.finish()
+            file.close()
+    except BaseException:
+        with suppress(Exception):  # what went wrong first is what is told
+            transaction.complete(commit=False)
+        with suppress(AttributeError):
+            file.closed = True  # else Python closes it in the end, which may make it appear
+        raise
+    with _worded(path):
+        transaction.complete(commit=True)
+        system.invalidate_cache()
+        there = int(system.info(inner)["size"])
+        if there != size:
+            system.rm_file(inner)
+            raise WriteError(f"{size:,} bytes were sent, and it has {there:,}: removed", file=path)
+
+
+class _Upload(FileOutput):
+    """An `Output` that sends what comes."""
+
+    def __init__(self, file: Any, path: str, size: int, progress: Progress) -> None:
+        super().__init__(-1, size, progress, path)
+        self._file = file
+
+    def _copy_file(self, data: ByteRange) -> None:
+        for block in filled(data):
+            self.write(block)
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        with _worded(self.name):
+            self._file.write(data)
+        self._flushed += len(data)
+        if self._flushed - self._reported >= STEP:
+            self._report()
+
+
+@contextmanager
+def _worded(path: str) -> Iterator[None]:
+    """Tell what a file system raises, which is of any kind."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.file is None:
+            error.file = path
+        raise
+    except PermissionError as error:
+        raise WriteDenied(f"we may not write there: {error}", file=path) from error
+    except Exception as error:
+        raise WriteError(
+            f"cannot be written: {type(error).__name__}, {error}", file=path
+        ) from error
