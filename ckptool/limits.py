@@ -23,6 +23,9 @@ class Limits:
     max_code_bytes: int = 64 << 20
     """TorchScript source read to learn parameter names, inflated, in all."""
 
+    max_far_shards: int = 4096
+    """Files that an index on another machine names: each is a request, and 128 KiB."""
+
     max_records: int = 5_000_000
     """Entries of a zip directory, members of a tar."""
 

@@ -22,9 +22,11 @@ class Served:
         self.folder = folder
         self.asked = []
         """Of each request for a file: path, first byte and the one behind the last."""
+        self.sent = 0
+        """Bytes that nobody asked for."""
         self.ranges = True
         self.misdeeds = {}
-        """By the number of a request, what the server does instead: a status, or `cut`."""
+        """By the number of a request, what the server does instead: a status, or a word."""
         self.headers = {}
         self.redirects = {}
         self.token = None
@@ -96,7 +98,14 @@ class Handler(BaseHTTPRequestHandler):
             data = content[start:stop]
             if misdeed == "lie":
                 headers["Content-Range"] = f"bytes {start + 1}-{stop}/{len(content)}"
+            if misdeed == "huge":
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{1 << 60}"
             self.answer(200 if whole else 206, headers, data, cut=misdeed == "cut")
+            while misdeed == "endless":
+                try:
+                    served.sent += self.connection.send(bytes(1 << 16))
+                except OSError:
+                    misdeed, self.close_connection = None, True
 
     def answer(self, status, headers, data, *, cut=False):
         self.send_response(status)

@@ -1,5 +1,6 @@
 """Checkpoints at addresses: read as on this disk, by few requests; faults are sentences."""
 
+import json
 import os
 import shutil
 
@@ -8,7 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.errors import CheckpointError, FileDenied, FileMissing, UnreadableFile, UsageError
+from ckptool.errors import (
+    CheckpointError,
+    FileDenied,
+    FileMissing,
+    LimitExceeded,
+    UnreadableFile,
+    UsageError,
+)
 from ckptool.files import http
 from ckptool.files.remote import _repository
 from tests.servers import SHA, serving
@@ -165,6 +173,49 @@ def test_no_redirect_leads_to_a_local_file(large, served):
     assert len(ckptool.list_tensors(f"{served.url}/b.pth").tensors) == 60
 
 
+def test_of_an_endless_answer_what_was_asked_for_is_read(large, served, tmp_path):
+    served.misdeeds = dict.fromkeys(range(1, 100), "endless")
+    ckptool.convert(f"{served.url}/large.pth", tmp_path / "x.pth")
+    assert ckptool.diff(large, tmp_path / "x.pth").identical
+
+
+def test_a_size_that_is_a_lie_costs_few_requests(large, served):
+    served.misdeeds = dict.fromkeys(range(1, 100), "huge")
+    with pytest.raises(UnreadableFile):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+    assert len(served.asked) <= 1 + http.ATTEMPTS
+
+
+def test_an_index_of_more_files_than_anyone_has_is_refused(served):
+    index = {"weight_map": {f"l.{i}": f"m-{i}.safetensors" for i in range(5000)}}
+    with open(os.path.join(served.folder, "m.safetensors.index.json"), "w") as file:
+        json.dump(index, file)
+    with pytest.raises(LimitExceeded, match="the index names 5,000 files"):
+        ckptool.list_tensors(f"{served.url}/m.safetensors.index.json")
+    assert len(served.asked) <= 3
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown(large, served):
+    address = served.url.replace("://", "://user:word@") + "/large.pth"
+    with pytest.raises(UnreadableFile, match="has a user or a password in it") as raised:
+        ckptool.list_tensors(address)
+    assert "word@" not in f"{raised.value} {raised.value.hint}"
+    assert served.asked == []
+
+
+def test_whether_a_folder_is_there_is_asked_once(fixtures, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/once.pth", (fixtures / "torch-2.13.0" / "dp_full_cuda3.pth").read_bytes())
+    asked = []
+    isdir = type(memory).isdir
+    monkeypatch.setattr(
+        type(memory), "isdir", lambda self, path: asked.append(path) or isdir(self, path)
+    )
+    ckptool.list_tensors("memory://once.pth")
+    assert asked.count("/once.pth") == 1
+
+
 def test_what_is_packed_is_refused(large, served):
     served.headers = {"Content-Encoding": "gzip"}
     with pytest.raises(UnreadableFile, match=r"packs what it sends \(gzip\)"):
@@ -274,7 +325,7 @@ def test_no_error_shows_what_may_be_secret(served):
     with pytest.raises(CheckpointError) as raised:
         ckptool.list_tensors(address)
     assert "hidden" not in str(raised.value)
-    assert "word" not in str(raised.value)
+    assert "word@" not in str(raised.value)
     with pytest.raises(FileMissing) as raised:
         ckptool.list_tensors(f"{served.url}/nothing.pth?signature=hidden")
     assert "hidden" not in str(raised.value)

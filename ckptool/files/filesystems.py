@@ -23,6 +23,8 @@ def by_fsspec(path: str) -> Fetch:
     def facts() -> tuple[int, str]:
         system.invalidate_cache()
         told = told_by(path, lambda: system.info(inner))
+        if told["type"] == "directory":
+            raise FileMissing("is a folder", file=path)
         tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
         return int(told["size"]), str(next(filter(None, tags), ""))
 

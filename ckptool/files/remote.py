@@ -85,7 +85,7 @@ class RemotePlace(Place):
 
     def exists(self, path: str) -> bool:
         """Return whether something is there."""
-        return self.is_folder(path) or self.is_file(path)
+        return self.is_file(path) or self.is_folder(path)
 
     def is_folder(self, path: str) -> bool:
         """Return whether a folder is there; a server of plain http has none."""
@@ -353,6 +353,12 @@ def _fetcher(path: str) -> Fetch:
         url = f"{repository.base}/{quote(inner)}"
         return lambda start, stop, tag: fetch(url, start, stop, tag=tag, headers=repository.headers)
     if _is_http(path):
+        if "@" in urlsplit(path).netloc:
+            raise UnreadableFile(
+                "has a user or a password in it, which results would show: it is not asked",
+                file=path,
+                hint="take an address that is signed, or download it first: curl -LOn URL",
+            )
         return lambda start, stop, tag: fetch(path, start, stop, tag=tag)
     return by_fsspec(path)
 

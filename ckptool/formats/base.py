@@ -144,13 +144,13 @@ class Probe:
         self.path = self.place.spelled(os.fsdecode(path))
         self._pattern = "*"
         folder, name = os.path.split(self.path)
-        is_there = self.place.exists(self.path)
-        if "*" in name and not is_there and self.place.is_folder(folder or "."):
-            self.path, self._pattern, is_there = folder or ".", name, True
-        index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
-        if not is_there and self.place.is_file(index):
-            self.path = index
         self.is_folder = self.place.is_folder(self.path)
+        is_there = self.is_folder or self.place.exists(self.path)
+        if "*" in name and not is_there and self.place.is_folder(folder or "."):
+            self.path, self._pattern, self.is_folder = folder or ".", name, True
+        index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
+        if not (is_there or self.is_folder) and self.place.is_file(index):
+            self.path = index
         self.source = source or (None if self.is_folder else self.place.open(self.path))
         if self._pattern != "*" and not self.entries:
             raise FileMissing(f"has no file {self._pattern}", file=self.path)

@@ -179,10 +179,17 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
     if not called_so and _MARK not in raw:
         return None
     try:
-        return _parsed(raw, source)
+        index = _parsed(raw, source)
     except CorruptFile as error:
         error.file = source.name
         raise
+    if source.is_far and index and len(index.shards) > limits.max_far_shards:
+        raise LimitExceeded(
+            f"the index names {len(index.shards):,} files; of another machine "
+            f"{limits.max_far_shards:,} are asked for",
+            file=source.name,
+        )
+    return index
 
 
 def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
