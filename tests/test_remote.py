@@ -116,6 +116,20 @@ def test_what_reads_tensors_takes_an_address(large, served):
     assert torch.equal(model.l[3].w, state["l.3.w"])
 
 
+def test_a_rehearsal_says_what_would_be_fetched(large, served, tmp_path):
+    def told(**options):
+        before = served.bytes
+        target = tmp_path / "x.safetensors"
+        notes = ckptool.convert(f"{served.url}/large.pth", target, dry_run=True, **options).notes
+        assert served.bytes - before < 400_000
+        return [note for note in notes if "would be fetched" in note]
+
+    one = 400_000
+    assert told() == [f"{60 * one:,} bytes of tensors would be fetched"]
+    assert told(include=["l.30.w"]) == [f"{one:,} bytes of tensors would be fetched"]
+    assert told(cast="bfloat16") == [f"{60 * one:,} bytes of tensors would be fetched"]
+
+
 def test_damage_is_noticed_while_it_is_copied(large, served, tmp_path):
     with open(large, "r+b") as file:
         file.seek(5_000_000)
@@ -265,6 +279,11 @@ def hub(served, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     yield served
     _repository.cache_clear()
+
+
+def test_the_commit_that_is_read_is_told(large, hub, tmp_path):
+    receipt = ckptool.convert("hf://org/model/large.pth", tmp_path / "x.pth")
+    assert f"read as it is at hf://org/model@{SHA}" in receipt.notes
 
 
 @pytest.mark.parametrize(

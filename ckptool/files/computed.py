@@ -171,6 +171,7 @@ def gathered(
     axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
     rows = _Rows(data, itemsize, axes, offset)
     source = ComputedSource(data.source.name, rows.size, rows.read_into)
+    source.made_of = (data,)
     return ByteRange(source, 0, rows.size)
 
 
@@ -237,4 +238,6 @@ def joined(parts: Sequence[ByteRange]) -> ByteRange:
             part.read_into(buffer[done : done + count], begin)
             index, done = index + 1, done + count
 
-    return ByteRange(FilledSource(runs[0].source.name, starts[-1], fill), 0, starts[-1])
+    source = FilledSource(runs[0].source.name, starts[-1], fill)
+    source.made_of = runs
+    return ByteRange(source, 0, starts[-1])

@@ -23,7 +23,7 @@ class InflatedSource(Source):
 
     def __init__(self, packed: ByteRange, size: int) -> None:
         """Read `packed` (raw deflate) as `size` bytes."""
-        self._packed = packed
+        self._packed, self.made_of = packed, (packed,)
         self.name, self.size = packed.source.name, size
         self._inflater: zlib._Decompress | None = None  # tens of kilobytes, only while it is read
         self._blocks: Iterator[bytes] = iter(())

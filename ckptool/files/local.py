@@ -23,6 +23,10 @@ class Place:
         """Return the path in the form that others are made of by joining."""
         return path
 
+    def pinned(self, path: str) -> str:
+        """Return what a path that means another thing from time to time has been taken for."""
+        return ""
+
     def exists(self, path: str) -> bool:
         """Return whether something is there, be it a link that leads nowhere."""
         return os.path.lexists(path)

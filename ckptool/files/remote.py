@@ -83,6 +83,10 @@ class RemotePlace(Place):
         repository, inner = found
         return f"{repository.address}/{inner}" if inner else repository.address
 
+    def pinned(self, path: str) -> str:
+        """Return a repository of Hugging Face as `hf://owner/name@COMMIT`."""
+        return "" if (found := _in_hub(path)) is None else found[0].address
+
     def exists(self, path: str) -> bool:
         """Return whether something is there."""
         return self.is_file(path) or self.is_folder(path)

@@ -25,6 +25,7 @@ __all__ = [
     "Source",
     "Stated",
     "Stream",
+    "far_bytes",
     "neighbours",
     "open_descriptor",
     "read_at",
@@ -52,6 +53,9 @@ class Source:
     """Whether several threads may read it at once, in whatever order, at no cost."""
     is_far = False
     """Whether a read may be a request to another machine."""
+
+    made_of: Sequence[ByteRange] = ()
+    """What its bytes are computed or put together from, as far as that is known."""
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the source has these bytes."""
@@ -415,6 +419,19 @@ class Stream(io.RawIOBase):
             self._data.read_into(memoryview(buffer)[:count], self._position)
         self._position += count
         return count
+
+
+def far_bytes(ranges: Iterable[ByteRange]) -> int:
+    """Return how many bytes of other machines ranges take, what several take once."""
+    known: dict[tuple[int, int, int], None] = {}
+    todo = list(ranges)
+    while todo:
+        one = todo.pop()
+        if one.source.made_of:
+            todo.extend(one.source.made_of)
+        elif not isinstance(one.source, MemorySource) and one.source.fd() is None:
+            known[id(one.source), one.offset, one.length] = None
+    return sum(length for _, _, length in known)
 
 
 def neighbours(parts: Iterable[ByteRange]) -> list[ByteRange]:

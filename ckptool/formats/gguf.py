@@ -243,7 +243,9 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     data = ByteRange(source, begin, length)
     if plain is None:
         fill = partial(_dequantised, data, str(name), block, size)
-        data = ByteRange(ComputedSource(source.name, elements * 4, fill), 0, elements * 4)
+        made = ComputedSource(source.name, elements * 4, fill)
+        made.made_of = (data,)
+        data = ByteRange(made, 0, made.size)
     storage = Storage(one.name, data, data.length)
     strides = row_major_strides(one.shape)
     return TensorRef(plain or "float32", one.shape, strides, 0, storage, "cpu")

@@ -127,6 +127,7 @@ class Averager:
 
         ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
         source = ComputedSource(runs[0].data.source.name, size, fill, ahead=ahead)
+        source.made_of = [run.data for run in runs]
         return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
 
     def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:

@@ -135,6 +135,7 @@ class Caster:
             run = _Run(self, storage, storage.data, list(views))
             ahead = self._ahead if storage.data.source.is_shared else None
             source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
+            source.made_of = (storage.data,)
             data = ByteRange(source, 0, size)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
 
@@ -231,6 +232,7 @@ def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
             room[:] = made[skipped : skipped + len(room)]
 
     source = ComputedSource(data.source.name, weight.numel * 4, fill)
+    source.made_of = (data,)
     made = ByteRange(source, 0, source.size)
     storage = Storage(held.key, made, source.size, held.device, sys.byteorder, whole=held.data)
     return replace(weight, dtype="float32", storage=storage, offset=0)

@@ -19,7 +19,8 @@ from ckptool.errors import (
 from ckptool.files import Source
 from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
-from ckptool.files.place import is_address
+from ckptool.files.place import is_address, place_of
+from ckptool.files.source import far_bytes
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
@@ -175,6 +176,8 @@ def save(
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes = format_of(checkpoint.format).layout_notes(checkpoint)
         plan = replace(plan, notes=(*plan.notes, *notes))
+    if any(source.is_far for source in checkpoint.sources):
+        plan = replace(plan, notes=(*plan.notes, *_from_afar(checkpoint, dry_run=dry_run)))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -255,6 +258,16 @@ def _room(plan: Plan, path: str | os.PathLike[str]) -> str:
         folder = os.path.dirname(folder)
     free = shutil.disk_usage(folder).free
     return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
+
+
+def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
+    """Yield what is read of another machine: at which commit, and how much is to come."""
+    if pinned := place_of(checkpoint.path).pinned(checkpoint.path):
+        yield f"read as it is at {pinned}"
+    if dry_run:
+        storages = (tensor.storage for _, tensor in checkpoint.tensors())
+        data = far_bytes(one.data for one in storages if one is not None and one.data is not None)
+        yield f"{data:,} bytes of tensors would be fetched"
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
