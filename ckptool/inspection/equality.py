@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any
 
 from ckptool.dtypes import PACKED
@@ -34,6 +35,7 @@ __all__ = [
     "Unlike",
     "first_difference",
     "is_made_of_parts",
+    "own_parts",
     "raw_elements",
     "type_name",
 ]
@@ -315,9 +317,14 @@ def _attributes(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
     return iter(())
 
 
+def own_parts(tensor: TensorRef) -> dict[Any, Any]:
+    """Return the parts of a tensor that do not only repeat its header."""
+    return {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
+
+
 def _parts(tensor: TensorRef) -> dict[Any, Any]:
-    """What it is made of beside its header and its elements."""
-    parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
+    """Return the parts that are compared, with the items of a quantiser by name."""
+    parts = own_parts(tensor)
     if isinstance(parts.get("quantizer"), tuple):
         parts["quantizer"] = dict(zip(_QUANTIZER, parts["quantizer"], strict=False))
     return parts
@@ -347,22 +354,12 @@ def _tells(layer: Wrapping) -> bool:
 
 
 def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
-    """What was done to an object when it was made; what was added in portions, at once."""
-    portions: list[Any] = []
-    last = ""
-    for kind, value in node.steps:
+    """Yield the steps that made an object; items that were added in portions are one step."""
+    for kind, run in groupby(node.steps, lambda step: step[0]):
         if kind == "build":
-            if portions:
-                yield last, portions
-            portions, last = [], ""
-            yield kind, value
-        elif held:
-            if kind != last and portions:
-                yield last, portions
-                portions = []
-            portions, last = [*portions, *value] if portions else list(value), kind
-    if portions:
-        yield last, portions
+            yield from run
+        elif held and (items := list(chain.from_iterable(portion for _, portion in run))):
+            yield kind, items
 
 
 def _is_member(item: Any) -> bool:

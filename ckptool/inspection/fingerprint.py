@@ -7,7 +7,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from ckptool.inspection.diff_regions import is_set
-from ckptool.inspection.equality import raw_elements, type_name
+from ckptool.inspection.equality import own_parts, raw_elements, type_name
 from ckptool.inspection.values import set_items
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, StorageRef, TensorRef
 
@@ -15,8 +15,6 @@ __all__ = ["Fingerprints"]
 
 _LENGTH = 16
 _CONTAINERS = (dict, list, tuple, Opaque, TensorRef)
-_IN_HEADER = frozenset({"args", "layout", "size"})
-"""Parts of a tensor that only repeat its header."""
 
 
 class Fingerprints:
@@ -96,7 +94,7 @@ def _children(node: Any) -> Iterable[Any]:
     if isinstance(node, (list, tuple)):
         return node
     if isinstance(node, TensorRef):
-        parts = [(key, part) for key, part in (node.parts or {}).items() if key not in _IN_HEADER]
+        parts: list[tuple[str, Any]] = list(own_parts(node).items())
         for number, layer in enumerate(node.wrapping):
             parts += [(f"type {number}", layer.type), (f"state {number}", layer.state)]
         return _flat((key, part) for key, part in parts if part is not None)

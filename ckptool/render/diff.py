@@ -21,23 +21,17 @@ if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
 __all__ = [
-    "FIGURES",
-    "Row",
-    "changed_rows",
+    "diff_line",
     "diff_lines",
-    "figures",
     "folded",
     "note_lines",
-    "only_rows",
-    "renamed_rows",
     "stat_lines",
     "status_lines",
-    "summary_lines",
 ]
 
 _SHORT = 40  # characters of a value where it is one of two on a line
 
-FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
+_FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +123,9 @@ def _worst(found: Sequence[Difference]) -> Difference | None:
 
 
 def figures(found: Difference | None, *, whole: bool) -> list[str]:
-    """The cells below `FIGURES`; `whole` numbers have six digits, others three."""
+    """The cells below `_FIGURES`; `whole` numbers have six digits, others three."""
     if found is None:
-        return [""] * len(FIGURES)
+        return [""] * len(_FIGURES)
 
     def said(figure: float | None, digits: str = ".3g") -> str:
         return "" if figure is None else number(figure) if whole else format(figure, digits)
@@ -282,12 +276,16 @@ def status_lines(diff: Diff) -> Iterator[str]:
     Names with quotes, backslashes or what does not print stand in quotes as in C, bytes of UTF-8 in
     octal (git's `core.quotePath=false`).
     """
-    for change in (*diff.changed, *diff.values):
-        if change.counts:
-            yield f"{change.status}\t{quoted(change.name)}"
-    yield from (f"D\t{quoted(side.name)}" for side in diff.only_in_a)
-    yield from (f"A\t{quoted(side.name)}" for side in diff.only_in_b)
-    yield from (f"R\t{quoted(row.a.name)}\t{quoted(row.b.name)}" for row in diff.renamed)
+    return ("\t".join((status, *map(quoted, names))) for status, *names in _differing(diff))
+
+
+def _differing(diff: Diff) -> Iterator[tuple[str, ...]]:
+    """Yield the status and the name of each entry that differs; of a rename both names."""
+    rows = (*diff.changed, *diff.values)
+    yield from ((row.status, row.name) for row in rows if row.counts)
+    yield from (("D", side.name) for side in diff.only_in_a)
+    yield from (("A", side.name) for side in diff.only_in_b)
+    yield from (("R", row.a.name, row.b.name) for row in diff.renamed)
 
 
 def note_lines(diff: Diff, look: Look) -> Iterator[str]:
@@ -367,10 +365,10 @@ def _changed_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str
     rows = changed_rows([row for row in diff.changed if _is_content(row)], whole=False, fold=fold)
     bare = [row for row in rows if row.figures is None]
     measured = [row for row in rows if row.figures is not None]
-    yield _drawn([_names(bare), *_counted(bare), _what(bare), *_sides(bare)], look)
+    yield _drawn([_names(bare), _counted(bare), _what(bare), *_sides(bare)], look)
     what = Column("what", [_in_brief(row) for row in measured])
     yield _drawn(
-        [_names(measured), *_counted(measured), what, *_figures(measured, whole=False)],
+        [_names(measured), _counted(measured), what, *_figures(measured, whole=False)],
         look,
         _SPARE,
     )
@@ -393,7 +391,7 @@ def _value_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
         f"{row.a} -> {row.b}{f' (at {place})' if place else ''}"
         for row, place in zip(rows, places, strict=True)
     ]
-    return _drawn([names, *_counted(rows), Column("", change, flexible=True)], look)
+    return _drawn([names, _counted(rows), Column("", change, flexible=True)], look)
 
 
 def _only_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
@@ -403,17 +401,17 @@ def _only_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
     ):
         rows = only_rows(status, sides, whole=False, fold=fold)
         what = Column("", [row.a or row.b for row in rows], flexible=True)
-        yield _drawn([_names(rows, heading), *_counted(rows), what], look)
+        yield _drawn([_names(rows, heading), _counted(rows), what], look)
 
 
 def _renamed_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
     rows = renamed_rows(diff.renamed, fold=fold)
     new = Column("in B", [row.b for row in rows], flexible=True)
     what = Column("", [row.what for row in rows])
-    return _drawn([_names(rows, "renamed from"), *_counted(rows), new, what], look)
+    return _drawn([_names(rows, "renamed from"), _counted(rows), new, what], look)
 
 
-def _one_table(diff: Diff, look: Look) -> Iterator[str]:
+def _one_table(diff: Diff, look: Look) -> Iterable[str]:
     """Every difference a row, all under the same headings."""
     counting = [row for row in (*diff.changed, *diff.values) if row.counts]
     rows = [
@@ -429,21 +427,16 @@ def _one_table(diff: Diff, look: Look) -> Iterator[str]:
         *_sides(rows),
         *_figures(rows, whole=True),
     ]
-    return table(
-        [column.heading for column in columns],
-        [list(row) for row in zip(*(column.cells for column in columns), strict=True)],
-        look,
-        right={n for n, column in enumerate(columns) if column.right},
-    )
+    return _table(columns, look)
 
 
 def _names(rows: Sequence[Row], heading: str = "name") -> Column:
     return Column(heading, [row.label for row in rows], flexible=True)
 
 
-def _counted(rows: Sequence[Row]) -> list[Column]:
-    """`x32` beside what stands for 32 entries."""
-    return [Column("", [f"x{row.count}" if row.count > 1 else "" for row in rows])]
+def _counted(rows: Sequence[Row]) -> Column:
+    """Return the column that says `x32` of a row for 32 entries."""
+    return Column("", [f"x{row.count}" if row.count > 1 else "" for row in rows])
 
 
 def _what(rows: Sequence[Row]) -> Column:
@@ -460,23 +453,26 @@ def _sides(rows: Sequence[Row]) -> list[Column]:
 def _figures(rows: Sequence[Row], *, whole: bool) -> list[Column]:
     cells = [figures(row.figures, whole=whole) for row in rows]
     return [
-        Column(heading, [row[n] for row in cells], right=heading != FIGURES[-1])
-        for n, heading in enumerate(FIGURES)
+        Column(heading, [row[n] for row in cells], right=heading != _FIGURES[-1])
+        for n, heading in enumerate(_FIGURES)
     ]
 
 
 def _drawn(columns: Sequence[Column], look: Look, spare: Sequence[str] = ()) -> Iterable[str]:
-    """A table of the columns in which anything stands; nothing without rows."""
-    filled = [column for column in columns if any(column.cells)]
+    """Return a table of the columns that have a filled cell; nothing without rows."""
     if not columns[0].cells:
         return ()
-    headings = [column.heading for column in filled]
+    return _table([column for column in columns if any(column.cells)], look, spare)
+
+
+def _table(columns: Sequence[Column], look: Look, spare: Sequence[str] = ()) -> Iterable[str]:
+    headings = [column.heading for column in columns]
     return table(
         headings,
-        [list(row) for row in zip(*(column.cells for column in filled), strict=True)],
+        [list(row) for row in zip(*(column.cells for column in columns), strict=True)],
         look,
-        right={n for n, column in enumerate(filled) if column.right},
-        flexible=[n for n, column in enumerate(filled) if column.flexible],
+        right={n for n, column in enumerate(columns) if column.right},
+        flexible=[n for n, column in enumerate(columns) if column.flexible],
         spare=[headings.index(heading) for heading in spare if heading in headings],
     )
 
@@ -543,15 +539,10 @@ def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
 
 def _by_module(diff: Diff) -> dict[str, Counter[str]]:
     """How many entries of each mark, by the name without its last part."""
-    found: list[tuple[str, str]] = [
-        (change.name, change.status) for change in (*diff.changed, *diff.values) if change.counts
-    ]
-    found += [(side.name, "D") for side in diff.only_in_a]
-    found += [(side.name, "A") for side in diff.only_in_b]
-    found += [(row.b.name, "R") for row in diff.renamed]
     marks = {status: mark for mark, statuses in _MARKS.items() for status in statuses}
     modules: dict[str, Counter[str]] = {}
-    for name, status in found:
+    for status, *names in _differing(diff):
+        name = names[-1]
         module = name[: max(name.rfind("."), name.rfind("/"), 0)]
         modules.setdefault(module, Counter())[marks[status]] += 1
     return modules
