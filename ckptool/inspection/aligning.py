@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.common_names import Names, NameUse, Renamed, SideNames
+from ckptool.inspection.common_names import Names, Renamed, SideNames
 from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
 from ckptool.inspection.diff_scope import Scope, in_scope, scopes
 from ckptool.inspection.equality import first_difference
@@ -72,7 +72,7 @@ def align(
     aligned = _Alignment(
         found.a,
         found.b,
-        SideNames(a.path, strict_names, NameUse(rules)),
+        SideNames(a.path, strict_names, tuple(rules)),
         SideNames(b.path, strict_names),
         whole=found.key is None,
     ).run()
@@ -110,7 +110,7 @@ class _Alignment:
         self.notes.extend(_unpaired(left[0], left[1]))
         if rest and self.whole:
             self.notes.extend(_weights_alone(self.a, self.b, couples))
-        self.notes.extend(self.names_a.use.idle())
+        self.notes.extend(self.names_a.idle())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
         )

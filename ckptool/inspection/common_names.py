@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptool.errors import NameCollision
@@ -11,7 +11,7 @@ from ckptool.statedict import Section, optimizer_names, wrapped_names
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import printable
 
-__all__ = ["NameUse", "Names", "Renamed", "SideNames"]
+__all__ = ["Names", "Renamed", "SideNames"]
 
 Renamed = dict[str, str]
 """Old name to new, of the names that change."""
@@ -31,39 +31,15 @@ STRICT_HINT = "--strict-names compares the names as they are"
 RULES_HINT = "make the rules narrower"
 
 
-class NameUse:
-    """The rules, and which of them have matched a name."""
-
-    def __init__(self, rules: Iterable[Rule] = ()) -> None:
-        """Nothing has matched yet."""
-        self.rules = tuple(rules)
-        self._matched: set[int] = set()
-
-    def apply(self, name: str) -> str:
-        """The name after every rule, each applied to what the one before made of it."""
-        for at, rule in enumerate(self.rules):
-            new = rule.apply(name)
-            if new is not None:
-                self._matched.add(at)
-                name = new
-        return name
-
-    def idle(self) -> list[str]:
-        """A sentence for each rule that matched nothing."""
-        return [
-            f"{printable(rule.text)} matched no name"
-            for at, rule in enumerate(self.rules)
-            if at not in self._matched
-        ]
-
-
 @dataclass
 class SideNames:
     """How the names of one checkpoint change for the comparison."""
 
     file: str
     strict: bool = False
-    use: NameUse = field(default_factory=NameUse)
+    rules: tuple[Rule, ...] = ()
+    _matched: set[int] = field(default_factory=set)
+    """Positions of the rules that changed a name."""
     _namings: list[tuple[frozenset[str], Names]] = field(default_factory=list)
 
     def stripped(self, part: Section) -> Renamed:
@@ -82,7 +58,7 @@ class SideNames:
         """
         names = [name for name in part.node if isinstance(name, str)]
         renamed = self._ruled(names, stripped)
-        hint = RULES_HINT if self.use.rules else STRICT_HINT
+        hint = RULES_HINT if self.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
         settled = Names(stripped, renamed)
@@ -111,7 +87,23 @@ class SideNames:
             raise NameCollision(error.message, file=self.file or None, hint=STRICT_HINT) from error
 
     def _ruled(self, names: Sequence[str], stripped: Renamed) -> Renamed:
-        if not self.use.rules:
+        if not self.rules:
             return stripped
-        new = {name: self.use.apply(stripped.get(name, name)) for name in names}
+        new = {name: self._apply(stripped.get(name, name)) for name in names}
         return {name: to for name, to in new.items() if to != name}
+
+    def _apply(self, name: str) -> str:
+        for at, rule in enumerate(self.rules):
+            new = rule.apply(name)
+            if new is not None:
+                self._matched.add(at)
+                name = new
+        return name
+
+    def idle(self) -> list[str]:
+        """Return a sentence for each rule that matched no name."""
+        return [
+            f"{printable(rule.text)} matched no name"
+            for at, rule in enumerate(self.rules)
+            if at not in self._matched
+        ]
