@@ -21,8 +21,7 @@ from ckptool.inspection.manifest import (
     write_manifest,
 )
 from ckptool.inspection.manifest_check import held_against
-from ckptool.inspection.remains import should_be_one
-from ckptool.inspection.searching import checkpoints_in
+from ckptool.inspection.searching import checkpoints_in, should_be_one
 from ckptool.inspection.verdict import NOT_ONE, Verdict
 from ckptool.limits import DEFAULT_LIMITS, Limits
 

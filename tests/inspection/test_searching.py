@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from ckptool.inspection.remains import should_be_one
+from ckptool.inspection.searching import should_be_one
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
 PAGE = b"\n<!doctype HTML><title>Sign in</title>"
