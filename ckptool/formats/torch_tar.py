@@ -62,7 +62,8 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
     except CheckpointError:
         raise
     except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise CorruptFile(f"the tar has a broken header: {error}", file=source.name) from error
+        kind = TruncatedFile if source.size % BLOCK else CorruptFile  # tars are whole blocks
+        raise kind(f"the tar has a broken header: {error}", file=source.name) from error
     if rest.read().strip(b"\0"):
         what = f"the tar has no member header at offset {rest.offset:,}"
         raise CorruptFile(what, file=source.name)
