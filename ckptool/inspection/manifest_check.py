@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from ckptool.errors import NameCollision
 from ckptool.formats.base import Findings, Problem
@@ -20,7 +21,7 @@ _Place = tuple[str | int, ...]
 """The path of a container."""
 _Group = dict[str | int, HashedTensor]
 """The tensors of one container by their own names, wrappers off."""
-_MOST_COMPARED = 1_000_000
+_MOST_COMPARED = 16
 
 
 class _Pairs(NamedTuple):
@@ -118,46 +119,39 @@ def _left(
 
 
 def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:
-    """Tensors by container and own name without wrappers, those left out whose path is `taken`."""
+    """Return tensors by container and name without wrappers, if unique, except paths in `taken`."""
     groups: dict[_Place, _Group] = {}
     for one in tensors:
         groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
-    return {
-        place: {own: one for own, one in _unwrapped(group).items() if one.path not in taken}
-        for place, group in groups.items()
-    }
-
-
-def _unwrapped(group: _Group) -> _Group:
-    """A container's tensors under their names without wrappers, where these are as many."""
-    try:
-        renamed = strip_names([own for own in group if isinstance(own, str)]).renamed
-    except NameCollision:
-        return group
-    return {
-        renamed.get(own, own) if isinstance(own, str) else own: one for own, one in group.items()
-    }
+    for place, group in groups.items():
+        renamed: Mapping[Any, str] = {}
+        with suppress(NameCollision):
+            renamed = strip_names([own for own in group if isinstance(own, str)]).renamed
+        groups[place] = {
+            renamed.get(own, own): one for own, one in group.items() if one.path not in taken
+        }
+    return groups
 
 
 def _group_pairs(
     wanted: dict[_Place, _Group], found: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
-    """Containers that belong together: of the same path, else those that agree in most."""
-    same = [place for place in found if place in wanted]
-    yield from ((place, place) for place in same)
-    left = [place for place in wanted if place not in found and wanted[place]]
-    other = [place for place in found if place not in wanted and found[place]]
-    if len(left) * len(other) > _MOST_COMPARED:
-        return
-    for have in sorted(other, key=lambda place: -len(found[place])):
-        scores = {want: _agreement(wanted[want], found[have]) for want in left}
-        best = max(left, key=lambda want: scores[want], default=None)
-        if best is not None and scores[best][0]:
-            left.remove(best)
-            yield best, have
-
-
-def _agreement(wanted: _Group, found: _Group) -> tuple[int, int]:
-    """How many names two containers have in common, and how many of these with equal content."""
-    common = wanted.keys() & found.keys()
-    return len(common), sum(wanted[name].sha256 == found[name].sha256 for name in common)
+    """Yield containers of one path, then those that share most content, then most names."""
+    yield from ((place, place) for place in found if place in wanted)
+    left = {place: group for place, group in wanted.items() if place not in found}
+    other = {place: group for place, group in found.items() if place not in wanted}
+    for content in (True, False):
+        where: dict[Any, list[_Place]] = {}
+        for want, group in left.items():
+            for own, one in group.items():
+                where.setdefault((own, content and one.sha256), []).append(want)
+        votes = Counter(
+            (want, have)
+            for have, group in other.items()
+            for own, one in group.items()
+            for want in where.get((own, content and one.sha256), ())[:_MOST_COMPARED]
+        )
+        for (want, have), _ in votes.most_common():
+            if want in left and have in other:
+                del left[want], other[have]
+                yield want, have

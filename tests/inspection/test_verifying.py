@@ -551,6 +551,13 @@ class TestManifest:
         verify(tmp_path / "both.pth", manifest=tmp_path / "sums.json")
         save_file(mean, tmp_path / "ema.safetensors")
         assert verify(tmp_path / "ema.safetensors", manifest=tmp_path / "sums.json").ok
+        raw, mean = {"w": torch.ones(2), "n": raw["w"]}, {"w": torch.zeros(2), "n": raw["w"]}
+        torch.save({"ema": mean, "model": raw}, tmp_path / "both.pth")
+        save_file(raw, tmp_path / "raw.safetensors")
+        verify(tmp_path / "raw.safetensors", manifest=tmp_path / "flat.json")
+        verdict = verify(tmp_path / "both.pth", manifest=tmp_path / "flat.json")
+        assert verdict.ok
+        assert "2 tensors of ema are not in the manifest" in verdict.notes
 
     def test_tensors_without_a_content_hash_are_counted(self, tmp_path):
         torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "s.pth")
