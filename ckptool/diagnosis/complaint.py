@@ -113,6 +113,10 @@ class Reference:
     target: Target
     """What it wants."""
 
+    def __str__(self) -> str:
+        """Return its name in a command."""
+        return self.word
+
 
 @dataclass(frozen=True, eq=False)
 class Patient:

@@ -7,8 +7,7 @@ one with `like` succeeds only if the result fits the reference.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +18,12 @@ from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import format_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
+from ckptool.inspection.advice import convert_command
 from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
-from ckptool.words import as_argument, counted, listed
+from ckptool.words import counted, listed
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format
 
@@ -78,7 +78,7 @@ class Planner:
             for more in (fix, {**fix, "drop_objects": True})[: 1 + ("plain" in fix)]:
                 merged = _merged(options or {}, more)
                 try:
-                    state = self._applied(merged)
+                    state = state if merged == options else self._applied(merged)
                 except CheckpointError as error:
                     problem = error.message
                     continue
@@ -150,29 +150,11 @@ class Planner:
         return found
 
     def _command(self, options: Options, target: str) -> str:
-        """The conversion as a shell takes it."""
         checkpoint, format = self._patient.checkpoint, self._format(options)
-        words = ["ckptool", "convert", as_argument(checkpoint.path), as_argument(target)]
+        shown = {name: value for name, value in options.items() if name != "format"}
         if target_format(checkpoint, target) != format:
-            words += ["--format", format]
-        return shlex.join([*words, *_words(options)])
-
-
-def _words(options: Options) -> Iterator[str]:
-    """Options of a conversion as `ckptool convert` spells them."""
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if name == "format":
-            continue
-        if value is True:
-            yield option
-            if name.startswith(("allow_missing", "allow_unexpected")):
-                continue
-        elif isinstance(value, Reference):
-            yield from (option, value.word)
-        else:
-            for one in value if isinstance(value, tuple) else (value,):
-                yield from (option, str(one))
+            shown = {"format": format, **shown}
+        return convert_command(checkpoint.path, target, shown)
 
 
 def _merged(options: Options, more: Options) -> dict[str, Any]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptool.words import are, as_argument, counted, listed
+from ckptool.writing.target import DEFAULT, default_target
 
-__all__ = ["CHOICE", "Needs", "choice_notes", "format_notes", "load_commands", "waste_notes"]
+__all__ = [
+    "CHOICE",
+    "Needs",
+    "choice_notes",
+    "convert_command",
+    "format_notes",
+    "load_commands",
+    "waste_notes",
+]
 
 CHOICE = "NAME"
-
-_INDEX = re.compile(r"(\.[^./]+)?\.index(\.[^./]+)?\.json$")
 
 _ANYWHERE = frozenset({"cpu", "meta"})
 _ONE_GPU = _ANYWHERE | {"cuda", "cuda:0"}
@@ -40,7 +47,7 @@ class Needs:
     averaged: bool = False
     """The counter of an `AveragedModel` stands beside the names, wrapped or not."""
     resume: tuple[str, ...] = ()
-    """Options that make plain data of all there is, where a training saved it to resume."""
+    """Options of `Conversion` that make plain data of all, where a training saved it to resume."""
 
 
 def load_commands(needs: Needs) -> dict[str, str]:
@@ -52,23 +59,35 @@ def load_commands(needs: Needs) -> dict[str, str]:
     for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", _ANYWHERE)):
         away = [tag for tag in needs.devices if tag not in allowed]
         rules = ["*=cpu"] if machine == "cpu" else _to_first_gpu(away)
-        arguments = _arguments(needs, rules if away else [])
-        if arguments:
-            commands[machine] = shlex.join(["ckptool", *arguments])
+        commands[machine] = _command(needs, rules if away else [])
     if needs.resume:
-        target = _target(needs.file, "resume")
-        words = ["ckptool", "convert", as_argument(needs.file), target, *needs.resume]
-        commands["resume"] = shlex.join(words)
-    return commands
+        commands["resume"] = _conversion(needs.file, "resume", dict.fromkeys(needs.resume, True))
+    return {machine: command for machine, command in commands.items() if command}
+
+
+def convert_command(file: str, target: str, options: Mapping[str, Any]) -> str:
+    """Return the shell command of a conversion with these arguments of `ckptool.convert`."""
+    return _joined("convert", as_argument(file), as_argument(target), *_words(options))
+
+
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one:
+                yield f"--{name.replace('_', '-')}"
+                yield from () if one is True else (str(one),)
+
+
+def _joined(*words: str) -> str:
+    return shlex.join(["ckptool", *words])
 
 
 def format_notes(file: str) -> tuple[str, ...]:
     """What names the format in the header of a safetensors file, which some libraries ask for."""
-    stem = os.path.splitext(as_argument(file))[0]
-    words = ["ckptool", "convert", as_argument(file), f"{stem}.named.safetensors"]
+    command = convert_command(file, f"{os.path.splitext(file)[0]}.named.safetensors", {})
     return (
         "its header does not say format: pt, which transformers and mlx ask for: "
-        f"{shlex.join(words)} adds it",
+        f"{command} adds it",
     )
 
 
@@ -83,8 +102,8 @@ def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     """What `compact` would leave out: bytes that no tensor reaches, and dead ones."""
     facts = [f"{_bytes_are('of the storages', unseen)} seen by no tensor"] if unseen > 0 else []
     facts += [f"{_bytes_are('', dead)} dead"] if dead > 0 else []
-    in_place = ["--in-place"] if _INDEX.search(file) else []  # shards have no other target
-    command = shlex.join(["ckptool", "compact", as_argument(file), *in_place])
+    in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
+    command = _joined("compact", as_argument(file), *in_place)
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
 
 
@@ -100,34 +119,28 @@ def _to_first_gpu(tags: Sequence[str]) -> list[str]:
     return [*named, *others]
 
 
-def _arguments(needs: Needs, rules: Iterable[str]) -> list[str]:
-    """The one command that does all of it."""
-    file = as_argument(needs.file)
-    rules = list(rules)
-    to_cpu = rules == ["*=cpu"]
+def _command(needs: Needs, rules: Sequence[str]) -> str:
+    """Return the one command that does all of it; an empty text if nothing is to do."""
+    to, maps = ("cpu", ()) if rules == ["*=cpu"] else (None, tuple(rules))
     together = needs.averaged or (needs.strip and bool(rules))
     if needs.rewrite or needs.model_only or needs.plain or together:
-        options = ["--wrappers", "strip"] if needs.strip else []
-        options += ["--exclude", "*n_averaged"] if needs.averaged else []
-        options += ["--to", "cpu"] if to_cpu else _repeated("--device-map", rules)
-        options += ["--model-only"] if needs.model_only else []
-        options += ["--plain", "--drop-objects"] if needs.plain else []
-        options += ["--key", CHOICE] if needs.model_only and needs.choices else []
-        return [
-            "convert",
-            file,
-            _target(file, "cpu" if to_cpu else "cuda0" if rules else "plain"),
-            *options,
-        ]
+        options = {
+            "wrappers": needs.strip and "strip",
+            "exclude": needs.averaged and "*n_averaged",
+            "to": to,
+            "device_map": maps,
+            "model_only": needs.model_only,
+            "plain": needs.plain,
+            "drop_objects": needs.plain,
+            "key": needs.model_only and bool(needs.choices) and CHOICE,
+        }
+        word = (to or "cuda0") if rules else "plain"
+        return _conversion(needs.file, word, options)
     if rules:
-        return ["remap", *(["--to", "cpu"] if to_cpu else _repeated("--map", rules)), file]
-    return ["strip-module", file] if needs.strip else []
+        return _joined("remap", *_words({"map": maps, "to": to}), as_argument(needs.file))
+    return _joined("strip-module", as_argument(needs.file)) if needs.strip else ""
 
 
-def _repeated(option: str, rules: Iterable[str]) -> list[str]:
-    return [word for rule in rules for word in (option, rule)]
-
-
-def _target(file: str, word: str) -> str:
-    stem = _INDEX.sub("", file) if _INDEX.search(file) else os.path.splitext(file.rstrip("/"))[0]
-    return f"{stem}.{word}.pth"
+def _conversion(file: str, word: str, options: Mapping[str, Any]) -> str:
+    target = default_target(file, word, DEFAULT, sharded=True)
+    return convert_command(file, target, options)

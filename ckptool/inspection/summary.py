@@ -291,7 +291,7 @@ def _needs(
 
 def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The options that make plain data and keep all tensors of a model, tried on the header."""
-    for drop, options in ((False, ("--plain",)), (True, ("--plain", "--drop-objects"))):
+    for drop, options in ((False, ("plain",)), (True, ("plain", "drop_objects"))):
         try:
             made = to_plain(checkpoint, drop=drop)
         except CheckpointError:
