@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
 __all__ = [
+    "distinct",
     "everything",
     "held_items",
     "mentions",
@@ -41,6 +42,7 @@ __all__ = [
     "resolve",
     "selected",
     "settled",
+    "ties",
     "walk",
 ]
 
@@ -459,6 +461,23 @@ def named(checkpoint: Checkpoint) -> Mapping[str, TensorRef]:
             alike = [path for path, _ in checkpoint.tensors() if name_of(path) == name]
             raise _unresolved(checkpoint, name, alike)
     return MappingProxyType(found)
+
+
+def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
+    """Return the tensors, of each tie the first name alone."""
+    seen: dict[Any, tuple[Path, TensorRef]] = {}
+    for path, tensor in tensors:
+        seen.setdefault(tensor.place or path, (path, tensor))
+    return list(seen.values())
+
+
+def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
+    """Return the names of each tie: tensors of one `place`."""
+    groups: dict[Any, list[str]] = {}
+    for path, tensor in tensors:
+        if tensor.place is not None:
+            groups.setdefault(tensor.place, []).append(name_of(path))
+    return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
 def resolve(

@@ -19,9 +19,9 @@ from ckptool.formats import format_of
 from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import restored_devices
-from ckptool.inspection.usage import storage_use, ties
 from ckptool.limits import Limits
-from ckptool.tree import name_of
+from ckptool.transforms.compacting import storage_use
+from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
 __all__ = ["damage", "memory", "placement"]
@@ -218,7 +218,7 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
     if model is None:
         return
     tensors = {name: one for name, one in tensors_of(model).items() if one.has_content}
-    tied = list(ties(((name,), one) for name, one in tensors.items()))
+    tied = ties(((name,), one) for name, one in tensors.items())
     keyed = {"key": model.name} if model.path and patient.key is not None else {}
     choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
     if tied:

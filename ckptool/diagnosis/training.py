@@ -25,7 +25,6 @@ from ckptool.diagnosis.complaint import (
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.summary import BUFFER_NAMES
-from ckptool.inspection.usage import distinct
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
 from ckptool.matching.align import is_average_counter
@@ -34,6 +33,7 @@ from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section
+from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
 
 __all__ = ["fit", "training"]

@@ -36,12 +36,11 @@ from ckptool.formats.zero import DEEPSPEED, step_files
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
-from ckptool.inspection.usage import distinct
 from ckptool.inspection.verdict import Verdict, problem_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.nonfinite import is_floating, nonfinite
-from ckptool.tree import name_of
+from ckptool.tree import distinct, name_of
 from ckptool.words import are, counted, listed
 
 __all__ = ["Progress", "examine"]

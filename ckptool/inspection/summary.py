@@ -28,14 +28,15 @@ from ckptool.inspection.obstacles import (
     unnamed,
     would_run,
 )
-from ckptool.inspection.usage import distinct, storage_use, ties
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import N_AVERAGED
 from ckptool.statedict import MODEL_KINDS, Section, likely_models
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
+from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.extraction import plain_state_dict
+from ckptool.tree import distinct, ties
 from ckptool.words import counted
 
 __all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]

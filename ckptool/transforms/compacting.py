@@ -10,12 +10,13 @@ from itertools import accumulate
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
+from ckptool.files import MemorySource
 from ckptool.files.computed import joined
 from ckptool.model import Storage, StorageRef, TensorRef, over_elements, remade
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
-__all__ = ["compact", "merged", "spans_used", "untie", "without_unseen"]
+__all__ = ["compact", "storage_use", "untie", "without_unseen"]
 
 
 def untie(checkpoint: Checkpoint) -> Checkpoint:
@@ -78,7 +79,7 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     """
     if after.root is before.root:
         return after
-    then, now = spans_used(before.root), spans_used(after.root)
+    then, now = _spans_used(before.root), _spans_used(after.root)
     less = {storage for storage, spans in now.items() if then.get(storage, spans) - spans}
     trimmed = _plans(after.root, less) if less else {}
     if not trimmed:
@@ -93,7 +94,7 @@ Span = tuple[int, int]
 """Bytes of a storage: the first, and the one after the last."""
 
 
-def spans_used(root: Any) -> dict[Storage, set[Span]]:
+def _spans_used(root: Any) -> dict[Storage, set[Span]]:
     """Return the spans of each storage that tensors use, and of storages that are values."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in everything(root):
@@ -101,6 +102,21 @@ def spans_used(root: Any) -> dict[Storage, set[Span]]:
             part = isinstance(node, TensorRef) and not node.is_array and node.reach
             spans[node.storage].add(part or (0, node.storage.nbytes))
     return spans
+
+
+def storage_use(root: Any) -> tuple[int, int]:
+    """Return the bytes of the storages in the file, and how many of these bytes tensors reach.
+
+    A tensor reaches from its first to its last element; what several reach counts once. Payloads
+    that lie inside the pickle are left out.
+    """
+    used = {
+        storage: _merged(spans, storage.nbytes)
+        for storage, spans in _spans_used(root).items()
+        if storage.data is not None and not isinstance(storage.data.source, MemorySource)
+    }
+    reached = sum(stop - start for spans in used.values() for start, stop in spans)
+    return sum(storage.nbytes for storage in used), reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +142,10 @@ def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage,
         if isinstance(tensor, TensorRef) and tensor.storage is not None:
             units[tensor.storage] = max(units.get(tensor.storage, 1), tensor.itemsize)
     plans: dict[Storage, _Trimmed] = {}
-    for storage, spans in spans_used(root).items():
+    for storage, spans in _spans_used(root).items():
         if storage.data is None or not (chosen is None or storage in chosen):
             continue
-        kept = merged(spans, storage.nbytes, units.get(storage, 1))
+        kept = _merged(spans, storage.nbytes, units.get(storage, 1))
         nbytes = sum(stop - start for start, stop in kept)
         if nbytes < storage.nbytes:
             runs = [storage.data.slice(start, stop - start) for start, stop in kept]
@@ -143,7 +159,7 @@ def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage,
     return plans
 
 
-def merged(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
+def _merged(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
     """Return the union of the spans, each widened to multiples of `unit` bytes."""
     kept: list[Span] = []
     for start, stop in sorted(spans):
@@ -200,7 +216,7 @@ def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterato
     if details.dead_bytes:
         yield Change("compact", f"{details.dead_bytes:,} dead bytes are left behind")
     if trimmed:
-        every = sum(storage.nbytes for storage in spans_used(checkpoint.root) if storage.data)
+        every = sum(storage.nbytes for storage in _spans_used(checkpoint.root) if storage.data)
         saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
         text = f"saves {saved:,} of the {every:,} bytes of its storages"
         yield Change("compact", text, len(trimmed))
