@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +13,7 @@ from ckptool.inspection.values import json_value
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-__all__ = ["Changed", "Diff", "Renamed", "Side"]
+__all__ = ["Changed", "Diff", "Renamed", "Side", "magnitude"]
 
 Shape = tuple[int | None, ...]
 
@@ -210,3 +211,17 @@ class Diff(Result):
             "structure": self.structure,
             "notes": list(self.notes),
         }
+
+
+def magnitude(found: Difference | None) -> tuple[int, float, float]:
+    """Return a sort key for figures: by the relative change, then by the absolute one.
+
+    Figures whose numbers of NaN or infinities differ are above all others; no figures are above
+    those. A change that is NaN is infinite, and a change that is unknown is below 0.
+    """
+    if found is None:
+        return 2, math.inf, math.inf
+    odd = (found.nan_a, found.inf_a) != (found.nan_b, found.inf_b)
+    changes = [-1.0 if one is None else one for one in (found.max_rel, found.max_abs)]
+    relative, absolute = (math.inf if math.isnan(one) else one for one in changes)
+    return int(odd), relative, absolute

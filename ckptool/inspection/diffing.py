@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from ckptool.formats import Source, opened
 from ckptool.inspection.aligning import Alignment, Entry, Pair, align
 from ckptool.inspection.diff_contents import Contents, Meter, Progress, Verdict
 from ckptool.inspection.diff_regions import is_set
-from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.inspection.equality import (
     ITSELF,
     Same,
@@ -353,15 +352,8 @@ def _rank(row: Changed) -> tuple[Any, ...]:
     found = row.difference
     if row.status == "T" or found is None:
         return not row.counts, row.status != "T", False, 0.0, 0.0
-    as_finite = (found.nan_a, found.inf_a) == (found.nan_b, found.inf_b)
-    return not row.counts, True, as_finite, -_size(found.max_rel), -_size(found.max_abs)
-
-
-def _size(figure: float | None) -> float:
-    """A figure to sort by: NaN is beyond all others, none below them."""
-    if figure is None:
-        return -1.0
-    return math.inf if math.isnan(figure) else figure
+    odd, relative, absolute = magnitude(found)
+    return not row.counts, True, not odd, -relative, -absolute
 
 
 def _side(entry: Entry, name: str | None = None) -> Side:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
+from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.inspection.diffing import TAGS
 from ckptool.inspection.values import shape_text
 from ckptool.names import Family, families, numbered
@@ -36,7 +35,7 @@ _FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "Na
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`count` entries that differ alike; of each figure the worst of theirs."""
+    """`count` entries that differ alike, with the figures of the one that changed most."""
 
     status: str
     label: str
@@ -59,10 +58,10 @@ def changed_rows(
     for family in folded(((row.name, _alike(row, whole, tags)) for row in found), fold=fold):
         members = [found[n] for n in family.numbers]
         what, a, b, _ = _alike(members[0], whole, tags)
-        worst = _worst([row.difference for row in members if row.difference is not None])
+        most = max((row.difference for row in members), key=magnitude)
         status, label = members[0].status, _label(family.label)
-        rows.append(Row(status, label, len(members), what, a, b, worst))
-    return sorted(rows, key=lambda row: _size(row.figures), reverse=True)
+        rows.append(Row(status, label, len(members), what, a, b, most))
+    return sorted(rows, key=lambda row: magnitude(row.figures), reverse=True)
 
 
 def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
@@ -94,34 +93,6 @@ def renamed_rows(found: Sequence[Renamed], *, fold: bool) -> list[Row]:
     return rows
 
 
-def _worst(found: Sequence[Difference]) -> Difference | None:
-    """The figures of tensors, each that of the tensor that differs most in it; None for none.
-
-    NaN and infinities are those of all, and the elements those of the tensor of which the largest
-    share differs.
-    """
-    if not found:
-        return None
-
-    def largest(name: str) -> float | None:
-        known = [figure for one in found if (figure := getattr(one, name)) is not None]
-        return max(known, key=_or_beyond, default=None)
-
-    most = max(found, key=lambda one: one.share)
-    return replace(
-        most,
-        max_abs=largest("max_abs"),
-        mean_abs=largest("mean_abs"),
-        max_rel=largest("max_rel"),
-        rmse=largest("rmse"),
-        cosine=min((one.cosine for one in found if one.cosine is not None), default=None),
-        nan_a=sum(one.nan_a for one in found),
-        nan_b=sum(one.nan_b for one in found),
-        inf_a=sum(one.inf_a for one in found),
-        inf_b=sum(one.inf_b for one in found),
-    )
-
-
 def figures(found: Difference | None, *, whole: bool) -> list[str]:
     """The cells below `_FIGURES`; `whole` numbers have six digits, others three."""
     if found is None:
@@ -151,21 +122,6 @@ def figures(found: Difference | None, *, whole: bool) -> list[str]:
 
 def _label(name: str) -> str:
     return clean(name) or "(the whole file)"
-
-
-def _size(found: Difference | None) -> tuple[int, float, float]:
-    """Something to sort by: no figures are beyond all, then other numbers of NaN and infinities."""
-    if found is None:
-        return 2, math.inf, math.inf
-    odd = (found.nan_a, found.inf_a) != (found.nan_b, found.inf_b)
-    return int(odd), _or_beyond(found.max_rel), _or_beyond(found.max_abs)
-
-
-def _or_beyond(figure: float | None) -> float:
-    """A figure to sort by: NaN is beyond all others, none below them."""
-    if figure is None:
-        return -1.0
-    return math.inf if math.isnan(figure) else figure
 
 
 def _renaming(number: int, row: Renamed) -> Hashable:
@@ -247,8 +203,8 @@ class Column:
 def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
     """The files, what differs with the largest change first, and a summary.
 
-    With `fold` repeated layers are one row with the worst of each figure. Where tables are all that
-    is asked for (`look.fmt`), one table of every difference, a row each.
+    With `fold` repeated layers are one row, with the figures of the tensor that changed most. With
+    `look.fmt` the result is one table that has a row for every difference.
     """
     if look.fmt:
         yield from _one_table(diff, look)
