@@ -108,24 +108,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """A worker cannot go on; of one that has vanished there is no traceback."""
-
-    rank: int
-    what: str
-    hint: str | None = None
-    traceback: str = ""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    task: Task
-    answer: Future[Answer]
-
-
-@dataclass(frozen=True)
 class _Released:
-    """There is nothing more to do: what the run came to, or why the server ended it.
+    """There is nothing more to do: what the run came to, or why it ended.
 
     `all_here`: every process is there to part from.
     """
@@ -133,7 +117,6 @@ class _Released:
     all_here: bool
     outcome: Any = None
     failure: CheckpointError | None = None
-    is_server_gone: bool = False
 
 
 class _Post:
@@ -204,7 +187,7 @@ class Workers:
         rank = min(self.free)
         self.free.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
-        answer.add_done_callback(lambda done: _post.inbox.put((rank, _outcome(rank, done))))
+        answer.add_done_callback(lambda done: _post.inbox.put((rank, _answer(rank, done))))
 
     def next(self, *, waits: bool) -> Answer | None:
         """The next answer; None: there is none yet, and this does not wait.
@@ -216,10 +199,9 @@ class Workers:
             rank, outcome = _post.inbox.get(waits)
         except Empty:
             return None
-        if isinstance(outcome, _Failure):
+        if isinstance(outcome, PeerLost):
             self._all_here = False
-            text = f"\n{outcome.traceback}" if outcome.traceback else ""
-            raise PeerLost(f"worker {rank} {outcome.what}{text}", hint=outcome.hint)
+            raise outcome
         self.free.add(rank)
         return outcome  # type: ignore[no-any-return]
 
@@ -247,7 +229,7 @@ class Service:
             yield service
         except BaseException as error:
             if service._end is None:
-                _tell(_failure(rank, error))
+                _tell(rank, error)
             raise
         finally:
             _leave(is_graceful=service._end is not None and service._end.all_here)
@@ -259,11 +241,9 @@ class Service:
             PeerLost: the server is gone.
             CheckpointError: it could not go on, for this reason.
         """
-        while isinstance(message := _post.inbox.get(), _Asked):
-            yield message.task, message.answer.set_result
+        while not isinstance(message := _post.inbox.get(), _Released):
+            yield message
         self._end = message
-        if message.is_server_gone:
-            raise PeerLost("the server, rank 0, is gone: nobody is there to work for")
         if message.failure is not None:
             raise message.failure
 
@@ -280,7 +260,7 @@ class Service:
 def _ask(task: Task) -> Future[Answer]:
     """In a worker: put the task where its main thread finds it."""
     answer: Future[Answer] = Future()
-    _post.inbox.put(_Asked(task, answer))
+    _post.inbox.put((task, answer.set_result))
     return answer
 
 
@@ -295,9 +275,9 @@ def _until_over() -> Future[_Released]:
     return _post.over
 
 
-def _take_failure(failure: _Failure) -> None:
+def _take_failure(rank: int, why: PeerLost) -> None:
     """In the server: a worker says that it ends."""
-    _post.inbox.put((failure.rank, failure))
+    _post.inbox.put((rank, why))
 
 
 # How they begin and end.
@@ -355,39 +335,40 @@ def _leave(*, is_graceful: bool) -> None:
         rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
 
 
-def _outcome(rank: int, done: Future[Answer]) -> Answer | _Failure:
+def _answer(rank: int, done: Future[Answer]) -> Answer | PeerLost:
     try:
         return done.value()
     except Exception as error:
         line = str(error).partition(" (this error")[0]
-        return _Failure(rank, f"is gone, its connection has ended ({line})")
+        return PeerLost(f"worker {rank} is gone, its connection has ended ({line})")
 
 
 def _end_of(over: Future[_Released]) -> _Released:
     try:
         return over.value()
     except Exception:
-        return _Released(all_here=False, is_server_gone=True)
+        gone = PeerLost("the server, rank 0, is gone: nobody is there to work for")
+        return _Released(all_here=False, failure=gone)
 
 
 def _as_told(error: BaseException) -> CheckpointError:
-    """Why the server ends, as its workers raise it: a foreign error may not survive the way."""
+    """Return why the server ends, as its workers raise it: a foreign error may not be picklable."""
     told = sendable(error)
     if isinstance(told, CheckpointError):
         return told
     return PeerLost(f"the server, rank 0, has failed with {told}")
 
 
-def _failure(rank: int, error: BaseException) -> _Failure:
+def _tell(rank: int, error: BaseException) -> None:
+    """Send the server the error that ends this worker."""
     if isinstance(error, CheckpointError):
-        return _Failure(rank, f"cannot go on: {error}", error.hint)
-    shown = "".join(traceback.format_exception(error))
-    return _Failure(rank, f"has failed with {type(error).__name__}: {error}", None, shown)
-
-
-def _tell(failure: _Failure) -> None:
+        why = PeerLost(f"worker {rank} cannot go on: {error}", hint=error.hint)
+    else:
+        shown = "".join(traceback.format_exception(error))
+        what = f"{type(error).__name__}: {error}"
+        why = PeerLost(f"worker {rank} has failed with {what}\n{shown}")
     with suppress(RuntimeError):  # the server is gone, or ending
-        rpc.rpc_sync(_SERVER, _take_failure, args=(failure,), timeout=_PATIENCE)
+        rpc.rpc_sync(_SERVER, _take_failure, args=(rank, why), timeout=_PATIENCE)
 
 
 class ParameterServer(Strategy):
@@ -493,8 +474,7 @@ class ParameterServer(Strategy):
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
         _fill(list(self.module.buffers()), answer.buffers)
-        both = zip_longest(step.votes, answer.votes, fillvalue=0.0)
-        result = self.update(replace(step, votes=[sum(votes) for votes in both]), answer.loss_sum)
+        result = self.update(replace(step, votes=_sums(step.votes, answer.votes)), answer.loss_sum)
         return replace(result, staleness=self._in_flight.end(answer.number))
 
     # A worker.
@@ -538,14 +518,20 @@ def _added(answers: Sequence[Answer]) -> Answer:
     """What all parts of a step come to, in their own order, whichever came first."""
     first, *others = sorted(answers, key=lambda one: one.part)
     for other in others:
-        gradients = [
-            one if two is None else two if one is None else one + two
-            for one, two in zip(first.gradients, other.gradients, strict=True)
-        ]
-        both = zip_longest(first.votes, other.votes, fillvalue=0.0)
-        loss_sum, votes = first.loss_sum + other.loss_sum, [sum(one) for one in both]
-        first = replace(first, loss_sum=loss_sum, gradients=gradients, votes=votes)
+        first = replace(
+            first,
+            loss_sum=first.loss_sum + other.loss_sum,
+            gradients=[
+                one if two is None else two if one is None else one + two
+                for one, two in zip(first.gradients, other.gradients, strict=True)
+            ],
+            votes=_sums(first.votes, other.votes),
+        )
     return first
+
+
+def _sums(one: Sequence[float], two: Sequence[float]) -> list[float]:
+    return [sum(votes) for votes in zip_longest(one, two, fillvalue=0.0)]
 
 
 @torch.no_grad()
