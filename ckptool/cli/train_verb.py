@@ -158,14 +158,14 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, once it is known that there is something to train on and to write to."""
-    from ckptool.trainer.checkpoints import one_run_in, refuse_earlier, require_writable
+    from ckptool.trainer.checkpoints import one_run_in, require_one_run, require_writable
     from ckptool.trainer.data import data_of
     from ckptool.trainer.launching import launch
 
     with one_run_in(config.out):  # as it is asked of the processes again
         require_writable(config.out)
         if config.resume is None and not config.overwrite:
-            refuse_earlier(config.out, origin=None, step=0)
+            require_one_run(config.out, origin=None, step=0)
     data_of(config)
     if config.strategy != "parameter-server":  # a worker has batches of its own
         require_shared(config.batch_size, nproc or 1)

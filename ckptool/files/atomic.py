@@ -107,10 +107,10 @@ class Output(Protocol):
 
 
 class FileOutput:
-    """An `Output` over an open descriptor that must end up with exactly `size` bytes."""
+    """An `Output` over an open descriptor that must end up with exactly `size` bytes, if stated."""
 
     def __init__(
-        self, fd: int, size: int, progress: Progress | None = None, name: str = ""
+        self, fd: int, size: int | None, progress: Progress | None = None, name: str = ""
     ) -> None:
         """Write to `fd` from its first byte on; `progress` is told after every `STEP` or so."""
         self.name = name
@@ -180,7 +180,7 @@ class FileOutput:
             WriteError: fewer bytes came than were announced.
         """
         self._flush()
-        if self._flushed != self._size:
+        if self._size not in (None, self._flushed):
             raise WriteError(f"{self._flushed:,} bytes came of the {self._size:,} planned")
         self._report()
 
@@ -204,7 +204,7 @@ class FileOutput:
         self._step()
 
     def _expect(self, length: int) -> None:
-        if self.tell() + length > self._size:
+        if self._size is not None and self.tell() + length > self._size:
             raise WriteError(f"more bytes came than the {self._size:,} planned")
 
     def _step(self) -> None:
@@ -215,7 +215,7 @@ class FileOutput:
     def _report(self) -> None:
         self._reported = self._flushed
         if self._progress is not None:
-            self._progress(self._flushed, self._size)
+            self._progress(self._flushed, self._size or self._flushed)
 
 
 def filled(data: ByteRange) -> Iterator[memoryview]:
@@ -283,7 +283,7 @@ _TEMPORARY = r"\.ckptool-[0-9a-f]{12}\.tmp"
 @contextmanager
 def atomic_output(
     path: str | os.PathLike[str],
-    size: int,
+    size: int | None,
     *,
     overwrite: bool = False,
     mode: int | None = None,
@@ -291,6 +291,8 @@ def atomic_output(
     progress: Progress | None = None,
 ) -> Iterator[FileOutput]:
     """An output for exactly `size` bytes that become the file at `path` when the block ends well.
+
+    `size` is None where it is not known before; the space is then not reserved.
 
     Whatever else happens, a kill included, an old file stays as it was. The temporary file is
     removed; after a kill, by the next run that writes to the same name: whoever writes holds a
@@ -316,10 +318,10 @@ def atomic_output(
         settle(target)
         with undisturbed(target), _folder_of(target) as folder:
             _remove_debris(target)
-            check_space(folder, size)
+            check_space(folder, size or 0)
             with _temporary_file(target, mode if old is None else 0o600) as file:
                 _refuse_other_writers(target, file.name)
-                reserve(file.fileno(), size)
+                reserve(file.fileno(), size or 0)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
                 _seal(file, output, old, mode)

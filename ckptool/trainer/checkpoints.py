@@ -7,9 +7,10 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ __all__ = [
     "Progress",
     "Resuming",
     "one_run_in",
-    "refuse_earlier",
+    "require_one_run",
 ]
 
 _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
@@ -188,53 +189,57 @@ class _Rehearsed(Exception):
 
 
 def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None:
-    """Write a file of `size` bytes in the folder, all but its name.
+    """Write a file of `size` bytes in the folder and remove it before it gets its name.
 
     Raises:
-        TargetExists: a folder is where the file is to be.
-        NoSpace: the disk cannot hold as much.
-        WriteDenied: the system does not let us write there.
+        WriteError: it cannot be written.
         FileBusy: another process is changing the file.
-        WriteError: another refusal of the system.
     """
     target = os.path.join(folder, name)
     with suppress(_Rehearsed), atomic_output(target, max(size, 1), overwrite=True):
         raise _Rehearsed
 
 
-def refuse_earlier(folder: str, *, origin: str | None, step: int) -> None:
-    """Refuse to mix runs: what is in the folder must lead to where this one begins.
+def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bool = False) -> None:
+    """Refuse to mix runs, or remove the checkpoints of the other one where `overwrite` allows it.
 
-    A run that begins anew, or goes on from a checkpoint elsewhere, wants a folder without
-    checkpoints and figures; one that goes on from a checkpoint of the folder, none of later steps.
+    A run that begins anew, or resumes from a checkpoint elsewhere, needs a folder without
+    checkpoints and figures; one that resumes from a checkpoint of the folder, none of later steps.
+    Figures are cut back by `Metrics`.
 
     Args:
-        folder: That of the run.
-        origin: The checkpoint that it goes on from; None: it begins anew.
+        folder: The folder of the run.
+        origin: The checkpoint that it resumes from; None: it begins anew.
         step: The step after which it begins.
+        overwrite: Remove the other checkpoints.
 
     Raises:
         TrainingError: there are others, which are named.
     """
-    others = [os.path.basename(one.path) for one in _others(folder, origin, step)]
-    is_within = origin is not None and _is_in(origin, folder)
-    if not others and not is_within and Metrics(folder).has_lines:
-        others = ["metrics.jsonl"]
-    if not others:
+    is_within = origin is not None and os.path.realpath(
+        os.path.dirname(origin) or "."
+    ) == os.path.realpath(folder)
+    others = [
+        one.path
+        for one in kept(folder)
+        if not (origin and os.path.exists(origin) and os.path.samefile(one.path, origin))
+        and not (is_within and one.step is not None and one.step <= step)
+    ]
+    if overwrite:
+        for path in others:
+            remove_checkpoint(path)
         return
-    names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
-    raise TrainingError(
-        f"{folder} holds {what}: {names}",
-        hint="--resume auto goes on from the newest, --overwrite removes them, another --out keeps "
-        "them",
-    )
-
-
-def remove_earlier(folder: str, *, origin: str | None, step: int) -> None:
-    """Remove what `refuse_earlier` names; figures are cut back by those who write them."""
-    for one in _others(folder, origin, step):
-        remove_checkpoint(one.path)
+    names = list(map(os.path.basename, others))
+    if not names and not is_within and Metrics(folder).has_lines:
+        names = ["metrics.jsonl"]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
+        raise TrainingError(
+            f"{folder} holds {what}: {shown}",
+            hint="--resume auto goes on from the newest, --overwrite removes them, another --out "
+            "keeps them",
+        )
 
 
 def remove_numbered(folder: str, keep: int) -> None:
@@ -251,49 +256,6 @@ def remove_checkpoint(path: str) -> None:
             remove_folder(path)
         else:
             os.unlink(path)
-
-
-def _others(folder: str, origin: str | None, step: int) -> Iterable[Kept]:
-    is_within = origin is not None and _is_in(origin, folder)
-    for one in kept(folder):
-        if origin is not None and os.path.exists(origin) and os.path.samefile(one.path, origin):
-            continue
-        if not is_within or one.step is None or one.step > step:
-            yield one
-
-
-def _is_in(path: str, folder: str) -> bool:
-    return os.path.realpath(os.path.dirname(path) or ".") == os.path.realpath(folder)
-
-
-def save(kind: str, path: str, strategy: Strategy, values: Mapping[str, Any]) -> None:
-    """Write a checkpoint of `kind`, one of `config.SAVES`; all processes call it, rank 0 writes.
-
-    It appears whole or not at all, whatever its kind.
-
-    Raises:
-        WriteError: nothing is written; what was there is there.
-        TrainingError: the module cannot be pickled.
-    """
-    if kind == "full":
-        strategy.save(path, values)
-        return
-    contents = _contents(kind, strategy, values)
-    _ranks().first(lambda: _pickle(contents, path))
-
-
-def require_picklable(strategy: Strategy) -> None:
-    """Try what a checkpoint of the kind `module` does; all processes call it.
-
-    Raises:
-        TrainingError: the module cannot be pickled.
-    """
-    module = strategy.whole_module()
-    _ranks().first(lambda: _size(module))
-
-
-def _ranks() -> Ranks:
-    return Ranks(default_group(), error=WriteError, undone="nothing is written", call="Trainer.fit")
 
 
 def expected_size(strategy: Strategy) -> int:
@@ -320,50 +282,17 @@ def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
     return {"state_dict_model": model}
 
 
-class _Counted:
-    """A file that keeps nothing but its length."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.size += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        pass
-
-
-class _Written(_Counted):
-    """The same over an output of ours, which takes bytes of a size that is known before."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._write = write
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._write(bytes(data))
-        return super().write(data)
-
-
-def _pickle(contents: Any, path: str) -> None:
-    """`torch.save`, and the device tags that torch gives, into a file that is replaced at once.
-
-    It is done twice, once for the size alone: nothing of it is held in memory.
-    """
-    with atomic_output(path, _size(contents), overwrite=True) as output:
-        torch.save(contents, _Written(output.write))  # type: ignore[arg-type]
-
-
-def _size(contents: Any) -> int:
-    counted = _Counted()
+def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
+    """Pass `torch.save`'s file, with the device tags that torch gives, to `write` as it comes."""
     try:
-        torch.save(contents, counted)  # type: ignore[arg-type]
+        torch.save(contents, SimpleNamespace(write=write, flush=lambda: None))
     except Exception as error:  # whatever the classes in it have to say
+        refusal = error if isinstance(error, OSError) else error.__context__
+        if isinstance(refusal, OSError):  # torch's own error is that it cannot end the file
+            raise refusal from error
         raise TrainingError(
             f"the module cannot be pickled: {error}", hint="--save full needs no class"
         ) from error
-    return counted.size
 
 
 class Checkpoints:
@@ -408,7 +337,8 @@ class Checkpoints:
             TrainingError: the module is to be pickled, and cannot be.
         """
         if self._config.save == "module":
-            require_picklable(self._strategy)
+            module = self._strategy.whole_module()
+            self._ranks.first(lambda: _pickle(module, len))
         size = expected_size(self._strategy)
         name = f"last{self._suffix or '.trial'}"
         self._ranks.first(lambda: require_writable(self._config.out, name, size))
@@ -421,10 +351,11 @@ class Checkpoints:
         """
         out = self._config.out
         is_auto = self._config.resume == "auto"  # what is there has led to `origin`
-        if self._config.overwrite and not (is_auto and origin):
-            self._ranks.first(lambda: remove_earlier(out, origin=origin, step=progress.step))
-        elif not is_auto:
-            self._ranks.first(lambda: refuse_earlier(out, origin=origin, step=progress.step))
+        overwrite = self._config.overwrite and not (is_auto and origin)
+        if overwrite or not is_auto:
+            self._ranks.first(
+                lambda: require_one_run(out, origin=origin, step=progress.step, overwrite=overwrite)
+            )
 
     @property
     def is_due(self) -> bool:
@@ -471,10 +402,20 @@ class Checkpoints:
             "progress": progress.to_dict(),
             **self._belongings,
         }
-        save(self._config.save, path, self._strategy, values)
+        if self._config.save == "full":
+            self._strategy.save(path, values)
+        else:
+            self._pickled(path, _contents(self._config.save, self._strategy, values))
         other = os.path.join(self._config.out, name + ("" if self._suffix else ".pth"))
         self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
+
+    def _pickled(self, path: str, contents: Any) -> None:
+        def write() -> None:
+            with atomic_output(path, None, overwrite=True) as output:
+                _pickle(contents, output.write)
+
+        self._ranks.first(write)
 
 
 _TELLING = (

@@ -118,6 +118,23 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, kind, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["best.pth", "last.pth", "metrics.jsonl"]
 
 
+@pytest.mark.parametrize("kind", ["wrapped", "unwrapped", "module", "full"])
+def test_a_disk_that_is_full_in_the_middle_leaves_the_file_before(tmp_path, kind, monkeypatch):
+    saved(tmp_path, kind)
+    before = [(tmp_path / name).read_bytes() for name in ("last.pth", "best.pth")]
+
+    def refuse(fd, data, offset):
+        if bytes(data[:2]) == b"PK":  # the figures are written before
+            raise OSError(28, "No space left on device")
+        os.pwrite(fd, data, offset)
+
+    monkeypatch.setattr("ckptool.files.atomic.write_at", refuse)
+    with pytest.raises(CheckpointError, match=r"best\.pth: cannot be written \(No space left"):
+        run(tmp_path, save=kind, resume="auto")
+    assert [(tmp_path / name).read_bytes() for name in ("last.pth", "best.pth")] == before
+    assert sorted(os.listdir(tmp_path)) == ["best.pth", "last.pth", "metrics.jsonl"]
+
+
 def test_what_a_writer_is_killed_in_is_no_checkpoint(tmp_path):
     """Half a file has another name, and the next run removes it."""
     saved(tmp_path, "wrapped")
