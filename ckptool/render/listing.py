@@ -133,7 +133,7 @@ class _Branch(NamedTuple):
     label: str
     node: TreeNode
     siblings: tuple[str, ...]
-    """The labels below the same module, this one's too: short, they still differ."""
+    """The labels below the same module, this one's too: shortened together, they stay apart."""
 
 
 def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
@@ -154,9 +154,7 @@ def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
         shown, room = row.label, max(width - len(row.lead), _LEAST)
         if look.width is not None and len(shown) > room:
             if id(row.siblings) not in short:
-                fitted = [shorten(label, room) for label in row.siblings]
-                if len(set(fitted)) < len(fitted):
-                    fitted = fit_names(row.siblings, room)
+                fitted = fit_names(row.siblings, room)
                 short[id(row.siblings)] = dict(zip(row.siblings, fitted, strict=True))
             shown = short[id(row.siblings)][shown]
         yield f"{row.lead + shown:<{width}}  {look.faint(told)}"

@@ -34,7 +34,7 @@ def table(
     `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
     the `spare` columns are left out one by one until the `flexible` ones need little shortening,
     and a last line names them; then the cells of the flexible ones are shortened. The first column
-    holds names: they are shortened so that they stay apart. With `ruled` there are bars between the
+    holds names: their gap is where most of them stay apart. With `ruled` there are bars between the
     columns and a line below the headings.
 
     Raises:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.words import clean
@@ -90,13 +89,22 @@ def share(part: int, whole: int, *, none: str = "0%") -> str:
     return f"{percent:.1f}%" if percent <= 99.9 else ">99.9%"
 
 
-def shorten(text: str, most: int) -> str:
-    """At most `most` characters (8 or more), the middle left out."""
+def shorten(text: str, most: int, front: float = 0.5) -> str:
+    """Return at most `most` characters (8 or more), the middle left out.
+
+    `front` is the share of what stays that stands before the gap.
+    """
     if len(text) <= most:
         return text
-    most = max(most, 8)
-    tail = (most - 3) // 2
-    return f"{text[: most - 3 - tail]}...{text[len(text) - tail :]}"
+    room = max(most, 8) - 3
+    tail = int(room * (1 - front))
+    return f"{text[: room - tail]}...{text[len(text) - tail :]}"
+
+
+def fit_names(names: Sequence[str], width: int) -> list[str]:
+    """Return the names shortened, with the gap where most of them stay apart."""
+    ways = ([shorten(name, width, front) for name in names] for front in (0.5, 0.25, 0.75))
+    return max(ways, key=lambda found: len(set(found)))
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
@@ -138,84 +146,6 @@ def _in_c(character: str) -> str:
     if character.isprintable():
         return character
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
-
-
-_TOKEN = re.compile(r"\{[0-9.,]+\}|[^./]+|[./]")
-_NUMBERS = re.compile(r"\{[0-9.,]+\}|[0-9]+")
-_LONG = 24  # a component of more characters is cut where the room ends
-_ELLIPSIS = "..."
-_MOST_COMPARED = 1 << 20
-"""Characters of all names: those of hostile ones may each be a component."""
-
-
-class _Tree(dict[str, "_Tree"]):
-    """What the names that begin alike go on with."""
-
-    __slots__ = ("_enough",)
-
-    def enough(self, piece: str) -> int:
-        """How much of a piece no other begins with; numbers are kept whole."""
-        if len(self) == 1:  # most are
-            return len(piece) if _NUMBERS.fullmatch(piece) else 1
-        if not hasattr(self, "_enough"):
-            pieces = ["", *sorted(self), ""]
-            shared = [_common(one, other) for one, other in pairwise(pieces)]
-            counts = zip(pieces[1:], shared, shared[1:], strict=False)
-            self._enough = {
-                piece: len(piece) if _NUMBERS.fullmatch(piece) else max(before, behind) + 1
-                for piece, before, behind in counts
-            }
-        return self._enough[piece]
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def fit_names(names: Sequence[str], width: int) -> list[str]:
-    """The names in at most `width` characters (8 or more), different ones different if possible.
-
-    Of components that end at a `.` or a `/` as much is kept as tells them apart from others at the
-    same place, from the left, until the name fits; numbers are kept. Beyond a million
-    characters names just lose their middle.
-    """
-    if all(len(name) <= width for name in names):
-        return list(names)
-    if sum(map(len, names)) > _MOST_COMPARED:
-        return [shorten(name, width) for name in names]
-    root = _tree(set(names))
-    return [name if len(name) <= width else _fitted(root, name, width) for name in names]
-
-
-def _tree(names: Iterable[str]) -> _Tree:
-    root = _Tree()
-    for name in names:
-        node = root
-        for piece in _TOKEN.findall(name):
-            found = node.get(piece)
-            if found is None:
-                found = node[piece] = _Tree()
-            node = found
-    return root
-
-
-def _fitted(root: _Tree, name: str, width: int) -> str:
-    excess, node, made = len(name) - width, root, []
-    for piece in _TOKEN.findall(name):
-        short = piece if excess <= 0 else _cut(piece, node.enough(piece), len(piece) - excess)
-        excess -= len(piece) - len(short)
-        made.append(short)
-        node = node[piece]
-    return shorten("".join(made), width)
-
-
-def _cut(piece: str, enough: int, room: int) -> str:
-    """A beginning that is enough; of a long piece as much as there is room for."""
-    if len(piece) > _LONG and enough <= room - len(_ELLIPSIS) < len(piece):
-        return piece[: room - len(_ELLIPSIS)] + _ELLIPSIS
-    return piece[:enough]
 
 
 def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
