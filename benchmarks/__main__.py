@@ -1,6 +1,6 @@
 """`python -m benchmarks`: make the inputs, measure every row, print the table, keep it.
 
-A whole run (neither --quick nor --only) writes docs/benchmarks.md and the table of the README.
+A whole run (neither --quick nor --only) writes docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from benchmarks.works import HOLLOW, Inputs, rows
 FOLDER = Path("build/bench").absolute()
 PAGE = Path("docs/benchmarks.md")
 PLOT = Path("docs/growth.svg")
-README = Path("README.md")
 
 
 def arguments() -> argparse.Namespace:
@@ -122,7 +121,7 @@ def main() -> int:
                 results.append(kept.result(row, repeats) or run_row(row, repeats))
                 kept.add(results[-1])
         # Imported when nothing is left to measure: a child's peak counts what its parent holds.
-        from benchmarks.report import page, refresh, table
+        from benchmarks.report import page, table
 
         print(table(results, "simple"))
         if wanted.quick:
@@ -137,9 +136,6 @@ def main() -> int:
             from benchmarks.plot import draw
 
             draw(results, PLOT)
-            README.write_text(
-                refresh(README.read_text(encoding="utf-8"), results), encoding="utf-8"
-            )
         return 1 if misses else 0
     finally:
         if not wanted.keep:

@@ -2,8 +2,7 @@
 
 Each tool gets each file that torch once wrote, in a process of its own, and gives what tensors it
 finds; the oracle beside the file is the judge. A file that would leave a mark if it were run tells
-who runs it. The others are installed into an environment below build/. Writes docs/peers.md and
-the table of the README.
+who runs it. The others are installed into an environment below build/. Writes docs/peers.md.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.inputs import marking
-from benchmarks.markers import between
 from benchmarks.peer_environment import ENVIRONMENT, PEERS, PROJECT, installed, versions
 
 __all__ = ["OURS", "OUTCOMES", "asked", "columns", "fixtures", "judged"]
 
 FIXTURES = PROJECT / "fixtures"
-PAGE, README = PROJECT / "docs" / "peers.md", PROJECT / "README.md"
-NAME = "peers"
+PAGE = PROJECT / "docs" / "peers.md"
 PATIENCE = 60
 """Seconds for one file."""
 
@@ -184,7 +181,6 @@ def main() -> int:
         details="\n".join(_details({tool: found[tool][1] for tool in PEERS})),
     )
     PAGE.write_text(text, encoding="utf-8")
-    README.write_text(between(README.read_text(encoding="utf-8"), NAME, table), encoding="utf-8")
     return 0 if found[OURS][0]["right"] == str(len(judges)) else 1
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.markers import between
 from benchmarks.rows import MB, Result
-from benchmarks.timing import Measured, ratio
+from benchmarks.timing import ratio
 
-__all__ = ["Step", "page", "refresh", "steps", "summary", "table"]
+__all__ = ["Step", "page", "steps", "table"]
 
 HEADERS = ("work", "who", "median s", "peak MB", "ckptool / it", "wanted")
 PAGE = """# Benchmarks
@@ -53,31 +52,6 @@ def table(results: Sequence[Result], style: str = "github") -> str:
     """Every row and every command that was run for it."""
     lines = [line for result in results for line in lines_of(result)]
     return tabulate(lines, HEADERS, tablefmt=style, disable_numparse=True)
-
-
-def summary(results: Sequence[Result]) -> str:
-    """A line a row for the README: ours, and what each of the others took."""
-    lines = [
-        (
-            result.row.work,
-            both(result.ours),
-            "; ".join(f"{o.command.label}: {both(o)}" for o in result.theirs),
-        )
-        for result in results
-    ]
-    return tabulate(
-        lines, ("work", "ckptool", "beside it"), tablefmt="github", disable_numparse=True
-    )
-
-
-def both(measured: Measured) -> str:
-    """Time and memory of a command."""
-    return f"{seconds(measured.seconds)} s, {memory(measured.peak)} MB"
-
-
-def refresh(readme: str, results: Sequence[Result]) -> str:
-    """The README with the numbers between its two markers replaced."""
-    return between(readme, "numbers", summary(results))
 
 
 def lines_of(result: Result) -> Iterator[tuple[str, ...]]:

@@ -17,7 +17,7 @@ class Result:
     __slots__ = ()
 
     def __str__(self) -> str:
-        """The page; where there is none, the line."""
+        """Return the page; where there is none, the line."""
         from ckptool.render.results import page
 
         return page(self)
@@ -48,7 +48,7 @@ def uncollected() -> Iterator[None]:
 def importer(
     package: str, namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
 ) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are at home in modules (module -> names).
+    """Return the `__getattr__` of a package whose names are at home in modules (module -> names).
 
     What has been imported once stands in the package's own `namespace` from then on.
     """

@@ -52,7 +52,7 @@ def _opened(
     change: Callable[[Checkpoint], Checkpoint],
     limits: Limits = DEFAULT_LIMITS,
 ) -> Checkpoint:
-    """The checkpoint of a file, changed; closed again where that is refused."""
+    """Return the checkpoint of a file, changed; closed again where that is refused."""
     with ExitStack() as stack:
         made = change(stack.enter_context(open_checkpoint(path, limits=limits)))
         stack.pop_all()

@@ -114,7 +114,7 @@ class Conversion:
             )
 
     def applied(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
-        """The checkpoint changed, as a file of the format `target` wants it.
+        """Return the checkpoint changed, as a file of the format `target` wants it.
 
         Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
         other formats all there is, with the names that it has.
@@ -210,7 +210,7 @@ def without_objects(checkpoint: Checkpoint, *, plain: bool, drop: bool) -> Check
 
 
 def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
-    """What went from `before` to `after` went because the user asked for that.
+    """Return what went from `before` to `after` went because the user asked for that.
 
     Not so what the model needs.
     """
@@ -353,7 +353,7 @@ def _listed(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
 
 
 def device_rules(to: str | None, device_map: Mapping[str, str] | None) -> dict[str, str]:
-    """The remap rules of `to` or of `device_map`, which exclude each other.
+    """Return the remap rules of `to` or of `device_map`, which exclude each other.
 
     Raises:
         UsageError: both are given.

@@ -117,7 +117,7 @@ class _Naming:
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
-        """The renamed state dict with the mates, and without the names that are `gone`."""
+        """Yield the renamed state dict with the mates, and without the names that are `gone`."""
 
         def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
             for name, value in items:
@@ -268,7 +268,7 @@ def _parent(name: str) -> str:
 
 
 def _modules(names: Iterable[str]) -> set[str]:
-    """The paths of all modules above the names."""
+    """Return the paths of all modules above the names."""
     seen: set[str] = set()
     for name in names:
         path = _parent(name)
@@ -279,7 +279,7 @@ def _modules(names: Iterable[str]) -> set[str]:
 
 
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
-    """New names for an optimizer that has none of a state dict's: wrappers off, it may have."""
+    """Return new names for an optimizer that has a state dict's names only without wrappers."""
     with suppress(NameCollision):
         bare = {name: name for name in own} | strip_names(own).renamed
         for naming in namings:

@@ -125,7 +125,7 @@ class CheckpointError(Exception):
         return f"{_shown(self.file)}: {self.message}"
 
     def __str__(self) -> str:
-        """The sentence; in Python 3.10, whose tracebacks have no notes, with the hint below it."""
+        """Return the sentence, in Python 3.10 (no notes in tracebacks) with the hint below it."""
         if _HAS_NOTES or self.hint is None:
             return self.sentence
         return f"{self.sentence}\n{_HINT}{self.hint}"
@@ -279,7 +279,7 @@ class WorkerFailed(TrainingError):
     """
 
     def __init__(self, message: str, traceback: str = "", *, hint: str | None = None) -> None:
-        """What it said last, or what is known of its end."""
+        """Take what it said last, or what is known of its end."""
         super().__init__(message, hint=hint)
         self.traceback = traceback
 

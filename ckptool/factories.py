@@ -42,7 +42,7 @@ def at_home() -> Iterator[None]:
 
 
 def named(text: str) -> Any:
-    """The object that `module:name` names, the module imported.
+    """Return the object that `module:name` names, the module imported.
 
     Raises:
         TorchMissing: the module needs torch, which is not installed.
@@ -66,7 +66,7 @@ def _attribute(text: str, node: Any, name: str) -> Any:
 
 
 def _there(node: Any) -> str:
-    """What of a module, or a class, may have been meant."""
+    """Return what of a module, or a class, may have been meant."""
     home = getattr(node, "__name__", "")
     own = [
         name
@@ -84,7 +84,7 @@ def _found(module: str) -> str:
 
 
 def run(make: Callable[[], Any], what: str, hint: str) -> Any:
-    """What the user's code returns; its faults are told in a sentence that begins with `what`.
+    """Return what the user's code returns; a fault is a sentence that begins with `what`.
 
     Raises:
         TorchMissing: it needs torch, which is not installed.
@@ -129,7 +129,7 @@ def is_model(node: Any) -> bool:
 
 
 def a_class(node: Any) -> str:
-    """`an int`, `a Net`, `None`."""
+    """Return `an int`, `a Net`, `None`."""
     name = type(node).__name__
     if node is None:
         return "None"

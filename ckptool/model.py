@@ -465,7 +465,7 @@ class TensorRef(Result):
         return self._stored().slice(self.offset * self.itemsize, self.nbytes)
 
     def content(self) -> Iterator[bytes]:
-        """The elements in row-major order, little-endian, conjugated and negated, in blocks.
+        """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.
 
         Raises:
             UsageError: a tensor that has no plain array of bytes (`has_content`).
@@ -497,7 +497,7 @@ class TensorRef(Result):
         return b"".join(self.content())
 
     def tensors_inside(self) -> Iterator[TensorRef]:
-        """The tensors that this one is made of, in the order of its parts."""
+        """Return the tensors that this one is made of, in the order of its parts."""
         return find_tensors(dict(self.parts or {}))
 
     def torch(
@@ -513,7 +513,7 @@ class TensorRef(Result):
         return materialise(self, map_location=map_location, mmap=mmap, dtype=dtype)
 
     def __getitem__(self, index: Any) -> TensorRef:
-        """A view, by basic indexing (integers, slices, `...`); only its bytes are ever read."""
+        """Return a view by basic indexing (integers, slices, `...`); only its bytes are read."""
         self._check_view("sliced")
         from ckptool.files.strided import narrow  # as in `content`
 
@@ -559,7 +559,7 @@ def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
 
 
 def children(node: Any) -> Iterable[Any]:
-    """What a container or an object holds directly, in the file's order; nothing for a leaf."""
+    """Yield what a container or an object holds directly, in the file's order."""
     if isinstance(node, OrderedMap):
         return (*node.keys(), *node.values(), *node.attributes.values())
     if isinstance(node, dict):
@@ -587,7 +587,7 @@ def find_tensors(root: Any) -> Iterator[TensorRef]:
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of that shape."""
+    """Return the strides, in elements, of a contiguous tensor of that shape."""
     strides = []
     step = 1
     for size in reversed(shape):

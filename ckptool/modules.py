@@ -86,7 +86,7 @@ def is_module(node: Any) -> bool:
 
 
 def _compiled(node: Opaque) -> dict[Any, Opaque]:
-    """The module inside a compiled one, which pickles as a call with that and no state.
+    """Return the module inside a compiled one, which pickles as a call with that and no state.
 
     Source: torch/_dynamo/eval_frame.py `OptimizedModule.__reduce__`.
     """
@@ -98,7 +98,7 @@ def _compiled(node: Opaque) -> dict[Any, Opaque]:
 
 
 def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
-    """What `state_dict()` would give for a pickled module; None for anything else.
+    """Return what `state_dict()` would give for a pickled module; None for anything else.
 
     Order and content as `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
     parameters, its persistent buffers, then each child; entries that are None are left out.
@@ -118,7 +118,7 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
 
 
 def held_apart(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """What modules hold for their class alone to save (`_save_to_state_dict`), by path.
+    """Return what modules hold for their class alone to save (`_save_to_state_dict`), by path.
 
     Submodules whose class pickles no dict of parameters; objects of a known quantiser, and
     attributes of a Parameter, with tensors in them.
@@ -144,7 +144,7 @@ def held_apart(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
 
 
 def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
-    """The attributes of a tensor that hold tensors over other bytes than its own."""
+    """Yield the attributes of a tensor that hold tensors over other bytes than its own."""
     if not isinstance(tensor, TensorRef) or not tensor.wrapping:
         return
     for layer in tensor.wrapping:
@@ -160,7 +160,7 @@ def holds_tensors(node: Any) -> bool:
 
 
 def modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
-    """A module and those in it, each before its children, with the prefix of its names."""
+    """Yield a module and those in it, each before its children, with the prefix of its names."""
     visits = Visits(limits)
     open_ids = {id(node)}
     visits.enter(node, len(own_tensors(node)), 0)
@@ -180,7 +180,7 @@ def modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
 
 
 def _version(module: Opaque) -> int:
-    """The `_version` of its class, which no pickle holds: of torch's own, else as its buffers say.
+    """Return the `_version` of its class: of torch's own, else as its buffers say.
 
     Source: `_version` in torch/nn and torch/ao; 1 unless a class says otherwise. Batch and instance
     norm, and what derives from them, are known by the counter that came with their version 2.
@@ -194,7 +194,7 @@ def _version(module: Opaque) -> int:
 
 
 def own_tensors(module: Opaque) -> dict[Any, Any]:
-    """The parameters and persistent buffers of a module itself, without its children."""
+    """Return the parameters and persistent buffers of a module itself, without its children."""
     attributes = module.attributes
     passing = _items_of_set(attributes.get("_non_persistent_buffers_set"))
     buffers = attributes.get("_buffers", {}).items()
@@ -210,7 +210,7 @@ def own_tensors(module: Opaque) -> dict[Any, Any]:
 
 
 def child_modules(module: Opaque) -> dict[Any, Opaque]:
-    """The modules directly inside one, by name."""
+    """Return the modules directly inside one, by name."""
     children = module.attributes.get("_modules", {})
     named = ((name, child) for name, child in children.items() if isinstance(name, str))
     found = {name: child for name, child in named if is_module(child)}
@@ -218,7 +218,7 @@ def child_modules(module: Opaque) -> dict[Any, Opaque]:
 
 
 def _items_of_set(node: Any) -> tuple[Any, ...]:
-    """The items of a pickled set, whatever protocol spelled it."""
+    """Return the items of a pickled set, whatever protocol spelled it."""
     if not isinstance(node, Opaque):
         return ()
     items: list[Any] = []

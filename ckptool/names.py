@@ -78,11 +78,11 @@ class _Level(NamedTuple):
     kinds: tuple[str, ...]
 
     def apply(self, name: str) -> str:
-        """The name without the component."""
+        """Return the name without the component."""
         return self.pattern.sub(r"\1", name, count=1)
 
     def apply_module(self, path: str) -> str:
-        """The module's path without it; the wrapped module itself ends with the component."""
+        """Return the module's path without it; that of the wrapped module ends with it."""
         return self.apply(f"{path}.")[:-1] if path else path
 
 
@@ -145,7 +145,7 @@ def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
-    """The next component to go, None where there is no more."""
+    """Return the next component to go, None where there is no more."""
     if not names:
         return None
     kept = _alternatives(kind for kind in WRAPPERS if kind not in kinds and kind != "module")
@@ -176,7 +176,7 @@ def _below(path: str, before: str, done: list[_Level]) -> str:
 
 
 def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of wrapper that the names carry, outermost first, each once."""
+    """Return the kinds of wrapper that the names carry, outermost first, each once."""
     names = list(filter(counts, names))
     found: dict[str, None] = {}
     while (level := _outermost(names, WRAPPERS)) is not None:
@@ -188,7 +188,7 @@ def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
 def wrapped_in_part(
     names: Iterable[str], *, only: str | Sequence[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """The names that `module.` begins, most of all, and those that it does not; else nothing.
+    """Return the names with `module.` and those without, if most have it; else nothing.
 
     Such a `module` may be a layer, and stays: that of a wrapper would be before every name.
     `only` narrows to some kinds of wrapper, as in `strip_names`.
@@ -201,7 +201,7 @@ def wrapped_in_part(
 
 
 def prefixed(wrapper: str, at: str | None = None) -> Rename:
-    """The rename that puts `wrapper` around the model, or around its submodule `at`.
+    """Return the rename that puts `wrapper` around the model, or around its submodule `at`.
 
     Raises:
         UsageError: `wrapper` is none that is known.
@@ -218,7 +218,7 @@ def prefixed(wrapper: str, at: str | None = None) -> Rename:
 
 
 def add_name(wrapper: str, at: str | None = None) -> Rename:
-    """The rename of module paths that goes with `prefixed`."""
+    """Return the rename of module paths that goes with `prefixed`."""
     rename = prefixed(wrapper, at)
     return lambda path: rename(f"{path}." if path else "").removesuffix(".")
 
@@ -294,7 +294,7 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
 
 
 def numbered(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """A name taken apart: the texts around its numbers, one more than those, and the numbers."""
+    """Return the texts around a name's numbers, one more than those, and the numbers."""
     parts = _NUMBER.split(name, _MOST_NUMBERS)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 

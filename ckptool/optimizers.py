@@ -40,13 +40,13 @@ _COMMON_WORDS = re.compile(
 
 
 def groups_of(section: Section) -> list[list[Any]]:
-    """The numbers, or names, of the parameters of each group."""
+    """Return the numbers, or names, of the parameters of each group."""
     held = [group.get("params") for group in section.node["param_groups"]]
     return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
 
 
 def _key(held: Any) -> Any:
-    """What a group says of a parameter, as a key of `state`; anything odd is nobody's."""
+    """Return what a group says of a parameter, as a key of `state`; anything odd is nobody's."""
     return held if isinstance(held, (int, str)) else ("?", id(held))
 
 
@@ -74,13 +74,13 @@ def _texts(group: dict[Any, Any]) -> list[str]:
 
 
 def shapes_in(section: Section) -> dict[Any, Shape]:
-    """The shape that each parameter had, by its number or name, as far as the state tells."""
+    """Return the shape of each parameter by number or name, as far as the state tells."""
     found = {key: shape_of(state) for key, state in section.node["state"].items()}
     return {key: shape for key, shape in found.items() if shape is not None}
 
 
 def shape_of(state: Any) -> Shape | None:
-    """The shape of the parameter that this was kept of; None where that is not certain."""
+    """Return the shape of the parameter that this was kept of; None where that is not certain."""
     if not isinstance(state, dict):
         return None
     for name in MOMENTS:
@@ -129,5 +129,5 @@ def _noted(section: Section, models: Sequence[Section]) -> Section | None:
 
 
 def owner(section: Section) -> str:
-    """What a name says beside that it is a model or an optimizer: `d` of `optimizer_D`."""
+    """Return what a name says beside that it is a model or an optimizer: `d` of `optimizer_D`."""
     return _COMMON_WORDS.sub("", "_".join(p for p in section.path if isinstance(p, str)).lower())

@@ -95,7 +95,7 @@ class Quantised(NamedTuple):
 
 
 def quantised(state: Mapping[Any, Any]) -> dict[str, Quantised]:
-    """The quantised weights of a state dict by name, each with its scheme and companions.
+    """Return the quantised weights of a state dict by name, each with its scheme and companions.
 
     A tensor of a class of a quantiser has its companions in itself: none are named.
     """
@@ -124,7 +124,7 @@ def _is_weight(quantiser: Quantiser, value: Any) -> bool:
 
 
 def class_scheme(node: Any) -> str | None:
-    """The scheme of whose classes an object or a tensor is."""
+    """Return the scheme of whose classes an object or a tensor is."""
     if not isinstance(node, (Opaque, TensorRef)):
         return None
     name = node.class_name

@@ -41,7 +41,7 @@ class Remedy(NamedTuple):
         return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
 
     def told(self, spelled: Callable[[str, Given], str], between: str) -> str:
-        """The text, its arguments as they are spelled, with something between any two."""
+        """Return the text, its arguments as they are spelled, with something between any two."""
         return self._told(spelled, between, "`" if self != Remedy(self.arguments) else "")
 
     def _told(self, spelled: Callable[[str, Given], str], between: str, tick: str) -> str:
@@ -53,7 +53,7 @@ class Remedy(NamedTuple):
         return self.lead + "; or ".join(filter(None, (own, *others)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
-        """The same for a function that calls some arguments otherwise."""
+        """Return the same for a function that calls some arguments otherwise."""
         return self._replace(
             arguments=tuple((names.get(name, name), given) for name, given in self.arguments),
             instead=tuple(other.with_names(names) for other in self.instead),
@@ -93,6 +93,6 @@ def _value(given: Given) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as Python has it, backslashes as they are where that can be."""
+    """Return a text as Python has it, backslashes as they are where that can be."""
     plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
     return f"r'{text}'" if plain else repr(text)

@@ -127,7 +127,7 @@ def only_its_class(path: str, node: Any) -> str:
 
 
 def sections(root: Any) -> tuple[Section, ...]:
-    """The parts of a checkpoint in the order of the file, `values` last where there are any.
+    """Return the parts of a checkpoint in the order of the file, `values` last where there are any.
 
     A dict is a state dict if its keys are strings and tensors stand under at least half of them,
     none deeper; dicts of random states (all one-dimensional uint8), and, below the root, of mere
@@ -151,7 +151,7 @@ def sections(root: Any) -> tuple[Section, ...]:
 
 
 def _classified(path: Path, node: Any, modules: dict[int, OrderedMap]) -> Section | None:
-    """The section that a container is, if it is one; `modules` remembers those already read."""
+    """Return the section that a container is; `modules` remembers those already read."""
     if is_module(node):
         if id(node) not in modules:
             modules[id(node)] = module_state(node) or OrderedMap()
@@ -169,7 +169,7 @@ def _classified(path: Path, node: Any, modules: dict[int, OrderedMap]) -> Sectio
 
 
 def _mapping_of(node: Any) -> dict[Any, Any] | None:
-    """A dict itself, or what an object of a class derived from it holds."""
+    """Return a dict itself, or what an object of a class derived from it holds."""
     if isinstance(node, dict):
         return node
     if isinstance(node, Opaque) and any(kind == "set" for kind, _ in node.steps):
@@ -196,7 +196,7 @@ def is_optimizer(mapping: dict[Any, Any]) -> bool:
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:
-    """A learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
+    """Return a learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
     if "last_epoch" not in mapping and "_step_count" not in mapping:
         return False
     return not any(map(_holds_tensors, mapping.values()))
@@ -283,7 +283,7 @@ def _is_inside(root: Any, section: Section) -> bool:
 
 
 def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
-    """The names that say which wrappers there are: those of the model's own entries.
+    """Return the names that say which wrappers there are: those of the model's own entries.
 
     Of tensors, of `_extra_state`s, and of what else stands under the path of a module that
     `_metadata` has: a quantised layer keeps a dtype, or None for its bias.
@@ -303,7 +303,7 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
 
 
 def values_inside(mapping: dict[Any, Any]) -> list[Any]:
-    """The keys of a state dict under which there is neither a tensor nor anything of a model's."""
+    """Return the keys of a state dict under which there is nothing of a model's."""
     own = frozenset(wrapped_names(mapping))
     return [
         name
@@ -313,7 +313,7 @@ def values_inside(mapping: dict[Any, Any]) -> list[Any]:
 
 
 def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
-    """The parameter names that an optimizer's state dict holds, each once; none where it numbers.
+    """Return the parameter names in an optimizer's state dict, each once; none if it numbers.
 
     They are keys of `state`, items of a group's `params`, or of its `param_names`.
     """
@@ -327,7 +327,7 @@ def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
 
 
 def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
-    """The state dict under `key` (an address), or the only one of a model that there is.
+    """Return the state dict under `key` (an address), or the only one of a model that there is.
 
     `key` may also name what holds exactly one. Averaged weights beside the raw ones, a
     discriminator beside its generator, are never guessed between; `ckptool.save` writes which one
@@ -393,7 +393,7 @@ def _weights_beside_sections(root: Any) -> OrderedMap:
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:
-    """The state dicts and modules below a node, what is mentioned twice once."""
+    """Return the state dicts and modules below a node, what is mentioned twice once."""
     found: dict[int, Section] = {}
     for section in sections(root):
         if section.kind in MODEL_KINDS:
@@ -428,7 +428,7 @@ def _either(names: Iterable[str]) -> Remedy:
 
 
 def _marked(found: list[Section]) -> list[Section]:
-    """The one that is said to be the model's, where that is said of the file as a whole."""
+    """Return the one that is said to be the model's, where that is said of the file as a whole."""
     top = min((len(section.path) for section in found), default=0)
     return [section for section in found if len(section.path) == top and is_the_models(section)]
 
@@ -440,7 +440,7 @@ def is_the_models(section: Section) -> bool:
 
 
 def noted_owners(section: Section) -> dict[Any, Any]:
-    """What `ckptool.save` has written beside that: keys of optimizers, each with its model's."""
+    """Return the keys of optimizers that `ckptool.save` wrote, each with its model's."""
     if not isinstance(section.node, OrderedMap) or not is_the_models(section):
         return {}
     noted = section.node.attributes[OF_THE_MODEL]

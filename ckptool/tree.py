@@ -123,7 +123,7 @@ def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _composition(tensor: TensorRef) -> list[Any]:
-    """What a tensor is made of beside its storage; empty for nearly every tensor.
+    """Return what a tensor is made of beside its storage; empty for nearly every tensor.
 
     The array that carries a tensor of a TPU counts as its storage.
     """
@@ -143,7 +143,7 @@ def rebuild(
     leaf: Callable[[Any], Any] | None = None,
     mapping: Callable[[dict[Any, Any]], dict[Any, Any]] | None = None,
 ) -> Any:
-    """A new tree in which `leaf` has replaced leaves and `mapping` dicts; identity is kept.
+    """Return a new tree in which `leaf` has replaced leaves and `mapping` dicts; identity is kept.
 
     `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and Global (also those that
     an object or tensor is made by) and returns what stands in its place (itself for no change). A
@@ -238,7 +238,7 @@ class _Rebuilder:
         return self._of(self.instead[id(node)])
 
     def _composed(self, tensor: TensorRef) -> TensorRef:
-        """The tensor over treated parts; itself where none of them changed."""
+        """Return the tensor over treated parts; itself where none of them changed."""
         if all(self._of(part) is part for part in _composition(tensor)):
             return tensor
         own = {name: self._of(part) for name, part in _own_parts(tensor).items()}
@@ -300,12 +300,12 @@ _MISSING = object()
 
 
 def name_of(path: Path) -> str:
-    """The address of a path: its keys joined with `/`."""
+    """Return the address of a path: its keys joined with `/`."""
     return "/".join([key if type(key) is str else _key_text(key) for key in path])
 
 
 def _key_text(key: Any) -> str:
-    """A key in short: objects by their class, for their repr may be as big as the file."""
+    """Return a key in short: objects by their class, for their repr may be as big as the file."""
     match key:
         case Opaque():
             return f"<{key.class_name}>"
@@ -417,7 +417,7 @@ def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
 
 
 def held_items(node: Opaque) -> list[tuple[Any, Any]]:
-    """What an object holds as a list or dict (a `defaultdict`, a `deque`), keys first."""
+    """Return what an object holds as a list or dict (a `defaultdict`, a `deque`), keys first."""
     held: list[tuple[Any, Any]] = []
     if _is_counter(node):
         held.extend(node.args[0].items())
@@ -483,7 +483,7 @@ def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
 def resolve(
     checkpoint: Checkpoint, address: Any, accept: Callable[[Any], bool] | None = None
 ) -> tuple[Path, Any]:
-    """The path and node of an address: an exact name, else a unique suffix after a `/`.
+    """Return the path and node of an address: an exact name, else a unique suffix after a `/`.
 
     Containers answer as well as leaves; `accept` narrows to those it is true of. A tuple or list
     is taken as a path first.
@@ -558,7 +558,7 @@ def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _descend(node: Any, path: Path) -> Any:
-    """The node at exactly this path, as `walk` gives paths; `_MISSING` where there is none."""
+    """Return the node at exactly this path of `walk`; `_MISSING` if there is none."""
     for key in path:
         if isinstance(node, dict):
             node = node.get(key, _MISSING)

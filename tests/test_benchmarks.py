@@ -10,12 +10,11 @@ from benchmarks.__main__ import make
 from benchmarks.decoder import decoder
 from benchmarks.inputs import hollow, large, many, renamed, shapes, single, zero
 from benchmarks.kept import Kept
-from benchmarks.report import refresh, steps, table
+from benchmarks.report import steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
 from benchmarks.works import RULE, Inputs, rows
 from ckptool.tree import name_of
-from tests.sources import PROJECT
 
 OURS = Command("ckptool list", ("ckptool", "list"))
 THEIRS = Command("cp", ("cp",))
@@ -206,16 +205,6 @@ def test_growth_is_what_one_more_tensor_costs():
     (step,) = steps(results)
     assert step.seconds == pytest.approx(0.001)
     assert step.peak == 0
-
-
-def test_the_numbers_of_the_readme_are_replaced_and_nothing_else():
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    result = Result(Row("sums", Path("x"), (OURS, THEIRS)), (timed(OURS, 2), timed(THEIRS, 3)))
-    once = refresh(readme, [result])
-    assert "| sums   | 2.00 s, 1 MB | cp: 3.00 s, 1 MB |" in once
-    assert refresh(once, [result]) == once
-    assert once.startswith(readme.partition("<!-- numbers")[0])
-    assert once.endswith(readme.partition("<!-- end of numbers -->")[2])
 
 
 def test_every_row_compares_ckptool_with_something():

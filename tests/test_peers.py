@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.inputs import marking
-from benchmarks.markers import between
 from benchmarks.peers import OURS, columns, fixtures, judged
 from tests.sources import PROJECT
 
@@ -46,17 +45,10 @@ def test_a_file_that_leaves_a_mark_leaves_it_where_it_is_run(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="each file is read in a fork")
-def test_our_column_is_that_of_the_readme(tmp_path):
+def test_our_column_is_that_of_the_page(tmp_path):
     column, outcomes = columns(OURS, tmp_path)
     assert outcomes == dict.fromkeys(fixtures(), "right")
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    table = re.search(r"<!-- peers: .*?-->\n(.*?)\n<!-- end of peers", readme, re.DOTALL)[1]
+    page = (PROJECT / "docs" / "peers.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| +\| ckptool .*?(?=\n\n)", page, re.DOTALL | re.MULTILINE)[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
     assert dict(rows) == column
-
-
-def test_only_what_stands_between_the_marks_is_replaced():
-    text = "a\n<!-- it: by hand -->\nold\n<!-- end of it -->\nb\n"
-    assert between(text, "it", r"\1 new") == text.replace("old", r"\1 new")
-    with pytest.raises(ValueError, match="no place for 'other'"):
-        between(text, "other", "new")

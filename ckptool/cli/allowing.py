@@ -67,7 +67,7 @@ def _bare(args: list[str]) -> list[int]:
 
 
 def _likeness(word: str) -> tuple[bool, bool]:
-    """The smaller, the more a word is a glob rather than a file."""
+    """Return the smaller, the more a word is a glob rather than a file."""
     return not any(mark in word for mark in _GLOB), os.path.lexists(word)
 
 
@@ -79,7 +79,7 @@ class _Share(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number."""
+        """Return the number."""
         share: float = super().convert(value, param, ctx)
         if math.isnan(share):
             self.fail(f"{value} is not in the range 0<=x<=1.", param, ctx)
@@ -134,7 +134,7 @@ def in_options() -> Iterator[None]:
 
 
 def _for_new_names(remedy: Remedy) -> Remedy:
-    """The same where the rules have been applied before anything is allowed."""
+    """Return the same where the rules have been applied before anything is allowed."""
     given = dict(remedy.arguments)
     rules, names = given.get("rules"), given.get("allow_unexpected")
     if isinstance(rules, tuple) and isinstance(names, tuple):

@@ -90,7 +90,7 @@ def write_changed(
 
 
 def _chosen(target: Target) -> str | None:
-    """The target, where the user has said which."""
+    """Return the target, where the user has said which."""
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place exclude each other", hint="give one of them")
     return target.output

@@ -186,7 +186,7 @@ def flush() -> None:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """What the system refuses is of standard output, and no file's."""
+    """Say of what the system refuses that it is standard output, and no file."""
     try:
         yield
     except OSError as error:
@@ -297,7 +297,7 @@ def _signals_raise() -> Iterator[Interrupts]:
 
 @contextmanager
 def _warnings_told() -> Iterator[None]:
-    """A `CheckpointWarning` is a sentence on stderr, not a line of our source."""
+    """Print a `CheckpointWarning` as a sentence on stderr, not as a line of our source."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         others = warnings.showwarning
@@ -407,7 +407,7 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
 
 
 def _place_of_others(error: BaseException) -> str | None:
-    """The line, among the calls that led to an error, of code that a user has named: a model's."""
+    """Return the last line of a user's code, a model's, among the calls that led to an error."""
     from traceback import walk_tb  # imported here: little goes wrong so
 
     place = None
@@ -424,7 +424,7 @@ def _usage(error: click.ClickException) -> tuple[str, str | None]:
 
 
 def _system_error(error: BaseException) -> str:
-    """An OSError in words: the file that it names, then the system's reason."""
+    """Return an OSError in words: the file that it names, then the system's reason."""
     name = getattr(error, "filename", None)
     reason = getattr(error, "strerror", None) or str(error)
     return f"{os.fsdecode(name)}: {reason}" if isinstance(name, (str, bytes)) else reason

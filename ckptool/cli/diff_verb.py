@@ -120,5 +120,5 @@ def command(
 
 
 def _opened(path: str) -> Checkpoint:
-    """The checkpoint of a file; an empty one where a file is not there on one side of a diff."""
+    """Return the checkpoint of a file; an empty one if one side of a diff has no file."""
     return Checkpoint({}, "nothing", path) if path in _NOTHING else open_checkpoint(path)

@@ -24,7 +24,7 @@ def is_factory(text: str) -> bool:
 
 
 def referred(text: str) -> Any:
-    """What a word of the command line stands for: what `module:factory` builds, else a path.
+    """Return what a word of the command line stands for: what `module:factory` builds, else a path.
 
     Raises:
         TorchMissing, UsageError: as `built`; or it is a script, without the factory.
@@ -41,7 +41,7 @@ def referred(text: str) -> Any:
 
 
 def built(text: str) -> Any:
-    """The model, or state dict, that `module:factory` names or makes.
+    """Return the model, or state dict, that `module:factory` names or makes.
 
     The working directory is on the path meanwhile, and what the code prints goes to stderr. A
     class or function is called without arguments: on the meta device first, where nothing is

@@ -64,7 +64,7 @@ class VerbGroup(click.Group):
         return [name for verbs in VERBS.values() for name in verbs]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb of that name or alias, None where there is none."""
+        """Return the verb of that name or alias, None where there is none."""
         name = ALIASES.get(cmd_name, cmd_name)
         for verbs in VERBS.values():
             if name in verbs:
@@ -75,7 +75,7 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The verb that the first argument names.
+        """Return the verb that the first argument names.
 
         Raises:
             click.UsageError: there is no such verb; the message proposes one.
@@ -92,7 +92,7 @@ class VerbGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs with their first lines, those that read before those that write."""
+        """List the verbs with their first lines, those that read before those that write."""
         for title, verbs in VERBS.items():
             with formatter.section(f"Commands that {title}"):
                 formatter.write_dl([(name, summary) for name, (_, summary) in verbs.items()])

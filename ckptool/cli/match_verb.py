@@ -128,7 +128,7 @@ def command(
 
 
 def _used(regexes: Iterable[str], state: State) -> Iterator[str]:
-    """The options for those of the rules that some name matches."""
+    """Yield the options for those of the rules that some name matches."""
     names = list(state.slots)
     for regex in regexes:
         rule = regex_rule(regex)
@@ -151,7 +151,7 @@ def _document(judgement: Judgement) -> dict[str, Any]:
 
 
 def _writing(report: MatchReport, file: str, options: list[str]) -> str:
-    """The command that writes all of the model under its names; empty where the file has them."""
+    """Return the command that writes the file under the model's names; empty if it has them."""
     kept = (name for name, _ in report.kept)
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
         return ""
@@ -163,7 +163,7 @@ def _writing(report: MatchReport, file: str, options: list[str]) -> str:
 
 
 def _allowing(allowance: Allowance) -> Iterator[str]:
-    """The options of `convert` that allow the same."""
+    """Yield the options of `convert` that allow the same."""
     for name in ("missing", "unexpected", "mismatched"):
         given = getattr(allowance, name)
         option = f"--allow-{name}"

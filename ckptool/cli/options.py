@@ -81,7 +81,7 @@ def verb(
     ended: str = "130 interrupted",
     cls: type[click.Command] = click.Command,
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command whose help ends with examples and exit codes.
+    """Return a command whose help ends with examples and exit codes.
 
     1 means `finding`, if anything; `ended` is what a signal leads to.
     """
@@ -97,7 +97,7 @@ class Sectioned(click.Command):
     sections: Mapping[str, Sequence[str]]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The options, section by section."""
+        """List the options, section by section."""
         rest = {one.name: one for one in self.get_params(ctx)}
         found = {
             title: [rest.pop(name) for name in names if name in rest]
@@ -239,7 +239,7 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
 
 
 def target_options(*, place: bool = True) -> Callable[[F], F]:
-    """The options of a verb that writes, gathered in one `target`.
+    """Return the options of a verb that writes, gathered in one `target`.
 
     `place`: with -o, --in-place and a second file, which is written where there is none yet.
     """
@@ -261,7 +261,7 @@ def target_options(*, place: bool = True) -> Callable[[F], F]:
 
 
 def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
-    """The rules `A=B` by their A.
+    """Return the rules `A=B` by their A.
 
     Raises:
         UsageError: a rule that is not `A=B`, or two for one device.
@@ -280,7 +280,7 @@ def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
 
 
 def parsed_visible(listed: str) -> list[int]:
-    """The physical indexes of `0,2`, in the order of the program's own.
+    """Return the physical indexes of `0,2`, in the order of the program's own.
 
     Raises:
         UsageError: anything but numbers with commas between.

@@ -55,7 +55,7 @@ def rank() -> int | None:
 
 
 def as_option(name: str, value: Any) -> str:
-    """An option as it was typed: `--batch-size 0`."""
+    """Return an option as it was typed: `--batch-size 0`."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return option
@@ -74,7 +74,7 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """The parts of a word; a tuple is one already."""
+        """Return the parts of a word; a tuple is one already."""
         if isinstance(value, tuple):
             return value
         words = [word.strip() for word in value.split(",")] if value.strip() else []
@@ -93,7 +93,7 @@ class TrainCommand(Sectioned):
     sections = _SECTIONS
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """The arguments as click has them; what is wrong with them is told once."""
+        """Return the arguments as click has them; what is wrong with them is told once."""
         from ckptool.cli.console import in_words
 
         ctx.meta[ARGUMENTS] = list(args)
@@ -106,7 +106,7 @@ class TrainCommand(Sectioned):
 
 
 def config_options(command: Any) -> Any:
-    """An option for each field of `TrainConfig`, by its name."""
+    """Return an option for each field of `TrainConfig`, by its name."""
     texts = _texts()
     for field in reversed(fields(TrainConfig)):
         command = _option(field, texts)(command)
@@ -137,7 +137,7 @@ def _type(field: Field[Any]) -> Any:
 
 
 def _texts() -> dict[str, str]:
-    """What each field is, from the docstring that says it: options there by their own names."""
+    """Return what the docstring says of each field, with options spelled as options."""
     told = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # none with python -OO
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", told, re.MULTILINE)
     names = {name for name, _ in found}

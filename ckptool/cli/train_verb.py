@@ -116,7 +116,7 @@ def _list_devices(*, as_json: bool) -> None:
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
-    """The run that the options are."""
+    """Return the run that the options are."""
     if given["out"] is None:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if given["batch_size"] is None:

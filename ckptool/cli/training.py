@@ -85,7 +85,7 @@ class Teller(Observer):
         return progress_text(event, total, self._started.epochs if self._started else 0, left)
 
     def _take(self, event: Any) -> None:
-        """What comes once an epoch, or once."""
+        """Take an event that comes once an epoch, or once."""
         if isinstance(event, Started):
             self._started = event
             say([started_line(event)], quiet=self._quiet)
@@ -145,7 +145,7 @@ class Teller(Observer):
             print_lines([trained_line(result.step, result.epoch, result.best)])
 
     def document(self) -> dict[str, Any]:
-        """What was told, as plain data."""
+        """Return what was told, as plain data."""
         started, resumed = self._started, self._resumed
         return {
             **({} if started is None else started.to_dict()),

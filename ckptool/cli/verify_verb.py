@@ -96,7 +96,7 @@ def _exit_code(
 def _looked_at(
     verifier: Verifier, paths: Sequence[str], quiet: bool
 ) -> Iterator[Verdict | CheckpointError]:
-    """What is found, one after the other; no bar is left when it is told."""
+    """Yield what is found, one after the other; no bar is left when it is told."""
     flow = verifier.each(paths)
     while True:
         with Progress(quiet=quiet) as verifier.progress:
@@ -131,7 +131,7 @@ def _document(
     errors: Sequence[CheckpointError],
     outcome: ManifestOutcome | None,
 ) -> dict[str, Any]:
-    """The document `ckptool.verify/1`."""
+    """Return the document `ckptool.verify/1`."""
     fine = all(verdict.ok for verdict in verdicts) and not (outcome and outcome.problems)
     return {
         "schema": "ckptool.verify/1",

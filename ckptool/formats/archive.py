@@ -98,7 +98,7 @@ class Entry(NamedTuple):
 
 
 def find_end(data: ByteRange) -> End | None:
-    """The end records of a zip, None where there are none in the last 64 KiB.
+    """Return the end records of a zip, None where there are none in the last 64 KiB.
 
     Raises:
         CorruptFile: they contradict each other, or the archive spans several disks.
@@ -131,7 +131,7 @@ def find_end(data: ByteRange) -> End | None:
 
 
 def _find_end64(data: ByteRange, end: End) -> End | None:
-    """The 64-bit end record that a locator before the plain one points to."""
+    """Return the 64-bit end record that a locator before the plain one points to."""
     position = end.start - _LOCATOR.size
     if position < 0:
         return None
@@ -160,7 +160,7 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
 
 
 def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
-    """The entries in the order of the directory, each within the file.
+    """Return the entries in the order of the directory, each within the file.
 
     Raises:
         CorruptFile: an entry breaks a rule (formats of zip: APPNOTE 4.3.12; miniz.c
@@ -216,7 +216,7 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
 
 
 def raw_entries(data: ByteRange, end: End) -> list[bytes]:
-    """The entries of a directory that `read_directory` has read, byte for byte."""
+    """Return the entries of a directory that `read_directory` has read, byte for byte."""
     directory = data.read(end.offset, end.length)
     entries = []
     position = 0
@@ -380,7 +380,7 @@ class _LocalHeaders:
 def record_of(
     data: ByteRange, entry: Entry, payload: int | None, name: str, limits: Limits
 ) -> Record:
-    """The record of an entry whose payload begins at `payload`; None: its header says, when read.
+    """Return the record of an entry; `payload` None: its header says where it begins, when read.
 
     Raises:
         LimitExceeded: it would inflate to more than `limits` allows.
@@ -415,7 +415,7 @@ _FIRST_HEADER = struct.Struct("<4s5H3I2H")
 
 
 def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
-    """The error for a zip that ends before its directory.
+    """Return the error for a zip that ends before its directory.
 
     torch writes the pickle first, and the pickle names every storage with its length: where it
     is still whole, it tells the least that the file must have had.
@@ -464,7 +464,7 @@ _MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt"
 
 
 def open_archive(probe: Probe) -> Archive | None:
-    """The zip's records, or those of an unzipped checkpoint; None for anything else.
+    """Return the zip's records, or those of an unzipped checkpoint; None for anything else.
 
     A zip is what begins as one: torch looks at the first four bytes alone.
 
@@ -486,7 +486,7 @@ def open_archive(probe: Probe) -> Archive | None:
 
 
 def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
-    """The records of a zip that fills `data`, a file or a record of another archive.
+    """Return the records of a zip that fills `data`, a file or a record of another archive.
 
     The archive's folder is the one that holds `data.pkl`, where one alone does; else, as torch
     has it, that of the first entry. Entries outside it are named in a note. An archive of numpy's
@@ -560,7 +560,7 @@ def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
 
 
 def _open_folder(probe: Probe) -> Archive | None:
-    """The files of an unzipped archive: its marks stand in the folder, or in its only folder."""
+    """Return the files of an unzipped archive, which may lie in the only folder of a folder."""
     if not probe.entries.isdisjoint(_MARKS):
         return _folder_archive(probe.path, probe.limits)
     names = [name for name in probe.entries if not name.startswith((".", "__"))]
@@ -600,7 +600,7 @@ def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]
 
 
 def read_text(record: Record, most: int) -> str:
-    """The text of a record, at most `most` bytes of it in all.
+    """Return the text of a record, at most `most` bytes of it in all.
 
     Raises:
         LimitExceeded: it is longer.
@@ -621,7 +621,7 @@ def read_text(record: Record, most: int) -> str:
 
 
 def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:
-    """The JSON object in a record.
+    """Return the JSON object in a record.
 
     Raises:
         LimitExceeded: it is longer than `limits.max_json_bytes`.

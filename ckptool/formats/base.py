@@ -313,7 +313,7 @@ class Format:
         return False
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The checkpoint, over the header alone.
+        """Return the checkpoint, over the header alone.
 
         Raises:
             CorruptFile: it breaks a rule of the format.
@@ -322,7 +322,7 @@ class Format:
         raise NotImplementedError
 
     def findings(self, probe: Probe) -> Findings:
-        """What `verify` can say of a folder of this format, whether or not it can be read.
+        """Return what `verify` can say of a folder of this format, whether or not it can be read.
 
         Checksums are named here, and computed by who asks.
         """
@@ -333,7 +333,7 @@ class WritableFormat(Format):
     """A format that can be written too."""
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """What writing `checkpoint` would give; nothing is written yet.
+        """Return what writing `checkpoint` would give; nothing is written yet.
 
         Raises:
             NotRepresentable: the format cannot hold a tensor that must be carried.
@@ -345,7 +345,7 @@ class EditableFormat(WritableFormat):
     """A format whose files can be changed where they lie."""
 
     def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
-        """What would make the file that `checkpoint` came from hold it; nothing is written yet.
+        """Return the plan of an edit that makes the file of `checkpoint` hold it.
 
         None where that takes a new file.
 
@@ -359,7 +359,7 @@ class FolderFormat(EditableFormat):
     """A format of several files in a folder; the paths of its plans are names in there."""
 
     def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
-        """What writing `checkpoint` into files of at most `most` bytes each would give.
+        """Return what writing `checkpoint` into files of at most `most` bytes each would give.
 
         A single item that is larger has a file of its own.
 

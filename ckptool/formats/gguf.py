@@ -91,7 +91,7 @@ class Gguf(Format):
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The tensors by name, over the header alone; their shapes as torch counts them.
+        """Return the tensors by name, over the header alone; their shapes as torch counts them.
 
         Raises:
             CorruptFile: the header breaks a rule, or a tensor reaches out of the file.

@@ -56,7 +56,7 @@ class Hdf5(Format):
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The datasets by their paths; the optimizer's, if there are any, apart.
+        """Return the datasets by their paths; the optimizer's, if there are any, apart.
 
         Raises:
             CorruptFile: h5py cannot read it, or a dataset reaches out of the file.
@@ -81,7 +81,7 @@ class Keras(Format):
         return archive is not None and {_WEIGHTS, _CONFIG} <= archive.records.keys()
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The datasets by their paths, as `Hdf5.read`."""
+        """Return the datasets by their paths, as `Hdf5.read`."""
         archive = probe.ask(open_archive)
         if archive is None:
             raise CorruptFile("this is no zip", file=probe.path)

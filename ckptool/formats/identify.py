@@ -617,7 +617,7 @@ def _folder(probe: Probe) -> Finding:
 
 
 def _pipeline(path: str, names: list[str]) -> Finding:
-    """A pipeline of diffusers: a model in each of some folders."""
+    """Return a pipeline of diffusers: a model in each of some folders."""
     parts = [
         name
         for name in names
@@ -630,7 +630,7 @@ def _pipeline(path: str, names: list[str]) -> Finding:
 
 
 def _other_folder(path: str, names: list[str]) -> Finding:
-    """A folder of no known kind: whoever gave it may mean a file in it."""
+    """Return a folder of no known kind: whoever gave it may mean a file in it."""
     if not names:
         return Finding("an empty folder", None)
     if all(".ckptool-" in name for name in names):

@@ -65,13 +65,13 @@ class SourceTexts:
         self.names: dict[str, None] = {}
 
     def take(self, cls: Any, text: Any) -> Any:
-        """The class itself; that it came with a text is remembered."""
+        """Return the class itself; that it came with a text is remembered."""
         if text:
             self.names[getattr(cls, "qualified", str(cls))] = None
         return cls
 
     def left_behind(self) -> tuple[str, ...]:
-        """A sentence for the user, if there is anything to say."""
+        """Return a sentence for the user, if there is anything to say."""
         if not self.names:
             return ()
         shown = ", ".join(list(self.names)[:5])
@@ -95,7 +95,7 @@ class NestedStreams:
         self.bytes_left = outer_bytes * limits.max_nested_pickles
 
     def load(self, data: bytes) -> Any:
-        """The root of the stream that `data` is.
+        """Return the root of the stream that `data` is.
 
         Raises:
             CorruptFile: it is no legacy stream, or a damaged one.
@@ -116,7 +116,7 @@ class NestedStreams:
 
 
 def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
-    """A small pickle at `start` of `data`: little is read, whatever follows it.
+    """Return a small pickle at `start` of `data`: little is read, whatever follows it.
 
     Raises:
         TruncatedFile: nothing is there.
@@ -134,13 +134,13 @@ class _Stored:
     """
 
     def __init__(self, pid: StoragePid) -> None:
-        """What the first mention says is what counts, as for torch."""
+        """Keep what the first mention says, as torch does."""
         self.numel = pid.numel
         self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
 
     def meant_by(self, pid: StoragePid, file: str) -> Storage:
-        """The whole, or the part of it that was saved as a view."""
+        """Return the whole, or the part of it that was saved as a view."""
         if pid.nbytes != self.whole.nbytes:
             raise CorruptFile(
                 f"storage {pid.key!r} has {self.whole.nbytes:,} bytes at its first mention "
@@ -241,7 +241,7 @@ class LegacyStream:
         return StorageRef(stored.meant_by(storage, self.file), storage.dtype, storage.untyped)
 
     def _keys(self, listed: Any) -> list[str]:
-        """The order of the storages in the file: each that the pickle names, once."""
+        """Return the order of the storages in the file: each that the pickle names, once."""
         if not isinstance(listed, list):
             raise CorruptFile("there is no list of storages behind its pickle", file=self.file)
         keys: dict[str, None] = {}
@@ -290,7 +290,7 @@ class LegacyStream:
             )
 
     def _cut(self, keys: list[str], index: int, position: int) -> TruncatedFile:
-        """The error for a stream that ends before storage number `index` does."""
+        """Return the error for a stream that ends before storage number `index` does."""
         wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
         missing = position + wanted - self.data.length
         return TruncatedFile(

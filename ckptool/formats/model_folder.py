@@ -47,7 +47,7 @@ _SHARDS_OF = {
 
 
 def of_model_file(probe: Probe) -> Probe:
-    """The probe of the one model in a folder, in the place of that folder's; any other as it is.
+    """Return the probe of the one model in a folder; any other probe as it is.
 
     Where a model lies there twice, in safetensors and as a pickle, what its library takes is read,
     with a warning. Two models are none.
@@ -84,7 +84,7 @@ def opens_as(folder: str, path: str) -> bool:
 
 
 def _chosen(probe: Probe) -> _Names | None:
-    """What is the one model of a folder, then what is not read for that."""
+    """Return what is the one model of a folder, then what is not read for that."""
     if not probe.is_folder or probe.ask(open_archive) is not None:
         return None
     found = [

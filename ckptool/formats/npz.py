@@ -49,7 +49,7 @@ class ArrayHeader(NamedTuple):
 
 
 def read_array_header(record: Record) -> ArrayHeader:
-    """The header of the array in a record.
+    """Return the header of the array in a record.
 
     Raises:
         CorruptFile: it is none, or it does not say type, order and shape once each.
@@ -81,7 +81,7 @@ def read_array_header(record: Record) -> ArrayHeader:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The fields of the dict, quotes off; none where anything else stands in it."""
+    """Return the fields of the dict, quotes off; none where anything else stands in it."""
     text = text.strip()
     fields: dict[str, str] = {}
     position = 1
@@ -95,7 +95,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def _head(record: Record, length: int) -> bytes:
-    """The first bytes of a record, fewer of a shorter one."""
+    """Return the first bytes of a record, fewer of a shorter one."""
     length = min(length, record.data.length)
     source = record.data.source
     if isinstance(source, InflatedSource):
@@ -132,7 +132,7 @@ class NumpyArchive(Format):
         )
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The arrays by name, over the directory and the header of each.
+        """Return the arrays by name, over the directory and the header of each.
 
         Raises:
             CorruptFile: a record is no array, or not as long as its header says.
@@ -160,7 +160,7 @@ NPZ = NumpyArchive()
 
 
 def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
-    """The array as a tensor; None where torch has no such element type."""
+    """Return the array as a tensor; None where torch has no such element type."""
     code = _CODE.fullmatch(header.descr)
     dtype = ELEMENT_TYPES.get(code[2]) if code else None
     if code is None or dtype is None:
@@ -183,7 +183,7 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
 
 
 def _objects(record: Record, header: ArrayHeader, limits: Limits) -> Unpickled:
-    """An array of objects, which numpy pickles whole."""
+    """Return an array of objects, which numpy pickles whole."""
     nested = NestedStreams(record.data.source.name, limits, record.data.length)
     return unpickle(record.data, nested=nested.load, limits=limits, start=header.length)
 

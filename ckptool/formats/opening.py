@@ -34,7 +34,7 @@ def open_checkpoint(
     limits: Limits = DEFAULT_LIMITS,
     source: Bytes | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a file or folder, told apart by content; only the header is read.
+    """Return the checkpoint in a file or folder, told apart by content; only the header is read.
 
     A folder that holds one model under the name that its library gives it is that file. A file
     that is changed meanwhile is read again: its header is that of one state. `source` is the file,
@@ -57,7 +57,7 @@ def open_checkpoint(
 
 @contextmanager
 def opened(source: Source) -> Iterator[Checkpoint]:
-    """A checkpoint that is open already, which stays so, or one opened for as long as this lasts.
+    """Give a checkpoint that is open and stays so, or one opened for as long as this lasts.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
@@ -112,7 +112,7 @@ def opened_together(
 
 
 def read_probe(probe: Probe) -> Checkpoint | None:
-    """What a probe reads; None where something was written to a file meanwhile.
+    """Return what a probe reads; None where something was written to a file meanwhile.
 
     A probe that gives no checkpoint is closed.
 

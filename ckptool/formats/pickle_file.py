@@ -54,7 +54,7 @@ class PickleFile(Format):
         return isinstance(root, (dict, list, tuple, Opaque))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The checkpoint; numpy arrays and plain pickled tensors keep their bytes in memory.
+        """Return the checkpoint; numpy arrays and plain pickled tensors keep their bytes in memory.
 
         Raises:
             CorruptFile: the pickle is damaged.

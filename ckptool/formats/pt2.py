@@ -70,7 +70,7 @@ class PT2Archive(Format):
         return _FLAT_PROGRAM in archive.records and _flat_record(archive) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The weights by name; of an archive with several models, those of each under its name.
+        """Return the weights by name; of several models, those of each under its name.
 
         Raises:
             CorruptFile: the archive or a description in it is damaged.
@@ -99,7 +99,7 @@ def _flat_record(archive: Archive) -> Record | None:
 
 
 def _nested(record: Record, limits: Limits) -> Any:
-    """What a whole torch.save file in a record holds."""
+    """Return what a whole torch.save file in a record holds."""
     return read_contents(zip_archive(record.data, limits), limits).unpickled.root
 
 
@@ -120,7 +120,7 @@ class _Reader:
             )
 
     def models(self) -> OrderedMap:
-        """The weights of each model, by the model's name."""
+        """Return the weights of each model, by the model's name."""
         models = OrderedMap()
         names = self.archive.records
         for name in names:
@@ -191,7 +191,7 @@ class _Reader:
         return self.storages[record.name]
 
     def _saved(self, path: str) -> TensorRef:
-        """The tensor of a record that is a torch.save file."""
+        """Return the tensor of a record that is a torch.save file."""
         if path not in self.saved:
             tensor = _nested(self._record(path, path), self.limits)
             if not isinstance(tensor, TensorRef):
@@ -234,7 +234,7 @@ class _Reader:
         return tuple(self._count(name, value) for value in values)
 
     def _count(self, name: str, value: Any) -> int:
-        """A count, plain or as the schema's `SymInt`."""
+        """Return a count, plain or as the schema's `SymInt`."""
         if isinstance(value, dict):
             value = value.get("as_int")
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -265,7 +265,7 @@ def _details(archive: Archive, reader: _Reader) -> Details:
 
 
 def _torch_version(archive: Archive) -> str | None:
-    """The version that an exported program states, at the end of what may be many megabytes."""
+    """Return the version that an exported program states, at the end of many megabytes."""
     for name, record in archive.records.items():
         if name.startswith(_MODELS) and name.endswith(".json"):
             start = max(record.data.length - _TAIL, 0)

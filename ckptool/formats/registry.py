@@ -46,7 +46,7 @@ class Entry(NamedTuple):
     """Of names; the first is that of a new file."""
 
     def load(self) -> Format:
-        """The format itself: the object that bears its name in capitals."""
+        """Return the format itself: the object that bears its name in capitals."""
         module = importlib.import_module(f"ckptool.formats.{self.module}")
         found: Format = getattr(module, self.name.upper().replace("-", "_"))
         return found
@@ -99,7 +99,7 @@ def shard_of(name: str) -> str:
 
 
 def candidates(probe: Probe) -> Iterator[Format]:
-    """The formats that a file or folder may be of, as far as its first bytes tell."""
+    """Yield the formats that a file or folder may be of, as far as its first bytes tell."""
     yield from folder_formats(probe)
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
@@ -111,13 +111,13 @@ def candidates(probe: Probe) -> Iterator[Format]:
 
 
 def folder_formats(probe: Probe) -> Iterator[Format]:
-    """The formats of folders that a probe may be of."""
+    """Yield the formats of folders that a probe may be of."""
     if probe.is_folder or _MEMBER.search(probe.path):
         yield from (entry.load() for entry in REGISTRY if entry.folder)
 
 
 def writer(name: str) -> WritableFormat:
-    """The format of one file of that name, if it can be written.
+    """Return the format of one file of that name, if it can be written.
 
     Raises:
         UsageError: there is none; the message lists those that there are.

@@ -64,7 +64,7 @@ _GATHER = "gather it in torch before saving: .full_tensor()"
 
 
 def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
-    """The tensors of a state dict by name, each one such as safetensors can hold.
+    """Return the tensors of a state dict by name, each one such as safetensors can hold.
 
     Raises:
         NotRepresentable: the root is no state dict, or a tensor or its name cannot be held.
@@ -164,7 +164,7 @@ def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[st
 
 
 def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
-    """What the file will not have, a sentence each."""
+    """Yield what the file will not have, a sentence each."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
     yield from _others(root)
     classed = [
@@ -187,7 +187,7 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _others(root: Mapping[Any, Any]) -> Iterator[str]:
-    """The entries of a state dict that are no tensors."""
+    """Yield the entries of a state dict that are no tensors."""
     groups: dict[str, list[str]] = {"values": [], "objects": [], "containers": []}
     for key, value in root.items():
         if isinstance(value, TensorRef):
@@ -205,7 +205,7 @@ def _others(root: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
-    """What comes out otherwise than it was, though nothing is lost."""
+    """Yield what comes out otherwise than it was, though nothing is lost."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
         yield f"tied tensors are written once, the other names in {METADATA}: {pairs}"
@@ -218,14 +218,14 @@ def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterat
 
 
 def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
-    """The tensors that share bytes, each of which gets its own."""
+    """Yield the tensors that share bytes, each of which gets its own."""
     shared = overlapping_names(tensors)
     if shared:
         yield f"tensors that share memory get bytes of their own: {listed(shared)}"
 
 
 def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
-    """The names of the tensors that share bytes with another one."""
+    """Return the names of the tensors that share bytes with another one."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.nbytes:
@@ -263,7 +263,7 @@ class Content:
 
 
 def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
-    """What of `checkpoint` a file will have; `given` are the other entries of `__metadata__`.
+    """Return what a file will have; `given` are the other entries of `__metadata__`.
 
     Raises:
         NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
@@ -296,12 +296,12 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
 
 
 def _alignment(tensor: TensorRef) -> int:
-    """The power of two that divides an element's size: F6 has three bytes for four elements."""
+    """Return the power of two that divides an element's size: F6 has 3 bytes for 4 elements."""
     return tensor.itemsize & -tensor.itemsize
 
 
 def header_shape(tensor: TensorRef) -> tuple[int, ...]:
-    """The shape as the header counts: torch's pairs of F4 are two elements there."""
+    """Return the shape as the header counts: torch's pairs of F4 are two elements there."""
     shape = tuple(size or 0 for size in tensor.shape)
     if tensor.dtype == "float4_e2m1fn_x2":
         return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
@@ -309,7 +309,7 @@ def header_shape(tensor: TensorRef) -> tuple[int, ...]:
 
 
 def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
-    """What to copy and what to stream, in order; neighbours in one file are one copy."""
+    """Yield what to copy and what to stream, in order; neighbours in one file are one copy."""
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
         if verbatim:
@@ -319,7 +319,7 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
 
 
 def _body(source: Source) -> ByteRange:
-    """The bytes behind the header of a file that has been opened as safetensors."""
+    """Return the bytes behind the header of a file that has been opened as safetensors."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     begin = LENGTH.size + length
     return ByteRange(source, begin, source.size - begin)
@@ -360,7 +360,7 @@ class Safetensors(EditableFormat):
     header_key = "format"
 
     def recognise(self, probe: Probe) -> bool:
-        """A plausible length, then the beginning of a JSON object."""
+        """Return a plausible length, then the beginning of a JSON object."""
         head = probe.head
         if len(head) <= LENGTH.size or LENGTH.unpack_from(head)[0] >= _LIKELY_HEADER:
             return False
@@ -368,7 +368,7 @@ class Safetensors(EditableFormat):
         return text[:1] == b"{" and text[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"}", b"")
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The state dict, its tied names and `_metadata` restored.
+        """Return the state dict, its tied names and `_metadata` restored.
 
         Raises:
             CorruptFile: the header breaks a rule of the format.
@@ -395,7 +395,7 @@ class Safetensors(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """The file for a checkpoint whose root is one flat state dict.
+        """Return the file for a checkpoint whose root is one flat state dict.
 
         Raises:
             NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
@@ -426,7 +426,7 @@ class Safetensors(EditableFormat):
         )
 
     def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
-        """The header that makes the file hold `checkpoint`; None if that takes a new file.
+        """Return the header that makes the file hold `checkpoint`; None if that takes a new file.
 
         It does where the header becomes longer, or cannot say something that there is to say, and
         where the tensors are not, each as it is, the runs of bytes behind the header. What the
@@ -473,7 +473,7 @@ def _tensor(entry: Entry, header: Header) -> TensorRef:
 
 
 def _torch_shape(entry: Entry) -> tuple[int, ...]:
-    """The shape in torch, which counts pairs of F4."""
+    """Return the shape in torch, which counts pairs of F4."""
     if entry.code != "F4":
         return entry.shape
     if not entry.shape or entry.shape[-1] % 2:

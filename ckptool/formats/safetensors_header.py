@@ -74,7 +74,7 @@ class Header:
 
 
 def read_header(source: Source, limits: Limits) -> Header:
-    """The header of a file, every rule checked.
+    """Return the header of a file, every rule checked.
 
     Raises:
         TruncatedFile: the header, or a tensor, reaches past the end.
@@ -121,7 +121,7 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits) -> Header:
 
 
 def parse_json(text: str, what: str = "the header") -> Any:
-    """A JSON document without what Python adds to JSON, and without repeated keys.
+    """Return a JSON document without what Python adds to JSON, and without repeated keys.
 
     Raises:
         CorruptFile: it is none; `what` names it in the message.
@@ -232,7 +232,7 @@ def _wrong(name: str, fact: str) -> CorruptFile:
 
 
 def _check_tiling(entries: Iterable[Entry], length: int) -> None:
-    """The tensors must cover the rest of the file, each byte once."""
+    """Refuse tensors that do not cover the rest of the file, each byte once."""
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start < end:
@@ -277,7 +277,7 @@ def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], *, file:
 
 
 def header_text(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The JSON alone."""
+    """Return the JSON alone."""
     document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
         document[entry.name] = {
@@ -298,7 +298,7 @@ def restored(
     metadata: Mapping[str, str],
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[OrderedMap, dict[str, str]]:
-    """The state dict with its tied names and its `_metadata`, and the entries that are neither.
+    """Return the state dict with its ties and `_metadata`, and the entries that are neither.
 
     `known` are ties (`dropped: kept`) that are told elsewhere, and need not be among the entries.
     """
@@ -316,7 +316,7 @@ def restored(
 
 
 def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
-    """The entries that tie a name to one of the `tensors`, as far as one can see."""
+    """Return the entries that tie a name to one of the `tensors`, as far as one can see."""
     return {
         name: kept
         for name, kept in entries.items()
@@ -338,7 +338,7 @@ def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list
 
 
 def _versions(text: str | None) -> OrderedMap | None:
-    """The `_metadata` of a state dict (module path -> dict); None where the text is none."""
+    """Return the `_metadata` of a state dict (module path -> dict); None where the text is none."""
     found = _object(text)
     if found is None or not all(isinstance(value, dict) for value in found.values()):
         return None
@@ -346,7 +346,7 @@ def _versions(text: str | None) -> OrderedMap | None:
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
-    """The JSON object in a text; None for anything else: these entries are free for all."""
+    """Return the JSON object in a text; None for anything else: these entries are free for all."""
     try:
         found = parse_json(text or "null")
     except CorruptFile:
@@ -360,7 +360,7 @@ def metadata_of(
     versions: Any,
     free: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """The entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
+    """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
     `names` is all its tensors in order; `versions` is plain (`plain_versions`), empty for none;
     `free` are the entries of others, of which none is to be taken for a tie.
@@ -377,7 +377,7 @@ def _text(value: Any) -> str:
 
 
 def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What JSON can hold of a state dict's `_metadata`, and the names of what it cannot.
+    """Return what JSON can hold of a state dict's `_metadata`, and the names of what it cannot.
 
     The names are module paths of `_metadata`, or attributes of the state dict beside it.
     """

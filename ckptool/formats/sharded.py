@@ -73,14 +73,14 @@ class ShardIndex:
     """The file names, each once, in the order of their first tensors."""
 
     def names_by_shard(self) -> dict[str, list[str]]:
-        """The tensors that each shard should have."""
+        """Return the tensors that each shard should have."""
         names: dict[str, list[str]] = {name: [] for name in self.shards}
         for tensor, name in self.weight_map.items():
             names[name].append(tensor)
         return names
 
     def beside(self, name: str) -> str:
-        """The path of a file in the folder of the index."""
+        """Return the path of a file in the folder of the index."""
         return os.path.join(os.path.dirname(self.path), name)
 
     def unnamed(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class ShardIndex:
 
 
 def open_index(probe: Probe) -> ShardIndex | None:
-    """The index that a file is, or the only one that a folder holds; None for anything else.
+    """Return the index that a file is, or the only one that a folder holds; None for anything else.
 
     A file is an index by its content, an object with a `weight_map`; in a folder those are looked
     at that are called like one.
@@ -126,7 +126,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
 
 
 def shards_named_by(path: str) -> tuple[str, ...]:
-    """The files that an index names which is about to be replaced; none, if it is no index."""
+    """Return the files that an index names before it is replaced; none, if it is no index."""
     with suppress(CheckpointError):
         source = FileSource(path)
         try:
@@ -237,7 +237,7 @@ _MOST_NAMED = 5
 
 
 def joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
-    """The state dict of all shards (by file name), in the order of the index.
+    """Return the state dict of all shards (by file name), in the order of the index.
 
     Ties within a shard stay. Tied names that no shard holds as safetensors cannot hold them come
     back from the headers of the shards, or from the index, where huggingface_hub notes them.
@@ -300,7 +300,7 @@ def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, st
 
 
 def _tied_to(shard: Checkpoint, name: Any) -> str | None:
-    """The name in whose place the header of a safetensors file mentions this one."""
+    """Return the name in whose place the header of a safetensors file mentions this one."""
     if shard.format != "safetensors":
         return None
     kept: str = shard.root[name].storage.key
@@ -335,7 +335,7 @@ def _check_places(
 def _told(
     index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The entries of the index that may be ties, and the ties that the shards' headers tell."""
+    """Return the entries of the index that may be ties, and the ties of the shards' headers."""
     if any(shard.format != "safetensors" for shard in shards.values()):
         return {}, {}
     ties: dict[str, str] = {}
@@ -353,7 +353,7 @@ def _told(
 
 
 def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
-    """The attributes of all shards' roots; of `_metadata` the entries of all, the first counts."""
+    """Return the attributes of all shards' roots; of each `_metadata` entry the first."""
     found: dict[Any, Any] = {}
     for shard in shards:
         if not isinstance(shard.root, OrderedMap):
@@ -372,7 +372,7 @@ _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
 
 
 def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: OrderedMap) -> Details:
-    """The details of the checkpoint whose state dict, joined, is `root`."""
+    """Return the details of the checkpoint whose state dict, joined, is `root`."""
     all_of = [shard.details for shard in shards.values()]
     header, conflicting = _headers(details.header for details in all_of)
     return Details(
@@ -408,7 +408,7 @@ def _writer(writers: Sequence[str]) -> str:
 
 
 def _common(values: Sequence[Any], none: Any, several: Any) -> Any:
-    """What all say; `none` where nobody does, `several` where they differ."""
+    """Return what all say; `none` where nobody does, `several` where they differ."""
     found = set(values)
     return (found.pop() if len(found) == 1 else several) if found else none
 
@@ -418,7 +418,7 @@ def _merged(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
 
 
 def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
-    """The entries that every shard which has them has alike, and the names of the others."""
+    """Return the entries that every shard which has them has alike, and the names of the others."""
     found: dict[str, str] = {}
     conflicting: dict[str, None] = {}
     for header in headers:
@@ -449,7 +449,7 @@ def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 
 def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
-    """A note where the index states another size than any that writers have counted."""
+    """Yield a note where the index states another size than any that writers have counted."""
     stated = index.metadata.get("total_size")
     every = [value for value in root.values() if isinstance(value, TensorRef)]
     distinct = {tensor.place or id(tensor): tensor for tensor in every}
@@ -557,7 +557,7 @@ def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> Unsupporte
 
 
 def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
-    """A shard's file, and the format that it has: any that is read."""
+    """Return a shard's file, and the format that it has: any that is read."""
     try:
         shard = Probe(index.beside(name), limits)
     except FileMissing as error:

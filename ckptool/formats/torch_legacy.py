@@ -62,7 +62,7 @@ class _Payload:
 
 
 def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
-    """The error for what torch saves over an untyped storage: it cannot load that stream itself."""
+    """Return the error for a dtype over an untyped storage, a stream that torch cannot load."""
     what = "an untyped storage"
     for path, ref in checkpoint.tensors():
         if ref.storage is not None and BY_NAME[ref.dtype].storage is None:
@@ -91,7 +91,7 @@ class TorchLegacy(WritableFormat):
         return MAGIC.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The checkpoint, over its pickles and the counts before its storages.
+        """Return the checkpoint, over its pickles and the counts before its storages.
 
         Raises:
             CorruptFile: a pickle is damaged, or the storages are not those that it names.
@@ -116,7 +116,7 @@ class TorchLegacy(WritableFormat):
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """A stream that torch reads since 1.0, and older torch as far as it knows the tensors.
+        """Plan a stream that torch reads since 1.0, and older torch if it knows the tensors.
 
         Raises:
             NotRepresentable: a storage on the meta device, which has no bytes; an element type that
@@ -159,7 +159,7 @@ def _writer(names: tuple[str, ...]) -> str:
 
 
 def _behind(source: Source, end: int) -> tuple[str, ...]:
-    """A sentence on what follows the stream, which torch does not look at."""
+    """Return a sentence on what follows the stream, which torch does not look at."""
     rest = source.size - end
     if not rest:
         return ()

@@ -119,7 +119,7 @@ class TorchTar(Format):
         return all(name in members for name in _MEMBERS)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The checkpoint; the bytes of its storages are not read.
+        """Return the checkpoint; the bytes of its storages are not read.
 
         Raises:
             CorruptFile: a member breaks a rule of the format.
@@ -240,7 +240,7 @@ def _storage_record(record: Any) -> tuple[Any, Any, Any]:
 
 
 def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
-    """The part of `root` that a view looks at, as a storage of its own."""
+    """Return the part of `root` that a view looks at, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
     start, length, data = offset * itemsize, numel * itemsize, root.storage.data
     if data is None or min(offset, numel) < 0 or start + length > data.length:
@@ -268,14 +268,14 @@ class _Member:
         return self.data.length - self.position
 
     def count(self) -> int:
-        """The number of entries that follow; each takes more than a byte."""
+        """Return the number of entries that follow; each takes more than a byte."""
         found = self.record()
         if type(found) is not int or not 0 <= found <= self.data.length:
             raise self.corrupt(f"a number of entries of {found!r:.40}")
         return found
 
     def record(self) -> Any:
-        """The small pickle that stands here."""
+        """Return the small pickle that stands here."""
         found = unpickle_record(self.data, self.position, self.limits)
         self.position = found.end
         return found.root
@@ -286,11 +286,11 @@ class _Member:
         return struct.unpack(f"<{count}q", raw)
 
     def short_integer(self) -> int:
-        """An integer of four bytes, and four that mean nothing: it was eight bytes once."""
+        """Return an integer of four bytes, and four that mean nothing: it was eight bytes once."""
         return int.from_bytes(self.take(8).read()[:4], "little", signed=True)
 
     def take(self, length: int) -> ByteRange:
-        """The next `length` bytes."""
+        """Return the next `length` bytes."""
         if length < 0:
             raise self.corrupt(f"a length of {length:,}")
         missing = self.position + length - self.data.length
@@ -305,7 +305,7 @@ class _Member:
         return taken
 
     def corrupt(self, what: str) -> CorruptFile:
-        """The error for something that cannot be."""
+        """Return the error for something that cannot be."""
         return CorruptFile(
             f"its member {self.name!r} holds {what} before byte {self.position:,}",
             file=self.data.source.name,

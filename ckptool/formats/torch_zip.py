@@ -59,7 +59,7 @@ ALIGNMENT = 64
 
 
 def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
-    """The record `data/INDEX`, its bytes little-endian; `dtype` tells what a change reverses."""
+    """Return the record `data/INDEX` in little-endian bytes; `dtype` tells what is reversed."""
     data = storage.data
     if data is None:
         raise NotRepresentable(
@@ -111,7 +111,7 @@ class Storages:
         self._folded: dict[str, Record] | None = None
 
     def load(self, pid: Any) -> Any:
-        """What a persistent id stands for.
+        """Return what a persistent id stands for.
 
         Raises:
             CorruptFile: the pid is malformed, its record is missing or of another length, or an
@@ -137,7 +137,7 @@ class Storages:
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
     def find(self, name: str) -> Record | None:
-        """A record by name; as torch does it, without regard to ASCII case."""
+        """Return a record by name; as torch does it, without regard to ASCII case."""
         record = self.archive.records.get(name)
         if record is None:
             if self._folded is None:
@@ -252,7 +252,7 @@ class TorchZip(EditableFormat):
         return storages.find(PICKLE) is not None and storages.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The checkpoint, over the zip directory and the pickle.
+        """Return the checkpoint, over the zip directory and the pickle.
 
         Raises:
             CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
@@ -423,7 +423,7 @@ class Laid(NamedTuple):
 
 
 def alignment_of(stated: str | None) -> int | None:
-    """What `.storage_alignment` says, None where torch can make nothing of it."""
+    """Return what `.storage_alignment` says, None where torch can make nothing of it."""
     text = str(ALIGNMENT) if stated is None else stated
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
@@ -447,7 +447,7 @@ def computed_offsets(used: Iterable[Laid], alignment: int) -> Iterator[int | Non
 
 
 def _open_directory(source: Source) -> _Directory | None:
-    """The directory of a file that has been opened as a torch zip, and may have changed since."""
+    """Return the directory of a torch zip that may have changed since it was opened."""
     data = ByteRange(source, 0, source.size)
     end = find_end(data)
     if end is None:
@@ -467,11 +467,11 @@ class _Directory:
         self.by_name = {entry.name.lower(): entry for entry in entries}
 
     def find(self, name: str) -> Entry | None:
-        """The entry of a record, named without the folder."""
+        """Return the entry of a record, named without the folder."""
         return self.by_name.get(f"{self.folder}/{name}".lower())
 
     def fact(self, name: str) -> str | None:
-        """The text of a record that states a fact, if there is one."""
+        """Return the text of a record that states a fact, if there is one."""
         entry = self.find(name)
         if entry is None:
             return None
@@ -491,7 +491,7 @@ class _Directory:
         )
 
     def records_of(self, storages: Sequence[Storage]) -> list[tuple[Entry, ByteRange]] | None:
-        """The record that each storage is, whole and alone, with its bytes; else None."""
+        """Return the record that each storage is, whole and alone, with its bytes; else None."""
         ordered = sorted(self.entries, key=attrgetter("header"))
         headers = [entry.header for entry in ordered]
         records = []
@@ -516,7 +516,7 @@ class _Directory:
         return list(computed_offsets(laid, alignment)) == [one.payload for one in laid]
 
     def edited(self, pickle: bytes, dropped: Container[str]) -> bytes:
-        """What goes behind the end: the record of the new pickle, the directory, its end.
+        """Return what goes behind the end: the record of the new pickle, the directory, its end.
 
         Entries of other records stay as they are, in their order, but for those `dropped`.
         """

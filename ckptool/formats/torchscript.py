@@ -29,7 +29,7 @@ _DTYPES = {
 
 
 def read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
-    """The weights by full name, and who wrote the archive.
+    """Return the weights by full name, and who wrote the archive.
 
     Raises:
         CorruptFile: the JSON breaks the form, or names a record that is not there.
@@ -84,7 +84,7 @@ class _Model:
         self.names[f"{prefix}{name}"] = self.tensors[index]
 
     def _attribute(self, item: Any) -> int | None:
-        """The tensor that an attribute is, by number; None for one that is something else."""
+        """Return the tensor that an attribute is, by number; None if it is something else."""
         if not isinstance(item, dict):
             raise self._corrupt("an attribute that is no object")
         index = self._count(item.get("id", 0))
@@ -128,7 +128,7 @@ class _Model:
         return value
 
     def _count(self, value: Any) -> int:
-        """A count; the JSON of protobuf spells 64-bit integers as text."""
+        """Return a count; the JSON of protobuf spells 64-bit integers as text."""
         if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
             return int(value)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -174,7 +174,7 @@ class TorchScript(Format):
         return find("model.json") is not None and find("version") is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """The weights by their full names, over the directory, the pickle and the source.
+        """Return the weights by their full names, over the directory, the pickle and the source.
 
         Raises:
             CorruptFile: the archive, its pickle or its JSON is damaged.
@@ -223,7 +223,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
 
 
 def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
-    """What holds tensors among the constants of a frozen program, as its code names it."""
+    """Yield what holds tensors among the constants of a frozen program, as its code names it."""
     storages = Storages(archive, byteorder, (_CONSTANTS,))
     record = storages.find("constants.pkl")
     if record is None:
@@ -260,7 +260,7 @@ class _Collector:
         self.metadata = OrderedMap()
 
     def collect(self, root: Any) -> OrderedMap:
-        """The weights below `root`, parameters before buffers before submodules.
+        """Return the weights below `root`, parameters before buffers before submodules.
 
         `_metadata` says version 1 of each module, which is what torch says of a scripted one.
         """
@@ -296,7 +296,7 @@ class _Collector:
                 self._module(child, f"{prefix}{name}.", depth + 1)
 
     def _source(self, module: Opaque) -> _ClassSource:
-        """What `code/` says about the module's class; a lite archive may have no source."""
+        """Return what `code/` says about the module's class; a lite archive may have no source."""
         func = module.func
         if not isinstance(func, Global):
             return _UNKNOWN
@@ -329,7 +329,7 @@ def _is_scripted(node: Opaque) -> bool:
 
 
 def _classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
-    """The classes of a source file: names of parameters and buffers stand on a line each."""
+    """Yield the classes of a source file: names of parameters and buffers stand on a line each."""
     name, is_module = "", False
     found: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():

@@ -47,7 +47,7 @@ class NewRecord:
 
 
 def literal(name: str, data: bytes) -> NewRecord:
-    """A record of bytes at hand."""
+    """Return a record of bytes at hand."""
 
     def write(output: Output) -> int:
         output.write(data)
@@ -97,7 +97,7 @@ class Place:
         return self.payload + self.size + self.descriptor_size
 
     def wide_field(self, *, local: bool) -> bytes:
-        """The zip64 field: sizes that do not fit (packed size 0 in a local header), then offset."""
+        """Return the zip64 field: sizes that do not fit (0 packed in a local header), offset."""
         values = []
         if self.size >= _FAR:
             values += [self.size, 0 if local else self.size]
@@ -120,14 +120,14 @@ class Place:
         )
 
     def descriptor(self, crc: int) -> bytes:
-        """What stands behind the payload; nothing behind an empty one."""
+        """Return what stands behind the payload; nothing behind an empty one."""
         if not self.size:
             return b""
         layout = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
     def entry(self, crc: int) -> bytes:
-        """The directory's entry."""
+        """Return the directory's entry."""
         wide = self.wide_field(local=False)
         size, header = min(self.size, _FAR), min(self.header, _FAR)
         lengths = (len(self.name), len(wide), 0)
@@ -172,7 +172,7 @@ class NewZip:
 
 
 def end_records(entries: int, offset: int, length: int) -> bytes:
-    """What stands behind a directory of `length` bytes at `offset`."""
+    """Return what stands behind a directory of `length` bytes at `offset`."""
     end64 = offset + length
     return (
         _END64.pack(

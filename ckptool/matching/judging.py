@@ -151,7 +151,7 @@ class Allowance:
     def refused(
         self, report: MatchReport
     ) -> tuple[list[str], list[str], list[Mismatch], list[Ambiguity]]:
-        """The names that are not allowed, shapes that are not, and the questions about those."""
+        """Return the names and shapes that are not allowed, and the questions about them."""
         missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
         unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
         mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
@@ -160,7 +160,7 @@ class Allowance:
         return missing, unexpected, mismatched, unclear
 
     def refused_casts(self, report: MatchReport) -> list[Cast]:
-        """The casts that lose something and are not allowed to."""
+        """Return the casts that lose something and are not allowed to."""
         lossy = (one for one in report.cast if one.lossy)
         return [one for one in lossy if not self.takes_cast(one.name, one.own)]
 
@@ -175,7 +175,7 @@ class Allowance:
 
 
 def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False) -> list[str]:
-    """The names that are not allowed."""
+    """Return the names that are not allowed."""
     takes = _taker(otherwise if allowed is None else allowed)
     return [name for name in names if not takes(name)]
 

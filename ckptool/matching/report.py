@@ -45,7 +45,7 @@ class Renaming:
     """The same as `REGEX=>REPL` for `rename --map`; empty where no single one does it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it; `rule` is null where no single one does it."""
+        """Return the row as `ckptool.match/1` has it; `rule` is null if no single one does it."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -67,7 +67,7 @@ class Mismatch:
     """In the model."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it."""
+        """Return the row as `ckptool.match/1` has it."""
         return {
             "name": self.name,
             "own": self.own,
@@ -88,7 +88,7 @@ class Layout:
     """Why nothing decides it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it."""
+        """Return the row as `ckptool.match/1` has it."""
         return {
             "name": self.name,
             "own": self.own,
@@ -111,7 +111,7 @@ class Cast:
     """What is lost, in words, where values are known: `3 of 64 overflow`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it."""
+        """Return the row as `ckptool.match/1` has it."""
         return {
             "name": self.name,
             "own": self.own,
@@ -132,7 +132,7 @@ class Ambiguity:
     """`REGEX=>REPL`s, any one of which decides it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it."""
+        """Return the row as `ckptool.match/1` has it."""
         return {
             "names": list(self.names),
             "candidates": list(self.candidates),
@@ -149,7 +149,7 @@ class Overlap:
     """The one of `names` whose memory holds that of all the others; empty: none does."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.match/1` has it."""
+        """Return the row as `ckptool.match/1` has it."""
         return {"names": list(self.names), "whole": self.whole}
 
 
@@ -171,7 +171,7 @@ class OptimizerReport:
     """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The object as `ckptool.match/1` has it."""
+        """Return the object as `ckptool.match/1` has it."""
         return {
             "by": self.by,
             "matched": self.matched,
@@ -263,7 +263,7 @@ class MatchReport(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.match/1`."""
+        """Return the document `ckptool.match/1`."""
         return {
             "schema": "ckptool.match/1",
             "file": self.file,
@@ -345,7 +345,7 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
 def casts_of(
     pairs: Mapping[str, str], have: Mapping[str, Slot], want: Mapping[str, Slot]
 ) -> tuple[Cast, ...]:
-    """Changes of the element type, lossy by what the types hold, in the order of the pairs."""
+    """Return the changes of element type, in the order of the pairs; types say which lose."""
     casts = []
     for name, own in pairs.items():
         before, after = have[own].dtype, want[name].dtype

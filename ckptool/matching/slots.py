@@ -57,7 +57,7 @@ def fits(found: Slot, wanted: Slot) -> bool:
 
 
 def slots_of(section: Section) -> Slots:
-    """What a file's state dict, or pickled module, has, in its order.
+    """Return what a file's state dict, or pickled module, has, in its order.
 
     What is under the name of a module and no tensor is `extra`, as is any `_extra_state`; plain
     values that a training script put beside the tensors are left out. Which tensor is a parameter

@@ -42,7 +42,7 @@ def unpickle(
     limits: Limits = DEFAULT_LIMITS,
     start: int = 0,
 ) -> Unpickled:
-    """The object whose pickle begins at `start` of `data`; nothing of it is imported or called.
+    """Return the object whose pickle begins at `start`; nothing is imported or called.
 
     A pickle does not tell its length, so of a large file a window is read, and one eight times as
     large where the pickle goes on. `persistent_load` gets each persistent id and returns what it

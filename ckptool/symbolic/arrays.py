@@ -58,7 +58,7 @@ def element_type(node: Any) -> tuple[str, str] | None:
 
 
 def finished(made: Opaque, file: str) -> Any:
-    """A `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
+    """Return a `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
     if not isinstance(made.func, Global) or made.func.qualified not in _RECONSTRUCT:
         return made
     match made.state:

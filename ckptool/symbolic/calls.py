@@ -91,7 +91,7 @@ def _new_object_call(machine: Machine, args: Any) -> Any:
 
 
 def new_object(machine: Machine, cls: Any, args: Any) -> Any:
-    """What NEWOBJ leaves: a recognised class made, else an `Opaque`."""
+    """Return what NEWOBJ leaves: a recognised class made, else an `Opaque`."""
     if isinstance(cls, Global) and cls.qualified in _NEW:
         result = _NEW[cls.qualified](machine, args)
         if result is not NotImplemented:
@@ -100,12 +100,12 @@ def new_object(machine: Machine, cls: Any, args: Any) -> Any:
 
 
 def built(machine: Machine, made: Opaque) -> Any:
-    """What an object is now that it has its state: a numpy array becomes a tensor."""
+    """Return what an object is now that it has its state: a numpy array becomes a tensor."""
     return arrays.finished(made, machine.file)
 
 
 def built_tensor(machine: Machine, tensor: TensorRef, state: Any) -> TensorRef:
-    """A Parameter or Variable of torch < 0.4, whose state is a triple."""
+    """Return a Parameter or Variable of torch < 0.4, whose state is a triple."""
     return rebuild.with_old_state(tensor, state)
 
 

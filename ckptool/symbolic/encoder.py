@@ -85,7 +85,7 @@ class Encoded:
 def encode(
     root: Any, *, legacy: bool = False, key_of: Callable[[Storage], str] | None = None
 ) -> Encoded:
-    """The pickle of `root`; `legacy` adds the sixth item that legacy streams have in storage ids.
+    """Return the pickle of `root`; `legacy` adds the sixth item of storage ids in old streams.
 
     `key_of` tells by what key a storage is named; by its position in the order of first use, if
     None.
@@ -98,7 +98,7 @@ def encode(
 
 
 def blockers(root: Any) -> tuple[str, ...]:
-    """What would keep `weights_only=True` from loading a file of this tree."""
+    """Return what would keep `weights_only=True` from loading a file of this tree."""
     try:
         return encode(root).blockers
     except NotRepresentable as error:
@@ -346,7 +346,7 @@ class _Encoder:
     # Tensors
 
     def write_storage(self, node: StorageRef) -> None:
-        """The persistent id: class, key, location, and size in elements of that class."""
+        """Write the persistent id: class, key, location, and size in elements of that class."""
         storage = node.storage
         index = self.storages.setdefault(id(storage), len(self.order))
         if index == len(self.order):
@@ -436,7 +436,7 @@ _WRITERS: dict[type, Any] = {
 
 
 def _writer_for(node: Any) -> Any:
-    """The writer for a subclass of a known type (a Python 2 string)."""
+    """Return the writer for a subclass of a known type (a Python 2 string)."""
     for kind, writer in _WRITERS.items():
         if isinstance(node, kind):
             return writer

@@ -138,11 +138,11 @@ class Machine:
         return in_a_row and not self.stack and not self.marks
 
     def cut_short(self) -> CorruptFile:
-        """The error for a pickle that goes on behind the end of its data."""
+        """Return the error for a pickle that goes on behind the end of its data."""
         return TruncatedFile("its pickle ends in the middle", file=self.file)
 
     def damaged(self, position: int, error: Exception) -> CorruptFile:
-        """The error for an opcode that cannot be carried out."""
+        """Return the error for an opcode that cannot be carried out."""
         reason = f" ({error})" if str(error) else ""
         opcode = self.data[position : position + 1]
         return CorruptFile(
@@ -152,13 +152,13 @@ class Machine:
         )
 
     def pop_mark(self) -> list[Any]:
-        """The items above the topmost mark, which goes."""
+        """Return the items above the topmost mark, which goes."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
     def find(self, module: str, name: str) -> Global:
-        """The one `Global` of that name."""
+        """Return the one `Global` of that name."""
         found = self.globals.get((module, name))
         if found is None:
             shown = modern_name(module, name)
@@ -170,7 +170,7 @@ class Machine:
         return found
 
     def call(self, func: Any, args: Any) -> Any:
-        """What REDUCE leaves: our own object for a recognised function, else an `Opaque`."""
+        """Return what REDUCE leaves: our own object for a recognised function, else an `Opaque`."""
         recognised = self.by_id.get(id(func))
         if recognised is None:
             return Opaque(func, args)
@@ -203,7 +203,7 @@ class Machine:
             self.far_memo[index] = node
 
     def recall(self, index: int) -> Any:
-        """What is memoized under `index`; KeyError where nothing is."""
+        """Return what is memoized under `index`; KeyError where nothing is."""
         return self.memo[index] if 0 <= index < len(self.memo) else self.far_memo[index]
 
     def check_key(self, key: Any) -> None:
@@ -232,7 +232,7 @@ class Machine:
                 raise CorruptFile(f"a {type(part).__name__} is used as a dict key", file=self.file)
 
     def line(self, position: int) -> tuple[bytes, int]:
-        """The argument that ends with a newline, and the position behind it."""
+        """Return the argument that ends with a newline, and the position behind it."""
         end = self.data.find(b"\n", position)
         if end < 0:
             raise EOFError

@@ -61,7 +61,7 @@ def constant(code: bytes, make: Callable[[], Any]) -> None:
 
 
 def little_endian(raw: bytes, limits: Limits) -> int:
-    """A little-endian two's complement integer of any size that the limits allow."""
+    """Return a little-endian two's complement integer of any size that the limits allow."""
     if len(raw) > limits.max_integer_bytes:
         raise LimitExceeded(
             f"an integer of {len(raw):,} bytes is beyond the limit of {limits.max_integer_bytes:,}"
@@ -70,7 +70,7 @@ def little_endian(raw: bytes, limits: Limits) -> int:
 
 
 def decimal(text: bytes, limits: Limits) -> int:
-    """A decimal integer of no more digits than the limits allow."""
+    """Return a decimal integer of no more digits than the limits allow."""
     most = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
     if len(text) > most:
         raise LimitExceeded(f"an integer of {len(text):,} digits is beyond the limit of {most:,}")
@@ -185,7 +185,7 @@ def dup(machine: Machine, position: int) -> int:
 
 @opcode(b"\x80")
 def proto(machine: Machine, position: int) -> int:
-    """The protocol's number."""
+    """Return the protocol's number."""
     machine.protocol = machine.data[position]
     if machine.protocol > 5:
         raise ValueError(f"pickle protocol {machine.protocol} does not exist")
@@ -205,7 +205,7 @@ def frame(machine: Machine, position: int) -> int:
 
 @opcode(b"t")
 def tuple_(machine: Machine, position: int) -> int:
-    """A tuple of the items above the mark."""
+    """Return a tuple of the items above the mark."""
     items = tuple(machine.stack)
     machine.stack = machine.marks.pop()
     machine.stack.append(items)
@@ -214,14 +214,14 @@ def tuple_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x85")
 def tuple1(machine: Machine, position: int) -> int:
-    """A tuple of the top."""
+    """Return a tuple of the top."""
     machine.stack[-1] = (machine.stack[-1],)
     return position
 
 
 @opcode(b"\x86")
 def tuple2(machine: Machine, position: int) -> int:
-    """A tuple of the top two."""
+    """Return a tuple of the top two."""
     stack = machine.stack
     second = stack.pop()
     stack[-1] = (stack[-1], second)
@@ -230,7 +230,7 @@ def tuple2(machine: Machine, position: int) -> int:
 
 @opcode(b"\x87")
 def tuple3(machine: Machine, position: int) -> int:
-    """A tuple of the top three."""
+    """Return a tuple of the top three."""
     stack = machine.stack
     third = stack.pop()
     second = stack.pop()
@@ -240,7 +240,7 @@ def tuple3(machine: Machine, position: int) -> int:
 
 @opcode(b"l", refused=True)
 def list_(machine: Machine, position: int) -> int:
-    """A list of the items above the mark."""
+    """Return a list of the items above the mark."""
     items = machine.pop_mark()
     machine.stack.append(items)
     return position
@@ -248,7 +248,7 @@ def list_(machine: Machine, position: int) -> int:
 
 @opcode(b"d", refused=True)
 def dict_(machine: Machine, position: int) -> int:
-    """A dict of the keys and values above the mark."""
+    """Return a dict of the keys and values above the mark."""
     items = machine.pop_mark()
     made: dict[Any, Any] = {}
     machine.stack.append(made)
@@ -258,14 +258,14 @@ def dict_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x8f")
 def empty_set(machine: Machine, position: int) -> int:
-    """An empty set: kept as the call `set([...])`."""
+    """Return an empty set: kept as the call `set([...])`."""
     machine.stack.append(Opaque(machine.find("builtins", "set"), ([],)))
     return position
 
 
 @opcode(b"\x91", refused=True)
 def frozenset_(machine: Machine, position: int) -> int:
-    """A frozenset of the items above the mark."""
+    """Return a frozenset of the items above the mark."""
     items = machine.pop_mark()
     machine.stack.append(Opaque(machine.find("builtins", "frozenset"), (items,)))
     return position
@@ -374,7 +374,7 @@ def binint(machine: Machine, position: int) -> int:
 
 @opcode(b"\x8a")
 def long1(machine: Machine, position: int) -> int:
-    """An integer of up to 255 bytes."""
+    """Return an integer of up to 255 bytes."""
     length = machine.data[position]
     machine.stack.append(little_endian(machine.counted(position + 1, length), machine.limits))
     return position + 1 + length
@@ -382,7 +382,7 @@ def long1(machine: Machine, position: int) -> int:
 
 @opcode(b"\x8b", refused=True)
 def long4(machine: Machine, position: int) -> int:
-    """An integer with a four-byte length."""
+    """Return an integer with a four-byte length."""
     length = _INT32(machine.data, position)[0]
     machine.stack.append(little_endian(machine.counted(position + 4, length), machine.limits))
     return position + 4 + int(length)
@@ -390,7 +390,7 @@ def long4(machine: Machine, position: int) -> int:
 
 @opcode(b"I", refused=True)
 def int_(machine: Machine, position: int) -> int:
-    """A decimal integer, or a bool as `00` or `01`."""
+    """Return a decimal integer, or a bool as `00` or `01`."""
     text, position = machine.line(position)
     booleans = {b"00": False, b"01": True}
     machine.stack.append(booleans[text] if text in booleans else decimal(text, machine.limits))
@@ -399,7 +399,7 @@ def int_(machine: Machine, position: int) -> int:
 
 @opcode(b"L", refused=True)
 def long_(machine: Machine, position: int) -> int:
-    """A decimal integer with an `L` behind it."""
+    """Return a decimal integer with an `L` behind it."""
     text, position = machine.line(position)
     machine.stack.append(decimal(text.removesuffix(b"L"), machine.limits))
     return position
@@ -407,14 +407,14 @@ def long_(machine: Machine, position: int) -> int:
 
 @opcode(b"G")
 def binfloat(machine: Machine, position: int) -> int:
-    """A big-endian double."""
+    """Return a big-endian double."""
     machine.stack.append(_DOUBLE(machine.data, position)[0])
     return position + 8
 
 
 @opcode(b"F", refused=True)
 def float_(machine: Machine, position: int) -> int:
-    """A float as text."""
+    """Return a float as text."""
     text, position = machine.line(position)
     machine.stack.append(float(text))
     return position
@@ -463,7 +463,7 @@ def unicode_(machine: Machine, position: int) -> int:
 
 @opcode(b"U")
 def short_binstring(machine: Machine, position: int) -> int:
-    """A Python 2 string with a one-byte length."""
+    """Return a Python 2 string with a one-byte length."""
     length = machine.data[position]
     machine.stack.append(decode_python2(machine.counted(position + 1, length)))
     return position + 1 + length
@@ -471,7 +471,7 @@ def short_binstring(machine: Machine, position: int) -> int:
 
 @opcode(b"T", refused=True)
 def binstring(machine: Machine, position: int) -> int:
-    """A Python 2 string with a four-byte length."""
+    """Return a Python 2 string with a four-byte length."""
     length = _INT32(machine.data, position)[0]
     machine.stack.append(decode_python2(machine.counted(position + 4, length)))
     return position + 4 + int(length)
@@ -479,7 +479,7 @@ def binstring(machine: Machine, position: int) -> int:
 
 @opcode(b"S", refused=True)
 def string(machine: Machine, position: int) -> int:
-    """A Python 2 string as its repr."""
+    """Return a Python 2 string as its repr."""
     text, position = machine.line(position)
     machine.stack.append(decode_python2(unescape(text)))
     return position
@@ -511,7 +511,7 @@ def binbytes8(machine: Machine, position: int) -> int:
 
 @opcode(b"\x96", refused=True)
 def bytearray8(machine: Machine, position: int) -> int:
-    """A bytearray with an eight-byte length."""
+    """Return a bytearray with an eight-byte length."""
     length = _UINT64(machine.data, position)[0]
     content = machine.counted(position + 8, length)
     machine.stack.append(Opaque(machine.find("builtins", "bytearray"), (content,)))
@@ -523,7 +523,7 @@ def bytearray8(machine: Machine, position: int) -> int:
 
 @opcode(b"c")
 def global_(machine: Machine, position: int) -> int:
-    """A class or function by name."""
+    """Return a class or function by name."""
     module, position = machine.line(position)
     name, position = machine.line(position)
     machine.stack.append(machine.find(str(module, "utf-8"), str(name, "utf-8")))
@@ -532,7 +532,7 @@ def global_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x93", refused=True)
 def stack_global(machine: Machine, position: int) -> int:
-    """A class or function by the two names on the stack."""
+    """Return a class or function by the two names on the stack."""
     name = machine.stack.pop()
     module = machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
@@ -552,7 +552,7 @@ def reduce_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x81")
 def newobj(machine: Machine, position: int) -> int:
-    """An object of the class below the arguments."""
+    """Return an object of the class below the arguments."""
     args = machine.stack.pop()
     machine.stack[-1] = calls.new_object(machine, machine.stack[-1], args)
     return position
@@ -560,7 +560,7 @@ def newobj(machine: Machine, position: int) -> int:
 
 @opcode(b"\x92", refused=True)
 def newobj_ex(machine: Machine, position: int) -> int:
-    """An object of the class below the arguments, keywords among them."""
+    """Return an object of the class below the arguments, keywords among them."""
     kwargs = machine.stack.pop()
     args = machine.stack.pop()
     machine.stack[-1] = Opaque(machine.stack[-1], args, kwargs, maker="newobj")
@@ -569,7 +569,7 @@ def newobj_ex(machine: Machine, position: int) -> int:
 
 @opcode(b"i", refused=True)
 def inst(machine: Machine, position: int) -> int:
-    """An object of a class named here, made from the items above the mark."""
+    """Return an object of a class named here, made from the items above the mark."""
     module, position = machine.line(position)
     name, position = machine.line(position)
     args = tuple(machine.pop_mark())
@@ -580,7 +580,7 @@ def inst(machine: Machine, position: int) -> int:
 
 @opcode(b"o", refused=True)
 def obj(machine: Machine, position: int) -> int:
-    """An object of the class that lies first above the mark, made from the rest."""
+    """Return an object of the class that lies first above the mark, made from the rest."""
     items = machine.pop_mark()
     machine.stack.append(machine.call(items[0], tuple(items[1:])))
     return position
@@ -613,14 +613,14 @@ def build(machine: Machine, position: int) -> int:
 
 @opcode(b"Q")
 def binpersid(machine: Machine, position: int) -> int:
-    """What the container of the pickle knows under the id on the stack."""
+    """Return what the container of the pickle knows under the id on the stack."""
     machine.stack[-1] = _load_persistent(machine, machine.stack[-1])
     return position
 
 
 @opcode(b"P", refused=True)
 def persid(machine: Machine, position: int) -> int:
-    """What the container of the pickle knows under an id given as text."""
+    """Return what the container of the pickle knows under an id given as text."""
     text, position = machine.line(position)
     pid = parse_text_pid(str(text, "ascii"), machine.find)
     machine.stack.append(_load_persistent(machine, pid))
@@ -638,13 +638,13 @@ def _load_persistent(machine: Machine, pid: Any) -> Any:
 
 @opcode(b"\x82", refused=True)
 def ext1(machine: Machine, position: int) -> int:
-    """A class by its number in a registry that only the writer had."""
+    """Return a class by its number in a registry that only the writer had."""
     raise ValueError("it names a class by a number of the copyreg extension registry")
 
 
 @opcode(b"\x97", refused=True)
 def next_buffer(machine: Machine, position: int) -> int:
-    """A buffer that was sent beside the pickle, and is not in the file."""
+    """Return a buffer that was sent beside the pickle, and is not in the file."""
     raise ValueError("it refers to an out-of-band buffer, which is not in the file")
 
 
@@ -653,5 +653,5 @@ HANDLERS[0x83] = HANDLERS[0x84] = HANDLERS[0x82]
 
 @opcode(b"\x98", refused=True)
 def readonly_buffer(machine: Machine, position: int) -> int:
-    """A mark on the buffer on the stack: nothing to do for us."""
+    """Return a mark on the buffer on the stack: nothing to do for us."""
     return position

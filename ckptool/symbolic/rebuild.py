@@ -73,7 +73,7 @@ def is_storage_pid(pid: Any) -> bool:
 
 
 def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
-    """The storage that a pid names (torch/serialization.py `persistent_id`).
+    """Return the storage that a pid names (torch/serialization.py `persistent_id`).
 
     Raises:
         CorruptFile: a part is missing or of the wrong type, or the class has no element type.
@@ -151,7 +151,7 @@ def hooks_or_none(hooks: Any) -> Any:
 def strided(
     ref: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, **more: Any
 ) -> TensorRef:
-    """A tensor over the storage that `ref` stands for, of its element type if none is given."""
+    """Return a tensor over the storage of `ref`, of its element type if none is given."""
     if type(ref) is not StorageRef or type(offset) is not int:
         raise TypeError("no storage, or no integer offset")
     storage = ref.storage
@@ -215,7 +215,7 @@ STRIDED_CALLS = {
 
 
 def util(name: str) -> Global:
-    """A function of torch/_utils.py."""
+    """Return a function of torch/_utils.py."""
     return Global(UTILS, name)
 
 
@@ -227,7 +227,7 @@ def placed(ref: TensorRef) -> tuple[Any, ...]:
 
 
 def call_of_strided(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """The function and arguments that make a plain tensor again."""
+    """Return the function and arguments that make a plain tensor again."""
     storage, *place = placed(ref)
     tail: tuple[Any, ...] = (ref.requires_grad, ref.hooks or OrderedMap())
     metadata = (dict.fromkeys(ref.flags, True),) if ref.flags else ()
@@ -334,7 +334,7 @@ SPECIAL_CALLS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
-    """The function and arguments that make such a tensor again; None for any other kind."""
+    """Return the function and arguments that make such a tensor again; None for any other kind."""
     parts = ref.parts or {}
     if ref.kind == "quantized":
         return util("_rebuild_qtensor"), (
@@ -393,7 +393,7 @@ def _old_parameter(machine: Machine, args: Any) -> Any:
 
 
 def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
-    """A Parameter of torch < 0.4 with its state `(requires_grad, volatile, hooks)`."""
+    """Return a Parameter of torch < 0.4 with its state `(requires_grad, volatile, hooks)`."""
     match state:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
             layer = Wrapping("parameter", bool(requires_grad), hooks_or_none(hooks))
@@ -475,7 +475,7 @@ def _on_device(data: Any, device: Any, requires_grad: Any, parts: Mapping[str, A
 
 
 def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
-    """The upper halves of float32 values that were bfloat16 before."""
+    """Return the upper halves of float32 values that were bfloat16 before."""
     if (array.dtype, dtype) != ("float32", "bfloat16"):
         raise CorruptFile(f"a {dtype} tensor is carried as {array.dtype}", file=file)
     wide = array.read()
@@ -518,7 +518,7 @@ CALLS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def call_of(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """The function and arguments that make `ref` again, as a current torch would pickle it."""
+    """Return the function and arguments that make `ref` again, as torch today pickles it."""
     if not ref.wrapping:
         return _bare_call(ref)
     *inner_layers, layer = ref.wrapping

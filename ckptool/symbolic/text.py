@@ -13,7 +13,7 @@ __all__ = ["decode_python2", "modern_name", "parse_text_pid", "raw_bytes", "unes
 
 
 def decode_python2(raw: bytes) -> str:
-    """A Python 2 `str` as text: UTF-8 where it is that, else Latin-1; the bytes are kept."""
+    """Return a Python 2 `str` as text: UTF-8 where it is that, else Latin-1; the bytes are kept."""
     if raw.isascii():
         return str(raw, "ascii")
     try:
@@ -25,7 +25,7 @@ def decode_python2(raw: bytes) -> str:
 
 
 def raw_bytes(node: Any) -> bytes | None:
-    """The bytes of something that held bytes, whichever protocol spelled it; else None."""
+    """Return the bytes of something that held bytes, whichever protocol spelled it; else None."""
     if isinstance(node, bytes):
         return node
     if isinstance(node, ByteString):
@@ -39,7 +39,7 @@ def raw_bytes(node: Any) -> bytes | None:
 
 
 def unescape(text: bytes) -> bytes:
-    """The bytes of a quoted Python 2 string literal."""
+    """Return the bytes of a quoted Python 2 string literal."""
     quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
     if not quoted:
         raise ValueError("a string has no quotes around it")
@@ -64,7 +64,7 @@ _PYTHON2_MODULES = {
 
 
 def modern_name(module: str, name: str) -> str:
-    """The qualified name in today's spelling (as `_compat_pickle` maps what pickles use)."""
+    """Return the qualified name in today's spelling (as `_compat_pickle` maps what pickles use)."""
     qualified = f"{module}.{name}"
     return _PYTHON2_NAMES.get(qualified) or f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
@@ -75,7 +75,7 @@ _TEXT_PID = re.compile(
 
 
 def parse_text_pid(text: str, find: Callable[[str, str], Global]) -> Any:
-    """The tuple behind a protocol-0 persistent id, which is its repr; any other text as it is."""
+    """Return the tuple whose repr a protocol-0 persistent id is; any other text as it is."""
     found = _TEXT_PID.fullmatch(text)
     if found is None:
         return text

@@ -83,7 +83,7 @@ class Receipt(Result):
         return 0 < self.written < self.size
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.receipt/1`."""
+        """Return the document `ckptool.receipt/1`."""
         return {
             "schema": "ckptool.receipt/1",
             "source": self.source,
@@ -187,6 +187,7 @@ def save(
         elif plan.index and len(plan.files) > 2 and not is_far:
             write_divided(plan, job, team, options)
         else:
+            team.all(0)  # that each has seen what is there before the first writes
             team.first(lambda: carry_out(plan, job))
     elif plan.index or os.path.isdir(checkpoint.path):
         plan = replace(plan, notes=(*plan.notes, _room(plan, path)))
@@ -212,7 +213,7 @@ def _planned(
     anew: bool,
     indexed: bool,
 ) -> Plan:
-    """An edit of the source where that will do, unless `anew`; else a new file, or shards."""
+    """Plan an edit of the source if that will do, unless `anew`; else a new file, or shards."""
     plan = None if anew else _in_place(checkpoint, path, format)
     if plan is not None:
         return plan
@@ -271,7 +272,7 @@ def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
 
 
 def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
-    """The edit that makes the source hold the checkpoint; None where that takes a new file.
+    """Return the edit that makes the source hold the checkpoint; None where that takes a new file.
 
     A file with several names gets a new one: the journal of an edit lies beside one name only.
     """
@@ -382,7 +383,7 @@ def _computes(checkpoint: Checkpoint) -> bool:
 
 
 def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
-    """The one state dict alone; where there is none, the format itself says what is wrong."""
+    """Return the one state dict; if there is none, the format itself says what is wrong."""
     try:
         return single_state_dict(checkpoint)
     except AmbiguousName:
@@ -448,7 +449,7 @@ def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> 
 
 
 def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
-    """What the reader and the transforms did not take along, and what only one format has."""
+    """Yield what the reader and the transforms did not take along, and what only one format has."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
     yield from _not_carried(checkpoint)
@@ -458,5 +459,5 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
 
 
 def _not_carried(checkpoint: Checkpoint) -> Iterator[str]:
-    """What the transforms did not take along."""
+    """Return what the transforms did not take along."""
     return (change.text for change in checkpoint.changes if change.kind == LEFT_OUT)

@@ -63,7 +63,7 @@ def plan_shards(
     indexed: bool = False,
     same_files: bool = False,
 ) -> Plan:
-    """The files for a checkpoint whose root is one flat state dict.
+    """Return the files for a checkpoint whose root is one flat state dict.
 
     The tensors go to the shards in their order; a shard ends where the next tensor would make it
     exceed `max_shard_size` bytes of tensors (None: `DEFAULT_SIZE`). What shares bytes goes
@@ -106,7 +106,7 @@ def _plan_files(
     parts: _Parts,
     files: Mapping[str, Sequence[str]],
 ) -> Plan:
-    """The plan of `files`, each with the names that it is to hold, and of their `index`."""
+    """Return the plan of `files`, each with the names that it is to hold, and of their `index`."""
     planned = writer(shard_of(format)).plan
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
@@ -125,7 +125,7 @@ def _plan_files(
 def _by_file(
     checkpoint: Checkpoint, groups: Iterable[tuple[int, Sequence[str]]]
 ) -> dict[str, list[str]]:
-    """The names of each of the files that the tensors were read from; others go to the first."""
+    """Return the names by the file that they were read from; others go to the first."""
     index = os.path.realpath(checkpoint.path)
     paths = [one.name for one in checkpoint.sources if os.path.realpath(one.name) != index]
     files: dict[str, list[str]] = {path: [] for path in paths}
@@ -160,7 +160,7 @@ class _Names:
         return self.path if self.indexed else f"{self._stem}{self._ending}{_INDEX}"
 
     def shard(self, number: int, count: int) -> str:
-        """The path of a shard, counted from 1."""
+        """Return the path of a shard, counted from 1."""
         return f"{self._stem}-{number:05d}-of-{count:05d}{self._ending}"
 
 
@@ -220,7 +220,7 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
 
 
 def _shareable(value: Any) -> dict[int, int]:
-    """What two entries could have in common, with the bytes that each takes outside the pickle."""
+    """Yield what entries could have in common, with the bytes of each outside the pickle."""
     found: dict[int, int] = {}
     for node in everything(value):
         storage: Storage | None = None
@@ -235,7 +235,7 @@ def _shareable(value: Any) -> dict[int, int]:
 
 
 def _together(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
-    """The names in groups: those that have an anchor in common, directly or by others."""
+    """Return the names in groups: those that have an anchor in common, directly or by others."""
     names = list(anchors)
     parent = list(range(len(names)))
 
@@ -256,7 +256,7 @@ def _together(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
 
 
 def _filled(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
-    """The names of each shard."""
+    """Return the names of each shard."""
     runs: list[list[str]] = []
     taken = 0
     for size, names in groups:
@@ -269,7 +269,7 @@ def _filled(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[lis
 
 
 def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
-    """A checkpoint of each run of names, in the order that they have in the state dict."""
+    """Yield a checkpoint of each run of names, in the order that they have in the state dict."""
     root = checkpoint.root
     order = {name: number for number, name in enumerate(root)}
     attributes = root.attributes if isinstance(root, OrderedMap) else {}
@@ -280,7 +280,7 @@ def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[C
 
 
 def _attributes_for(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a later shard repeats of the attributes, all of which the first one has.
+    """Return what a later shard repeats of the attributes, all of which the first one has.
 
     Of `_metadata` the entries of its modules, so that it loads by itself as the whole does.
     """

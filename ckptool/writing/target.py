@@ -125,7 +125,7 @@ def target_format(
     *,
     sharded: bool = False,
 ) -> str:
-    """The name of the format to write: `format`, else the target's ending, else the source's.
+    """Return the name of the format: `format`, else by the target's ending, else the source's.
 
     A file that is replaced in place keeps its format, whatever its name ends in. `sharded` asks for
     that format in shards, where there is more of it than fits in one.
@@ -148,7 +148,7 @@ def target_format(
 
 
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
-    """The format of a target that is one file, or of shards where `format` says so."""
+    """Return the format of a target that is one file, or of shards where `format` says so."""
     if format is not None:
         if format not in WRITABLE:
             raise UsageError(

@@ -93,7 +93,7 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
 
 
 def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
-    """The records whose bytes go into a file of `format` without the CRC-32 that is stated."""
+    """Return the records whose bytes go into a file of `format` without their CRC-32."""
     handed_on = format_of(format).hands_on_crc
     starts: dict[int, list[int]] = {}
     for node in everything(checkpoint.root):
@@ -246,7 +246,7 @@ def _verdicts(
 
 
 def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
-    """The CRC-32 that the run should have; None: its bytes must be compared."""
+    """Return the CRC-32 that the run should have; None: its bytes must be compared."""
     if run.crc32 is not None:
         return run.crc32
     there = streamed.get(run.found.offset)

@@ -70,7 +70,7 @@ def test_the_pains_of_the_readme_are_in_the_cookbook():
     """Whoever searches either page for what torch said finds the command."""
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     text = cookbook.SOURCE.read_text(encoding="utf-8")
-    quoted = re.findall(r"^> `+\s?(.*?)\s?`", readme, re.MULTILINE)
+    quoted = re.findall(r"^\| `+\s?(\w.*?)\s?`", readme, re.MULTILINE)
     assert quoted
     for quote in quoted:
         words = re.split(r"\W+", quote)

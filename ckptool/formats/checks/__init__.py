@@ -32,13 +32,13 @@ _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
 
 
 def structure(probe: Probe) -> Findings:
-    """What can be said of a file that may not be readable: the headers and checksums of zips."""
+    """Return what can be said of a file that may not be readable: zip headers and checksums."""
     folder = next((known for known in folder_formats(probe) if known.recognise(probe)), None)
     return archive_findings(probe) if folder is None else folder.findings(probe)
 
 
 def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
-    """What can be said of a file that has been read.
+    """Return what can be said of a file that has been read.
 
     Raises:
         CheckpointError: the file is not what it was when it was read.

@@ -61,7 +61,7 @@ _ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
 def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """What no pickler can have written, each function once."""
+    """Yield what no pickler can have written, each function once."""
     if not checkpoint.details.tidy:
         text = "its pickle leaves gaps in its memo, or objects on its stack, which no pickler does"
         yield Problem("pickle", "", text)
@@ -150,7 +150,7 @@ _PART = 1 << 20
 
 
 def legacy_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """What follows the stream, and what its third pickle says of the writer's machine."""
+    """Return what follows the stream, and what its third pickle says of the writer's machine."""
     data = ByteRange(source, 0, source.size)
     problems = tuple(_machine_faults(data, limits))
     end = source.size - checkpoint.details.dead_bytes
@@ -158,13 +158,13 @@ def legacy_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> F
 
 
 def pickle_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """What follows the pickle."""
+    """Return what follows the pickle."""
     data = ByteRange(source, 0, source.size)
     return _behind(data, source.size - checkpoint.details.dead_bytes, limits, 0)
 
 
 def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
-    """What is wrong with the pickle between version and object, which every torch skips."""
+    """Yield what is wrong with the pickle between version and object, which every torch skips."""
     magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
     if magic is None:
         return
@@ -192,7 +192,7 @@ def _is_machine(facts: Any) -> bool:
 
 
 def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
-    """What stands behind the first object: more of its kind are no fault, anything else is one."""
+    """Check what stands behind the first object: more of its kind, and nothing else."""
     position, more = end, 0
     try:
         while position < data.length and more < _MOST_BEHIND:
@@ -227,7 +227,7 @@ def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> in
 
 
 def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """What no member accounts for, and what stands behind the content of those that count."""
+    """Return what no member accounts for, and what stands behind the content of members."""
     problems = []
     if checkpoint.details.dead_bytes:
         dead = checkpoint.details.dead_bytes
@@ -248,7 +248,7 @@ def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Find
 
 
 def safetensors_findings(source: Source) -> Findings:
-    """What the format's README asks of a header, and no reader does."""
+    """Return what the format's README asks of a header, and no reader does."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     text = source.read(LENGTH.size, length)
     problems = []
@@ -263,7 +263,7 @@ def safetensors_findings(source: Source) -> Findings:
 
 
 def archive_findings(probe: Probe) -> Findings:
-    """What can be said of a zip before it is known what it holds; nothing of a folder.
+    """Return what can be said of a zip before it is known what it holds; nothing of a folder.
 
     What the reader refuses is told by opening the file.
     """
@@ -293,7 +293,7 @@ def _checksum(archive: Archive, record: Record) -> Checksum:
 
 
 def _place(archive: Archive, name: str) -> str:
-    """A record's name as the archive has it."""
+    """Return a record's name as the archive has it."""
     return f"{archive.folder}/{name}" if archive.folder else name
 
 
@@ -311,7 +311,7 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
 
 
 def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) -> Findings:
-    """What torch refuses, or reads otherwise, of a zip that reads well; less of an unzipped one."""
+    """Return what torch refuses, or reads otherwise, of a zip that reads well."""
     problems = [*_behind_pickle(archive, contents)]
     if not unzipped:
         problems += _refused(archive, contents)
@@ -383,7 +383,7 @@ def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
 
 
 def _laid(archive: Archive, contents: Contents) -> Iterator[Laid]:
-    """The records of the storages, in the order in which the pickle first uses them."""
+    """Yield the records of the storages, in the order in which the pickle first uses them."""
     for key, storage in contents.storages.by_key.items():
         record = contents.storages.find(f"data/{key}")
         if storage.data is not None and record is not None and not record.compressed:

@@ -81,7 +81,7 @@ class Local(NamedTuple):
 
 
 def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
-    """The entries of a directory, those left out whose 64-bit field is too short.
+    """Yield the entries of a directory, those left out whose 64-bit field is too short.
 
     Raises:
         CheckpointError: the directory lies outside the file.
@@ -112,7 +112,7 @@ def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
 
 
 def local_header(data: ByteRange, offset: int, name_length: int) -> Local | None:
-    """The local header at `offset`; None where there is none, or it reaches outside the file."""
+    """Return the local header at `offset`; None if there is none inside the file."""
     try:
         raw = data.read(offset, min(_LOCAL.size + name_length + _LIKELY, data.length - offset))
         signature, *shared, crc, packed, size, length, extra_length = _LOCAL.unpack_from(raw)
@@ -129,7 +129,7 @@ def local_header(data: ByteRange, offset: int, name_length: int) -> Local | None
 
 
 def extra_fields(extra: bytes) -> Fields | None:
-    """The fields of an extra area by number; None where they do not fill it.
+    """Return the fields of an extra area by number; None where they do not fill it.
 
     Up to three zero bytes may be left over, as some tools pad.
     """
@@ -146,7 +146,7 @@ def extra_fields(extra: bytes) -> Fields | None:
 
 
 def wide_values(fields: Fields | None) -> list[int]:
-    """The numbers of the zip64 field, empty where there is none."""
+    """Return the numbers of the zip64 field, empty where there is none."""
     content = next((content for number, content in fields or () if number == ZIP64), b"")
     whole = len(content) - len(content) % 8
     return [value for (value,) in struct.iter_unpack("<Q", content[:whole])]
@@ -222,7 +222,7 @@ def _is_padded(local: Local) -> bool:
 def _entry_faults(
     data: ByteRange, entry: Central, local: Local | None, by_torch: bool
 ) -> Iterator[str]:
-    """What is wrong with one record's headers, a clause each."""
+    """Yield what is wrong with one record's headers, a clause each."""
     if entry.external & _FOLDER and not entry.name.endswith(b"/"):
         yield (
             "the directory marks it as a folder, so that torch.load does not read its bytes and "
@@ -321,7 +321,7 @@ def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
 
 
 def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Problem]:
-    """What is wrong with the records behind the directory, and behind them."""
+    """Yield what is wrong with the records behind the directory, and behind them."""
     tail = data.read(end.start, end.size)
     found = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + 4)
     _, disk, first_disk, _, _, _, _, comment = _END.unpack_from(tail, found)
