@@ -93,7 +93,7 @@ def command(
 
     Names are compared with wrappers such as module. off. Equal bytes are found without torch;
     where they differ there are figures, relative ones to B, the largest change first. Repeated
-    layers are one row, with the figures of the tensor that changed most; --fmt folds nothing.
+    layers are one row, with the worst of each figure; --fmt folds nothing.
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": as_json}
     given = [name for name, wanted in shown.items() if wanted]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
@@ -30,38 +30,91 @@ __all__ = [
 
 _SHORT = 40  # characters of a value where it is one of two on a line
 
+_ODD = ("nan_a", "nan_b", "inf_a", "inf_b")
 _FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`count` entries that differ alike, with the figures of the one that changed most."""
+    """`count` entries that differ alike; each figure is the worst of theirs."""
 
     status: str
-    label: str
-    count: int
+    name: str
     what: str = ""
     a: str = ""
     b: str = ""
     figures: Difference | None = None
+    count: int = 1
 
 
-def changed_rows(
-    found: Sequence[Changed], *, whole: bool, fold: bool, tags: bool = False
-) -> list[Row]:
-    """Entries of both files, those without figures first, then by the largest relative change.
+def _changed(found: Iterable[Changed], *, whole: bool = False, tags: bool = False) -> list[Row]:
+    """Return a row for each entry of both files, those without figures first.
 
-    `whole` texts are not shortened; with `fold` repeated layers are one row. With `tags` a row says
-    in which device and requires_grad it differs, too.
+    `whole` texts are not shortened. With `tags` a row has device and requires_grad, too.
     """
-    rows = []
-    for family in folded(((row.name, _alike(row, whole, tags)) for row in found), fold=fold):
-        members = [found[n] for n in family.numbers]
-        what, a, b, _ = _alike(members[0], whole, tags)
-        most = max((row.difference for row in members), key=magnitude)
-        status, label = members[0].status, _label(family.label)
-        rows.append(Row(status, label, len(members), what, a, b, most))
+    rows = [Row(row.status, row.name, *_said_of(row, whole, tags), row.difference) for row in found]
+    return _by_change(rows)
+
+
+def _only(diff: Diff, *, whole: bool = False) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the entries that only A has, and those that only B has."""
+    return (
+        [Row("D", side.name, a=_words(side, whole)) for side in diff.only_in_a],
+        [Row("A", side.name, b=_words(side, whole)) for side in diff.only_in_b],
+    )
+
+
+def _renamed(diff: Diff) -> list[Row]:
+    """Return a row for each renamed tensor: `a` and `b` are its names, `what` is what it is."""
+    return [
+        Row("R", row.a.name, _words(row.a, True), _label(row.a.name), _label(row.b.name))
+        for row in diff.renamed
+    ]
+
+
+def _folded(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with repeated layers as one."""
+    found = []
+    for family in families((row.name, _alike(row, n)) for n, row in enumerate(rows)):
+        members = [rows[n] for n in family.numbers]
+        first, b = members[0], members[0].b
+        if first.status == "R":
+            b = families((row.b, None) for row in members)[0].label
+        worst = _worst([row.figures for row in members if row.figures is not None])
+        found.append(Row(first.status, family.label, first.what, first.a, b, worst, len(members)))
+    return found
+
+
+def _alike(row: Row, number: int) -> Hashable:
+    """Return what is equal of rows that may be folded: renamed ones change both names in step."""
+    if row.status == "R":
+        (_, before), (texts, after) = numbered(row.name), numbered(row.b)
+        return row.what, texts if before == after else number
+    one = row.figures
+    odd = one and tuple(map(bool, (one.nan_a, one.nan_b, one.inf_a, one.inf_b)))
+    return row.status, row.what, row.a, row.b, odd
+
+
+def _by_change(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: magnitude(row.figures), reverse=True)
+
+
+def _worst(found: Sequence[Difference]) -> Difference | None:
+    """Return the worst of each figure: NaN and infinities of all, the largest share of elements."""
+    if not found:
+        return None
+
+    def most(name: str, worst: Callable[..., Any] = max) -> Any:
+        known = [figure for one in found if (figure := getattr(one, name)) is not None]
+        nan = next((figure for figure in known if figure != figure), None)
+        return worst(known, default=None) if nan is None else nan
+
+    return replace(
+        max(found, key=lambda one: one.share),
+        **{name: most(name) for name in ("max_abs", "mean_abs", "max_rel", "rmse")},
+        cosine=most("cosine", min),
+        **{name: sum(getattr(one, name) for one in found) for name in _ODD},
+    )
 
 
 def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
@@ -69,28 +122,6 @@ def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]
     if fold:
         return families(names)
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
-
-
-def only_rows(status: str, sides: Sequence[Side], *, whole: bool, fold: bool) -> list[Row]:
-    """Entries of one file alone: what they are stands in `a` (status D) or in `b` (status A)."""
-    rows = []
-    for family in folded(((side.name, _words(side, whole)) for side in sides), fold=fold):
-        words = _words(sides[family.numbers[0]], whole)
-        a, b = (words, "") if status == "D" else ("", words)
-        rows.append(Row(status, _label(family.label), len(family.names), "", a, b))
-    return rows
-
-
-def renamed_rows(found: Sequence[Renamed], *, fold: bool) -> list[Row]:
-    """Tensors under another name: `label` is A's, `b` that of B, `what` says what it is."""
-    rows = []
-    names = [(row.a.name, (_renaming(n, row), _words(row.a, True))) for n, row in enumerate(found)]
-    for name in folded(names, fold=fold):
-        (other, *_) = families((found[n].b.name, None) for n in name.numbers)
-        what = _words(found[name.numbers[0]].a, True)
-        label = _label(name.label)
-        rows.append(Row("R", label, len(name.names), what, label, _label(other.label)))
-    return rows
 
 
 def figures(found: Difference | None, *, whole: bool) -> list[str]:
@@ -124,23 +155,15 @@ def _label(name: str) -> str:
     return clean(name) or "(the whole file)"
 
 
-def _renaming(number: int, row: Renamed) -> Hashable:
-    """Equal for entries whose two names change in step; each of the others is its own."""
-    (_, before), (texts, after) = numbered(row.a.name), numbered(row.b.name)
-    return texts if before == after else number
-
-
-def _alike(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str, Hashable]:
-    """What a row says beside its name and numbers: only entries alike in it are folded."""
+def _said_of(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str]:
+    """Return in what an entry differs, and what it is on either side."""
     kept = [aspect for aspect in row.what if tags or aspect not in TAGS]
     place = (row.place or "").removeprefix("quantizer/")
     what = ", ".join(kept) + (f" at {clean(place)}" if place else "")
     a, b = (" ".join(_said(side, kept, row, whole)) for side in (row.a, row.b))
     if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
         a, b = (f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True))
-    found = row.difference
-    odd = found and tuple(map(bool, (found.nan_a, found.nan_b, found.inf_a, found.inf_b)))
-    return what, a, b, odd
+    return what, a, b
 
 
 def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iterator[str]:
@@ -203,8 +226,8 @@ class Column:
 def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
     """The files, what differs with the largest change first, and a summary.
 
-    With `fold` repeated layers are one row, with the figures of the tensor that changed most. With
-    `look.fmt` the result is one table that has a row for every difference.
+    With `fold` repeated layers are one row, with the worst of each figure. With `look.fmt` the
+    result is one table that has a row for every difference.
     """
     if look.fmt:
         yield from _one_table(diff, look)
@@ -215,10 +238,7 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
     yield from apart(
         [
             _headlines(diff, look),
-            *_changed_tables(diff, look, fold),
-            _value_table(diff, look, fold),
-            *_only_tables(diff, look, fold),
-            _renamed_table(diff, look, fold),
+            *_tables(diff, look, _folded if fold else list),
             _tag_lines(diff, look),
             note_lines(diff, look),
             summary_lines(diff, look),
@@ -316,66 +336,44 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
         yield f"{look.bold(letter)}  {shorten(clean(path), room)}{facts}"
 
 
-def _changed_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    """Tensors that cannot be held against each other, then those that can with the figures."""
-    rows = changed_rows([row for row in diff.changed if _is_content(row)], whole=False, fold=fold)
+def _tables(
+    diff: Diff, look: Look, fold: Callable[[Sequence[Row]], list[Row]]
+) -> Iterator[Iterable[str]]:
+    """Yield a table for each kind of difference."""
+    rows = _by_change(fold(_changed(filter(_is_content, diff.changed))))
     bare = [row for row in rows if row.figures is None]
-    measured = [row for row in rows if row.figures is not None]
     yield _drawn([_names(bare), _counted(bare), _what(bare), *_sides(bare)], look)
-    what = Column("what", [_in_brief(row) for row in measured])
-    yield _drawn(
-        [_names(measured), _counted(measured), what, *_figures(measured, whole=False)],
-        look,
-        _SPARE,
-    )
+    rows = [row for row in rows if row.figures is not None]
+    what = Column("what", [_in_brief(row) for row in rows])
+    measured = _figures(rows, whole=False)
+    yield _drawn([_names(rows), _counted(rows), what, *measured], look, _SPARE)
+    rows = fold(_changed(filter(_is_content, diff.values)))
+    change = Column("", [_in_brief(row, place=True) for row in rows], flexible=True)
+    yield _drawn([_names(rows, "value"), _counted(rows), change], look)
+    for heading, rows in zip(("only in A", "only in B"), map(fold, _only(diff)), strict=True):
+        what = Column("", [row.a or row.b for row in rows], flexible=True)
+        yield _drawn([_names(rows, heading), _counted(rows), what], look)
+    rows = fold(_renamed(diff))
+    new = Column("in B", [row.b for row in rows], flexible=True)
+    what = Column("", [row.what for row in rows])
+    yield _drawn([_names(rows, "renamed from"), _counted(rows), new, what], look)
 
 
 def _is_content(row: Changed) -> bool:
     return not TAGS.issuperset(row.what)
 
 
-def _in_brief(row: Row) -> str:
-    """`value`, or `float32 -> bfloat16`."""
-    return f"{row.a} -> {row.b}" if row.a else row.what
-
-
-def _value_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
-    rows = changed_rows([row for row in diff.values if _is_content(row)], whole=False, fold=fold)
-    names = Column("value", [row.label for row in rows], flexible=True)
-    places = [row.what.partition(" at ")[2] for row in rows]
-    change = [
-        f"{row.a} -> {row.b}{f' (at {place})' if place else ''}"
-        for row, place in zip(rows, places, strict=True)
-    ]
-    return _drawn([names, _counted(rows), Column("", change, flexible=True)], look)
-
-
-def _only_tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    for status, sides, heading in (
-        ("D", diff.only_in_a, "only in A"),
-        ("A", diff.only_in_b, "only in B"),
-    ):
-        rows = only_rows(status, sides, whole=False, fold=fold)
-        what = Column("", [row.a or row.b for row in rows], flexible=True)
-        yield _drawn([_names(rows, heading), _counted(rows), what], look)
-
-
-def _renamed_table(diff: Diff, look: Look, fold: bool) -> Iterable[str]:
-    rows = renamed_rows(diff.renamed, fold=fold)
-    new = Column("in B", [row.b for row in rows], flexible=True)
-    what = Column("", [row.what for row in rows])
-    return _drawn([_names(rows, "renamed from"), _counted(rows), new, what], look)
+def _in_brief(row: Row, *, place: bool = False) -> str:
+    """Return `value`, or `float32 -> bfloat16`; with `place` the change of a value."""
+    at = row.what.partition(" at ")[2] if place else ""
+    return f"{row.a} -> {row.b}{f' (at {at})' if at else ''}" if row.a or place else row.what
 
 
 def _one_table(diff: Diff, look: Look) -> Iterable[str]:
-    """Every difference a row, all under the same headings."""
+    """Return a table of all differences under the same headings."""
     counting = [row for row in (*diff.changed, *diff.values) if row.counts]
-    rows = [
-        *changed_rows(counting, whole=True, fold=False, tags=True),
-        *only_rows("D", diff.only_in_a, whole=True, fold=False),
-        *only_rows("A", diff.only_in_b, whole=True, fold=False),
-        *renamed_rows(diff.renamed, fold=False),
-    ]
+    only_a, only_b = _only(diff, whole=True)
+    rows = [*_changed(counting, whole=True, tags=True), *only_a, *only_b, *_renamed(diff)]
     columns = [
         Column("status", [row.status for row in rows]),
         _names(rows),
@@ -387,7 +385,7 @@ def _one_table(diff: Diff, look: Look) -> Iterable[str]:
 
 
 def _names(rows: Sequence[Row], heading: str = "name") -> Column:
-    return Column(heading, [row.label for row in rows], flexible=True)
+    return Column(heading, [_label(row.name) for row in rows], flexible=True)
 
 
 def _counted(rows: Sequence[Row]) -> Column:
