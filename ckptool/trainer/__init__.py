@@ -32,5 +32,5 @@ __getattr__ = importer(__name__, globals(), _HOMES)
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return sorted(__all__)

@@ -89,7 +89,7 @@ class Progress:
         self.samples += result.samples
 
     def end_epoch(self, loss: float) -> bool:
-        """Count an epoch that ended with that loss; whether it is the best one so far."""
+        """Count an epoch that ended with that loss, and return whether it is the best so far."""
         self.epoch += 1
         self.begin_epoch()
         is_best = loss < self.best
@@ -99,17 +99,17 @@ class Progress:
         return is_best
 
     def begin_epoch(self) -> None:
-        """Count nothing of the epoch that is under way."""
+        """Reset the counters of the epoch that is under way."""
         self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
         self.skipped_here = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return asdict(self)
 
     @classmethod
     def of(cls, held: Mapping[str, Any]) -> Progress:
-        """What `to_dict` gave."""
+        """Build from the result of `to_dict`."""
         return cls(**{field.name: held[field.name] for field in fields(cls) if field.name in held})
 
 
@@ -131,7 +131,7 @@ class Kept:
 
 
 def kept(folder: str) -> list[Kept]:
-    """The checkpoints that are there, the newest first: by step, or by time where one has none.
+    """Return the checkpoints of a folder, newest first: by step, or by time if one has no step.
 
     Of one step `last` is before the numbered one, and that before `best`. A header is read where
     the name does not tell the step.
@@ -166,7 +166,7 @@ def _step_in(path: str) -> int | None:
 
 @contextmanager
 def one_run_in(folder: str) -> Iterator[None]:
-    """Make the folder, and let no other run begin in it meanwhile; left empty, it goes again.
+    """Make the folder and keep other runs out of it; if it stays empty, remove it again.
 
     What a kill has left half done in it is finished, or removed.
 
@@ -250,7 +250,7 @@ def remove_numbered(folder: str, keep: int) -> None:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a file, or the folder that it is; nothing where there is none."""
+    """Remove a checkpoint, a file or a folder, if there is one."""
     with worded(path), suppress(FileNotFoundError):
         if os.path.isdir(path) and not os.path.islink(path):
             remove_folder(path)
@@ -259,7 +259,7 @@ def remove_checkpoint(path: str) -> None:
 
 
 def expected_size(strategy: Strategy) -> int:
-    """About how many bytes a checkpoint takes, the optimizer's state that is to come included."""
+    """Return about how many bytes a checkpoint takes, with the optimizer's state to come."""
     config = strategy.config
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     copies = 1 + int(config.ema is not None)
@@ -269,7 +269,7 @@ def expected_size(strategy: Strategy) -> int:
 
 
 def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
-    """What scripts save: the module, or state dicts, `unwrapped` as `model.module.state_dict()`."""
+    """Return what scripts save: the module, or its state dict, with or without wrapper names."""
     if kind == "module":
         return strategy.whole_module()
     model, optimizer = strategy.wrapped_state()
@@ -309,7 +309,7 @@ class Checkpoints:
         observer: Observer,
         belongings: dict[str, Any],
     ) -> None:
-        """`belongings` goes into every checkpoint that has room for more than weights."""
+        """Add `belongings` to every checkpoint that has room for more than weights."""
         self._config, self._strategy, self._observer = config, strategy, observer
         self._batches, self._belongings = batches, belongings
         self._ranks = Ranks(
@@ -319,7 +319,7 @@ class Checkpoints:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the folder, which is this run's until the end: rank 0 holds it.
+        """Make the folder of the run and keep it to this run: rank 0 holds the lock.
 
         Raises:
             FileBusy: another run is under way there.
@@ -344,7 +344,7 @@ class Checkpoints:
         self._ranks.first(lambda: require_writable(self._config.out, name, size))
 
     def begin(self, progress: Progress, origin: str | None) -> None:
-        """Have no other run in the folder than that which led to `progress`, by way of `origin`.
+        """Require that the folder holds no other run than the one that led to `progress`.
 
         Raises:
             TrainingError: there is another, and it is not to be overwritten.
@@ -369,7 +369,7 @@ class Checkpoints:
         return os.path.lexists(self._path("best"))
 
     def numbered(self, progress: Progress) -> None:
-        """Write that of this step, and remove those that are too many."""
+        """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()
         self._ranks.first(lambda: remove_numbered(self._config.out, self._config.keep))
@@ -382,7 +382,7 @@ class Checkpoints:
         return os.path.join(self._config.out, name + self._suffix)
 
     def write(self, name: str, progress: Progress) -> None:
-        """Write `last`, `best` or one of a step; what had its name, a folder or a file, then goes.
+        """Write `last`, `best` or a numbered checkpoint; a file replaces a folder of that name.
 
         Raises:
             TrainingError: weights are infinite, or NaN: nothing goes on from such.
@@ -440,7 +440,7 @@ class Resuming:
     def __init__(
         self, config: TrainConfig, strategy: Strategy, batches: Batches, observer: Observer
     ) -> None:
-        """Nothing is read yet."""
+        """Read nothing yet."""
         self._config, self._strategy = config, strategy
         self._batches, self._observer = batches, observer
         self._ranks = Ranks(
@@ -451,7 +451,7 @@ class Resuming:
         )
 
     def found(self) -> str | None:
-        """The checkpoint that is meant; of a run's folder the newest that is whole.
+        """Return the checkpoint to resume from; in the folder of a run, the newest whole one.
 
         `auto` is the folder of this run, and may hold none.
 
@@ -488,7 +488,7 @@ class Resuming:
         return None, [f"{out} holds no checkpoint to go on from: training begins anew"]
 
     def restored(self, path: str) -> Progress:
-        """Fill the strategy's model and tuning from `path`; where the run then stands.
+        """Fill the strategy's model and tuning from `path`, and return where the run then stands.
 
         Of files that are no `full` checkpoint the weights are taken, and the optimizer's state
         where it fits: the next epoch begins with its first step.
@@ -511,7 +511,6 @@ class Resuming:
         return progress
 
     def _progress(self, values: Mapping[str, Any], path: str) -> Progress:
-        """Where the run stands; of a file that says no more than its epoch, that is over."""
         if "progress" in values:
             return Progress.of(values["progress"])
         with ckptool.open(path) as held:
@@ -520,7 +519,7 @@ class Resuming:
         return Progress(epoch=over, step=over * self._batches.steps)
 
     def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
-        """Load what the file has; returned is `optimizer` where its state is not in it."""
+        """Load what the file has; return `optimizer` if its state is not in it."""
         orders = (None,) if values else (None, "position")
         for order in orders:
             try:
@@ -557,9 +556,9 @@ class Resuming:
             )
 
     def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
-        """Go on with the random numbers of each process; those of other processes are of no use.
+        """Restore the random state of each process, if it was saved by as many processes.
 
-        Then they begin anew, and not as the run began: what it drew would come again.
+        Otherwise seed them anew, and not as the run began: what it drew would come again.
         """
         world = self._strategy.world
         states = values.get("rng", [])
@@ -570,7 +569,7 @@ class Resuming:
         return ["rng"]
 
     def _tell_differences(self, values: Mapping[str, Any], progress: Progress) -> None:
-        """What the two runs do otherwise; an epoch of other batches cannot go on in its middle."""
+        """Report options that differ from the saved run; other batches begin the epoch anew."""
         names = [*_TELLING, *_OF_SCHEDULES[self._config.schedule]]
         now, then = self._config.to_dict(), values.get("config", {})
         others = [name for name in names if name in then and then[name] != now[name]]
@@ -587,7 +586,7 @@ class Resuming:
 
 
 def _damage(path: str) -> str | None:
-    """What is wrong with a checkpoint, as a sentence; None: it is whole."""
+    """Return why a checkpoint is damaged, as a sentence; None: it is whole."""
     if os.path.isdir(path):
         return sharded.damage(path)
     try:

@@ -21,26 +21,26 @@ _USUAL = [16, 32]
 
 
 def csv_path(data: str) -> str | None:
-    """The file of `csv:PATH`; None: it is another word."""
+    """Return the path of `csv:PATH`; None: it is another word."""
     return data[4:] if data.startswith("csv:") else None
 
 
 def data_fault(data: str) -> str | None:
-    """What is wrong with a word for data; whether a file is there is seen when it is read."""
+    """Return what is wrong with a word for data; the file is looked for when it is read."""
     if data in _DATA or csv_path(data) or (data[:4] != "csv:" and FACTORY.fullmatch(data)):
         return None
     return f"is none of {', '.join(_DATA)}, csv:PATH, module:factory"
 
 
 def loss_fault(loss: str) -> str | None:
-    """What is wrong with a word for a loss; whether torch has it is seen later."""
+    """Return what is wrong with a word for a loss; torch is asked for it later."""
     if loss.isidentifier() or FACTORY.fullmatch(loss):
         return None
     return "is neither a name in torch.nn.functional nor module:function"
 
 
 def hidden_widths(model: str) -> list[int] | None:
-    """How wide the hidden layers of `mlp:16,32` are; None: it is another word."""
+    """Return the widths of the hidden layers of `mlp:16,32`; None: it is another word."""
     found = _MLP.fullmatch(model)
     if found is None:
         return None
@@ -48,7 +48,7 @@ def hidden_widths(model: str) -> list[int] | None:
 
 
 def model_fault(model: str) -> str | None:
-    """What is wrong with a word for a model."""
+    """Return what is wrong with a word for a model."""
     if model in ("linear", "cnn") or hidden_widths(model) or FACTORY.fullmatch(model):
         return None
     if model.startswith("mlp:"):
@@ -110,12 +110,12 @@ Spelling = Callable[[str, Any], str]
 
 
 def usual_batch_size(data: str) -> int:
-    """Samples of one batch where nobody says: 30 of `random`, as in the tutorial it is from."""
+    """Return the default batch size: 30 for `random`, as in the tutorial of DataParallel."""
     return 30 if data == "random" else 32
 
 
 def require_shared(batch_size: int, processes: int) -> None:
-    """See that every process has a sample of a batch.
+    """Check that every process has a sample of a batch.
 
     Raises:
         TrainingError: there are more processes than samples.
@@ -129,7 +129,7 @@ def require_shared(batch_size: int, processes: int) -> None:
 
 
 def as_argument(name: str, value: Any) -> str:
-    """An option as Python has it: `batch_size=0`."""
+    """Return an option as Python has it: `batch_size=0`."""
     return f"{name}={value!r}"
 
 
@@ -183,7 +183,6 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
 
 
 def _unlike(value: Any, kind: str) -> str | None:
-    """What is wrong with the type of an option; `kind` is its annotation."""
     kind, _, none = kind.partition(" | ")
     types, said = _KINDS[kind]
     if value is None:
@@ -196,7 +195,6 @@ def _unlike(value: Any, kind: str) -> str | None:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """What is wrong with an option by itself."""
     if name == "data":
         return data_fault(value)
     if name == "model":
@@ -332,5 +330,5 @@ class TrainConfig:
         check(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, which a checkpoint keeps."""
+        """Return plain data, which a checkpoint keeps."""
         return asdict(self)

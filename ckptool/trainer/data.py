@@ -25,12 +25,12 @@ __all__ = ["Batches", "Dataset", "Loss", "Rows", "TrainData", "collated", "data_
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same, with every tensor on `device`."""
+    """Return the tree with every tensor on `device`."""
     return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), value)
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """The same, with every floating-point tensor of another type as that one."""
+    """Return the tree with every floating-point tensor as `dtype`."""
 
     def cast(one: torch.Tensor) -> torch.Tensor:
         return one.to(dtype) if one.is_floating_point() else one
@@ -39,24 +39,24 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def emptied(value: Any) -> Any:
-    """The same, with no sample in any tensor."""
+    """Return the tree with no sample in any tensor."""
     return tree_map_only(torch.Tensor, lambda one: one[:0], value)
 
 
 def sum_of(value: Any) -> torch.Tensor:
-    """All numbers that a model gave, as one that leads back to its parameters."""
+    """Return the sum of all outputs, from which gradients lead back to the parameters."""
     return sum(
         (one.sum() for one in tree_leaves(value) if isinstance(one, torch.Tensor)), torch.zeros(())
     )
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """That of the first tensor."""
+    """Return the shape of the first tensor."""
     return next((tuple(one.shape) for one in tree_leaves(value) if hasattr(one, "shape")), ())
 
 
 def device_in(value: Any) -> str:
-    """Where the first tensor lies."""
+    """Return the device of the first tensor."""
     return next((str(one.device) for one in tree_leaves(value) if hasattr(one, "device")), "")
 
 
@@ -80,7 +80,7 @@ class Batches:
         return -(-self.samples // (self.batch_size * self.accumulate))
 
     def of_epoch(self, epoch: int, first: int = 0) -> Iterator[list[list[int]]]:
-        """The steps of `epoch` (from 0), from the `first` on: lists of batches of row numbers."""
+        """Yield the steps of `epoch` (from 0), from `first` on: lists of batches of row numbers."""
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch & (1 << 63) - 1)
         order = torch.randperm(self.samples, generator=generator).tolist()
         batches = list(in_batches(order, self.batch_size))
@@ -89,13 +89,13 @@ class Batches:
 
 
 def in_batches(rows: Sequence[int], size: int) -> Iterator[list[int]]:
-    """The rows in their order, `size` at a time."""
+    """Yield the rows in their order, `size` at a time."""
     for start in range(0, len(rows), size):
         yield list(rows[start : start + size])
 
 
 def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
-    """The rows of a batch that process `rank` of `size` computes; for the last ones maybe none.
+    """Return the rows of a batch that process `rank` of `size` computes; for the last, maybe none.
 
     As `torch.chunk` splits it, which `DataParallel` does too: equal parts rounded up, the last one
     smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and nothing for three).
@@ -112,11 +112,11 @@ class Dataset(Protocol):
     """A map-style dataset, as `torch.utils.data` has it: pairs of inputs and targets, or dicts."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """The inputs and targets of one sample."""
+        """Return inputs and targets of a sample."""
         ...
 
 
@@ -128,15 +128,15 @@ class Rows:
         self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of one sample."""
+        """Return inputs and targets of a sample."""
         return self.inputs[index], self.targets[index]
 
     def __getitems__(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of several samples at once, stacked already."""
+        """Return inputs and targets of several samples, stacked."""
         return self.inputs[rows], self.targets[rows]
 
 
@@ -211,7 +211,7 @@ class TrainData:
 
 
 def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
-    """Inputs and targets of some samples, stacked; what is no whole number as `dtype`.
+    """Return inputs and targets of some samples, stacked, floating-point numbers as `dtype`.
 
     A sample that is a dict is both: the model is given the batch of them, and so is the loss.
 
@@ -252,7 +252,7 @@ def prepared(
     seed: int,
     is_pinned: bool,
 ) -> Iterator[tuple[Any, Any]]:
-    """The batches of these rows, in their order; of no rows the first sample, for its types.
+    """Yield the batches of these rows in order; for no rows the first sample, for its types.
 
     Without `workers` each is made when it is asked for. With them it is made ahead, and what the
     dataset draws at random follows from `seed` and its place alone, whichever worker makes it.
@@ -295,14 +295,14 @@ class _Batch:
 
 
 def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows to learn from, four fifths of all, and the others, chosen by the seed."""
+    """Return the rows to learn from, four fifths of all, and the others, chosen by the seed."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(samples, generator=generator)
     return order[: samples * 4 // 5], order[samples * 4 // 5 :]
 
 
 def data_of(config: TrainConfig) -> TrainData:
-    """The data that `config.data` names.
+    """Return the data that `config.data` names.
 
     Raises:
         FileMissing, FileDenied: a file cannot be read.
@@ -320,7 +320,6 @@ _HINT = "a TrainData, a map-style dataset, or a pair of them: to learn from, and
 
 
 def _own_data(config: TrainConfig) -> TrainData:
-    """What `module:factory` of the user's is, or returns without arguments."""
     text = config.data
     with at_home():
         made = named(text)
@@ -339,7 +338,7 @@ def _own_data(config: TrainConfig) -> TrainData:
 
 
 def friedman(config: TrainConfig) -> TrainData:
-    """500 samples of 10 features in [0, 1), 400 to learn from.
+    """Return 500 samples of 10 features in [0, 1), 400 to learn from.
 
     Targets: 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + N(0, 1)
 
@@ -356,7 +355,7 @@ def friedman(config: TrainConfig) -> TrainData:
 
 
 def random_features(config: TrainConfig) -> TrainData:
-    """100 samples of 5 features from N(0, 1), all to learn from, as the tutorial of DataParallel.
+    """Return 100 samples of 5 features from N(0, 1), all to learn from (DataParallel tutorial).
 
     Targets, which the tutorial has none of, are a linear map of them, its weights from N(0, 1).
     """
@@ -368,7 +367,7 @@ def random_features(config: TrainConfig) -> TrainData:
 
 
 def digits(config: TrainConfig) -> TrainData:
-    """1797 images of 1 x 8 x 8 in [0, 1], four fifths of them, by the seed, to learn from.
+    """Return 1797 images of 1 x 8 x 8 in [0, 1], four fifths of them, by the seed, to learn from.
 
     Targets are the digits; the loss is the cross entropy.
 
@@ -391,7 +390,7 @@ def digits(config: TrainConfig) -> TrainData:
 
 
 def csv_columns(config: TrainConfig, path: str) -> TrainData:
-    """The table in a file: `config.target`, or the last column, is predicted from the others.
+    """Return a table whose column `config.target`, or the last, is predicted from the others.
 
     Four fifths of the rows, chosen by the seed, are learned from. All columns, the target too, are
     standardised with the mean and deviation (over n) of these: a loss of 1 is that of who always
@@ -432,7 +431,6 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
 
 
 def _target(table: Table, name: str | None, path: str) -> int:
-    """The number of the column that is predicted."""
     columns = table.columns
     if len(columns) == 1:
         raise TrainingError(
@@ -457,7 +455,7 @@ def _target(table: Table, name: str | None, path: str) -> int:
 def _statistics(
     learned: torch.Tensor, table: Table, path: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of each column; of one that is always the same, that and 1."""
+    """Return mean and deviation of each column; of a constant column, its value and 1."""
     std, mean = torch.std_mean(learned, dim=0, correction=0)
     same = (learned == learned[0]).all(0)
     mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)

@@ -24,7 +24,7 @@ _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def show_only(numbers: str) -> None:
-    """Let this process, and those that it starts, see these GPUs alone: the first is `cuda:0`.
+    """Let this process and its children see these GPUs alone: the first is `cuda:0`.
 
     They are counted as `nvidia-smi` does, unless `CUDA_DEVICE_ORDER` says otherwise.
 
@@ -51,7 +51,7 @@ def show_only(numbers: str) -> None:
 
 
 def seen_as() -> dict[str, str]:
-    """What each device of this process is on the machine, `{"cuda:0": "2"}`.
+    """Return what each device of this process is on the machine, `{"cuda:0": "2"}`.
 
     Empty where `CUDA_VISIBLE_DEVICES` is not set: then they are the same. From a word on that is no
     GPU, as -1, CUDA sees none.
@@ -62,7 +62,7 @@ def seen_as() -> dict[str, str]:
 
 
 def device_of(word: str, *, local_rank: int = 0) -> torch.device:
-    """The device of a process; `auto` and `cuda` are the `local_rank`th GPU where there are GPUs.
+    """Return the device of a process; `auto` and `cuda` are the `local_rank`th GPU, if any.
 
     Raises:
         TrainingError: this machine has no such device, or this torch cannot use it.
@@ -108,7 +108,7 @@ def _count(cuda: int) -> str:
 
 
 def require_visible() -> None:
-    """See that all GPUs that `CUDA_VISIBLE_DEVICES` names are there.
+    """Check that all GPUs that `CUDA_VISIBLE_DEVICES` names are there.
 
     CUDA passes over a number that the machine lacks, and over all that come after it.
 
@@ -162,12 +162,12 @@ class Devices:
     devices: tuple[Device, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return {**asdict(self), "devices": [asdict(one) for one in self.devices]}
 
 
 def devices_here() -> Devices:
-    """All that this process can train on, GPUs first."""
+    """Return all devices that this process can train on, GPUs first."""
     import torch
 
     physical = seen_as()
@@ -187,7 +187,6 @@ def devices_here() -> Devices:
 
 
 def _xla_devices() -> list[Device]:
-    """Those of torch_xla, where it is installed and finds any; `--strategy xla` takes all."""
     try:
         runtime = import_module("torch_xla.runtime")
         count = runtime.addressable_runtime_device_count()

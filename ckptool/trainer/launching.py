@@ -62,7 +62,7 @@ def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -
 
 
 def leave_to_system() -> None:
-    """Have both end this process at once, which has nothing left to do."""
+    """Restore the system's handlers: either signal ends this process at once."""
     if threading.current_thread() is threading.main_thread():
         for one in ASKING:
             signal.signal(one, signal.SIG_DFL)
@@ -146,7 +146,7 @@ class Signals:
         self._launcher = os.getppid() if is_torch else None
 
     def watched(self) -> AbstractContextManager[None]:
-        """Take the two inside."""
+        """Take both signals inside."""
         return handled(self._take)
 
     def _take(self, number: int, _: FrameType | None) -> None:
@@ -166,7 +166,7 @@ class Signals:
 
     @staticmethod
     def asked(votes: Sequence[float]) -> int | None:
-        """The signal that any process has voted for; None: to go on."""
+        """Return the signal that any process has voted for; None: to go on."""
         return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)
 
 
@@ -213,7 +213,7 @@ class _Failure:
         return 4 if self.is_lost_peer else 1, self.time
 
     def as_exit_code(self) -> int:
-        """The exit code of the run.
+        """Return the exit code of the run.
 
         Raises:
             WorkerFailed: nobody has asked for this end.
@@ -284,7 +284,6 @@ def launch(
 
 
 def _first_words(error: BaseException) -> str:
-    """Why a port cannot be had, without what torch says around it."""
     text = str(error)
     if "EADDRINUSE" in text or "in use" in text:
         return "it is taken"
@@ -296,7 +295,6 @@ def _outcome(failures: Sequence[_Failure]) -> int:
 
 
 def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
-    """One machine, no second try, error files below `folder`, nothing redirected."""
     from torch.distributed.launcher.api import LaunchConfig
 
     logs: dict[str, Any] = {"log_dir": folder}
@@ -320,7 +318,7 @@ def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
 
 
 def _left(folder: Path, failures: Mapping[int, Any]) -> list[_Failure]:
-    """What workers have left in their error files below `folder`, and how all others failed."""
+    """Return the failures in the error files below `folder`, and how all others failed."""
     left = {}
     for path in folder.glob("**/error.json"):
         left[int(path.parent.name)] = _read(path)
@@ -331,7 +329,6 @@ def _left(folder: Path, failures: Mapping[int, Any]) -> list[_Failure]:
 
 
 def _read(path: Path) -> _Failure:
-    """An error file, by `recorded` or by torch's own `record`."""
     told = json.loads(path.read_text(encoding="utf-8"))["message"]
     extra = told["extraInfo"]
     return _Failure(
@@ -346,7 +343,7 @@ def _read(path: Path) -> _Failure:
 
 
 def is_again() -> bool:
-    """Whether torchrun starts the run again, and the attempt before was not refused."""
+    """Return whether torchrun starts the run again, and the attempt before was not refused."""
     number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
     if not (number and path):
         return False
@@ -357,7 +354,7 @@ def is_again() -> bool:
 
 @contextmanager
 def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Iterator[None]:
-    """In a worker: leave an error to its launcher, which says it, and end with exit code 2.
+    """Leave an error of a worker to its launcher, which prints it, and end with exit code 2.
 
     Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
     and what helps, of any other. None of this is done where no launcher has named a file for it.
@@ -398,7 +395,7 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
 
 @contextmanager
 def _surroundings(nproc: int) -> Iterator[None]:
-    """What workers inherit, and a launcher that says nothing itself; undone afterwards."""
+    """Set what workers inherit, and silence torch's launcher; undone afterwards."""
     environment = dict(os.environ)
     can_ask = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1

@@ -36,7 +36,7 @@ class Loop:
         observer: Observer,
         signals: Signals,
     ) -> None:
-        """Nothing happens yet."""
+        """Do nothing yet."""
         self._config, self._strategy, self._batches = config, strategy, batches
         self._progress, self._checkpoints = progress, checkpoints
         self._observer, self._signals = observer, signals
@@ -81,7 +81,6 @@ class Loop:
             self._scalars.close()
 
     def _require_a_step(self) -> None:
-        """See that something was learned."""
         progress = self._progress
         if progress.step and progress.skipped == progress.step:
             raise TrainingError(
@@ -106,7 +105,7 @@ class Loop:
         return None
 
     def _epoch(self) -> bool:
-        """The rest of an epoch; False: a signal has ended it in the middle."""
+        """Train the rest of an epoch; return False if a signal has ended it in the middle."""
         progress = self._progress
         began = time.monotonic() - progress.seconds
         self._strategy.model.train()
@@ -164,7 +163,7 @@ class Loop:
             self._observer.tell(Note(f"training ends after epoch {ended.epoch}: {self._over}"))
 
     def _end_within_epoch(self) -> None:
-        """The last step of all is none of an epoch's: save first, as the epoch may yet go on.
+        """End with a step inside an epoch: save first, as a resumed run may go on with the epoch.
 
         A resumed run knows nothing of this loss: it is the best one only where there is no other.
         """
@@ -175,7 +174,7 @@ class Loop:
             self._checkpoints.write("best", self._progress)
 
     def _evaluated(self) -> tuple[EpochEnded, float]:
-        """The figures up to here, told and written, and the loss that the best epoch is chosen by.
+        """Report and write the figures, and return them and the loss that chooses the best epoch.
 
         That is the one over the validation samples, or else the training ones.
         """

@@ -17,7 +17,7 @@ __all__ = ["model_of", "own_model"]
 
 
 def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
-    """The model that `config.model` names, for `data`, its weights as torch's random state has it.
+    """Return the model that `config.model` names, its weights from torch's random state.
 
     Raises:
         UsageError: none can be made for such data; or the user's own code raised.
@@ -37,7 +37,6 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
 
 
 def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
-    """Hidden layers of these widths, each with a ReLU; without any it is linear."""
     sizes = [math.prod(data.inputs), *widths]
     layers: list[nn.Module] = [nn.Flatten()]
     try:
@@ -49,7 +48,7 @@ def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
 
 
 def _cnn(data: TrainData) -> nn.Sequential:
-    """Two convolutions of 3 x 3, each halving height and width after it, and a linear layer."""
+    """Build two convolutions of 3 x 3, each followed by pooling, and a linear layer."""
     if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
         raise UsageError(
             "model cnn takes images (channels x height x width, from 4 x 4 on), and a sample of "
@@ -70,7 +69,7 @@ def _cnn(data: TrainData) -> nn.Sequential:
 
 
 def own_model(config: TrainConfig, data: TrainData) -> nn.Module:
-    """What `module:factory` is, or returns without arguments, tried on one sample.
+    """Return what `module:factory` is, or returns without arguments, tried on one sample.
 
     Raises:
         UsageError: the code raised; or what it names is no model and makes none.
@@ -93,7 +92,7 @@ def own_model(config: TrainConfig, data: TrainData) -> nn.Module:
 
 
 def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None:
-    """One sample goes through it; layers that learn their size from data have it afterwards.
+    """Pass one sample through the model, which also gives lazy layers their size.
 
     It is tried in evaluation mode, and nothing that is random is used up.
     """

@@ -56,15 +56,15 @@ class World:
         return self.rank == 0
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the processes, as float64, the same in all of them."""
+        """Return each value summed over the processes, as float64, the same in all of them."""
         return [float(value) for value in values]
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all processes, by rank."""
+        """Return the plain values of all processes, by rank."""
         return [value]
 
     def told(self, value: Any) -> Any:
-        """What rank 0 calls this with, in all of them."""
+        """Return the value of rank 0 in all of them."""
         return value
 
 
@@ -72,36 +72,36 @@ class Processes(World):
     """Those of the default process group."""
 
     def __init__(self, device: torch.device) -> None:
-        """Of a group that is there; sums are taken on `device`, this process's own."""
+        """Use the default group; sums are computed on `device`, this process's own."""
         self._device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the processes, as float64, the same in all of them."""
+        """Return each value summed over the processes, as float64, the same in all of them."""
         total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all processes, by rank."""
+        """Return the plain values of all processes, by rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def told(self, value: Any) -> Any:
-        """What rank 0 calls this with, in all of them."""
+        """Return the value of rank 0 in all of them."""
         values = [value]
         dist.broadcast_object_list(values, device=self._device)
         return values[0]
 
 
 def local_rank() -> int:
-    """Which of the processes on this machine this is."""
+    """Return the number of this process among those on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def require_launcher() -> None:
-    """That this is one of several processes.
+    """Check that this is one of several processes.
 
     Raises:
         TrainingError: no launcher has started it.
@@ -121,7 +121,7 @@ def require_launcher() -> None:
 
 @contextmanager
 def connected(device: torch.device) -> Iterator[Processes]:
-    """The other processes, over NCCL for GPUs and gloo for everything else, until the end.
+    """Connect the processes, over NCCL for GPUs and gloo for everything else, until the end.
 
     Where they are connected already, as in a script that trains several times, they stay so.
 
@@ -157,7 +157,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
 
 @contextmanager
 def team(call: str, *, undone: str) -> Iterator[Ranks]:
-    """The processes of a launcher, which wait for each other as long as it takes, until the end.
+    """Connect the processes of a launcher, which wait for each other as long as it takes.
 
     Args:
         call: What all of them do, for messages.
@@ -173,7 +173,7 @@ def team(call: str, *, undone: str) -> Iterator[Ranks]:
 
 @cache
 def _meeting_point() -> tuple[Store, int, int]:
-    """Where the launcher has the processes meet, this one's rank, and how many there are.
+    """Return the store of the launcher, this process's rank, and the number of processes.
 
     Once a process: what an earlier run has left there, addresses for one, is not another run's.
     """
@@ -184,7 +184,7 @@ def _meeting_point() -> tuple[Store, int, int]:
 
 
 def of_this_attempt(store: Store) -> Store:
-    """The part of a store that this attempt of torchrun has: it restarts processes with one store.
+    """Return the part of a store for this attempt of torchrun, which restarts with one store.
 
     What earlier attempts have left there, the addresses of processes for one, leads nowhere.
     """
@@ -206,7 +206,7 @@ def _not_reached(error: BaseException) -> TrainingError:
 
 
 def _tells_of_loss(error: BaseException | None) -> bool:
-    """Whether torch's error, or the one behind a step that all take together, is of a connection.
+    """Return whether torch's error, or its cause behind a common step, is of a connection.
 
     Gloo names its file alone.
     """

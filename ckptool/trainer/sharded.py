@@ -43,12 +43,12 @@ VALUES = "run.pth"
 
 
 def _dcp() -> Any:
-    """Torch's own module, whose import takes a second."""
+    """Import torch's own module, which takes a second."""
     return import_module("torch.distributed.checkpoint")
 
 
 def is_sharded(path: Any) -> bool:
-    """Whether it is such a folder, a damaged one as well."""
+    """Return whether it is a folder of DCP, damaged or not."""
     if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
         return False
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
@@ -70,7 +70,7 @@ _OF_AN_INDEX = {
 
 
 def damage(path: str) -> str | None:
-    """What is missing of such a folder, as a sentence; None: it is whole."""
+    """Return what is missing of a folder, as a sentence; None: it is whole."""
     try:
         _metadata(path)
     except CheckpointError as error:
@@ -112,13 +112,13 @@ def write(
 
 
 def _size(state: Mapping[str, Any]) -> int:
-    """Bytes of all tensors, those parts included that other processes have."""
+    """Return the bytes of all tensors, with the parts of the other processes."""
     tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """What is dealt out: what each process has whole, buffers that may differ, rank 0 writes."""
+    """Return the tensors that are spread: rank 0 alone writes the whole ones."""
     found = {
         name: _parts_in(one) if isinstance(one, dict) else one
         for name, one in state.items()
@@ -138,7 +138,7 @@ def _write_parts(state: dict[str, Any], path: str) -> None:
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What `write` was given as values; every process calls it.
+    """Return the values that were given to `write`; every process calls it.
 
     The moving average is among them, as `average` has it, in parts or whole, if it is of the same
     tensors.
@@ -211,14 +211,13 @@ def _names(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor to be read into: in parts, as the parameter, or a number that all processes have."""
+    """Return a tensor to read into: in parts as the parameter, or a number that all have."""
     if one.size == parameter.shape:
         return torch.empty_like(parameter, dtype=one.properties.dtype)
     return torch.empty(one.size, dtype=one.properties.dtype)
 
 
 def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a section, by their names in it."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     before = f"{section}."
@@ -239,7 +238,6 @@ def _read(state: dict[str, Any], path: str) -> None:
 
 
 def _reason(error: Any) -> str:
-    """What the first process to fail says."""
     failures = [failure for failure, _ in error.failures.values()]
     return f"{type(failures[0]).__name__}: {failures[0]}" if failures else str(error)
 
@@ -256,7 +254,7 @@ def _require_an_index(path: str) -> None:
 
 
 def _metadata(path: str) -> Metadata:
-    """What DCP says of a folder, all of whose files are there."""
+    """Return DCP's index of a folder, all of whose files are there."""
     if not os.path.exists(os.path.join(path, VALUES)):
         raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
     try:

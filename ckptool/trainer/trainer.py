@@ -45,7 +45,7 @@ class TrainResult:
     out: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
@@ -61,7 +61,7 @@ class Trainer:
         loss: Loss | str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """What is not given is what the configuration names.
+        """Take what is given, and the rest from the configuration.
 
         Args:
             config: What is to be done.
@@ -138,7 +138,6 @@ class Trainer:
         return data if loss is None else replace(data, loss=loss)
 
     def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
-        """Give the strategy model, optimizer and data."""
         config = self._config
         model = self._model if self._model is not None else model_of(config, data)
         _require_module(model)
@@ -155,7 +154,6 @@ class Trainer:
 
 
 def _require_module(model: Any) -> None:
-    """See that it is one whose weights are there."""
     if not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         what = f"the class {name}" if isinstance(model, type) else f"a {name}"

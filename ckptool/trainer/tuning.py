@@ -22,7 +22,7 @@ __all__ = ["Average", "Tuning", "random_state", "rate_factor", "restore_random_s
 
 
 def seed_all(seed: int) -> None:
-    """Begin all of them anew from `seed`: torch's of every device, Python's, numpy's."""
+    """Seed the random generators of torch (all devices), Python and numpy."""
     torch.manual_seed(seed)
     if (xla := _xla()) is not None:
         xla.set_rng_state(seed)
@@ -32,7 +32,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """What `restore_random_state` takes; lists of numbers as tensors, which are one line each."""
+    """Return the state for `restore_random_state`; lists of numbers as tensors."""
     version, numbers, gauss = random.getstate()
     python = (version, torch.tensor(numbers), gauss)
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
@@ -49,7 +49,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Go on where `random_state` was taken; of devices that are not there, nothing is done."""
+    """Restore the state of `random_state`; devices that are not there are skipped."""
     torch.set_rng_state(state["torch"].cpu())
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -65,7 +65,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _xla() -> Any:
-    """The module of torch_xla that has its random numbers; None where none is used."""
+    """Return torch_xla's module of random numbers; None if XLA is not used."""
     runtime = sys.modules.get("torch_xla.runtime")
     is_used = runtime is not None and runtime.is_spmd() and get_worker_info() is None
     return sys.modules["torch_xla.core.xla_model"] if is_used else None
@@ -103,12 +103,12 @@ class Average:
                 self._state[name].copy_(now)
 
     def state(self) -> dict[str, Any]:
-        """The average by the names of the bare model: a state dict to be loaded into it."""
+        """Return the average by the names of the bare model: a state dict to be loaded into it."""
         return dict(self._state)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Go on from an average of the same model; False: it is of another, nothing is done."""
+        """Restore an average of this model; return False if it is another's."""
         if state.keys() != self._state.keys():
             return False
         for name, own in self._state.items():
@@ -127,7 +127,7 @@ class Tuning:
     """
 
     def __init__(self, config: TrainConfig, module: nn.Module, *, steps: int, epoch: int) -> None:
-        """Over the parameters of `module`, for `steps` in all, of which `epoch` make an epoch."""
+        """Take the parameters of `module`, for `steps` in all, of which `epoch` make an epoch."""
         self.config = config
         self.optimizer = _optimizer(config, module)
         self._parameters = dict(module.named_parameters())
@@ -144,12 +144,12 @@ class Tuning:
         self.average = None if config.ema is None else Average(module, config.ema)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Around the forward pass: the lower precision of `amp`, or nothing."""
+        """Wrap the forward pass in the lower precision of `amp`."""
         dtype = torch.float16 if self.config.amp == "fp16" else torch.bfloat16
         return torch.autocast(device_type, dtype=dtype, enabled=self.config.amp is not None)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward of."""
+        """Return the loss to call backward of."""
         return self.scaler.scale(loss)
 
     @property
@@ -172,7 +172,7 @@ class Tuning:
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     def step(self, clip: Callable[[float], None]) -> bool:
-        """Take the gradients that are there into the weights, and forget them.
+        """Apply the gradients, and clear them.
 
         Where the scaler finds an infinite one nothing is taken, schedule and average wait, and
         False is returned.
@@ -197,7 +197,7 @@ class Tuning:
         return True
 
     def _require_dense(self) -> None:
-        """See that there is no sparse gradient where torch takes none: all but bare SGD."""
+        """Refuse a sparse gradient where torch takes none: all but bare SGD."""
         config = self.config
         asked = [name for name in ("clip", "weight_decay") if getattr(config, name)]
         if config.optimizer == "sgd" and not asked:
@@ -217,7 +217,7 @@ class Tuning:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the optimizer's own state, as plain data and tensors."""
+        """Return what a checkpoint keeps beside the optimizer's state."""
         state: dict[str, Any] = {"scheduler": self.schedule.state_dict()}
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -226,7 +226,7 @@ class Tuning:
         return state
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> list[str]:
-        """Go on from what `state` gave; returned are the names of what it does not hold.
+        """Restore the result of `state`, and return the names of what it does not hold.
 
         The optimizer's options (learning rate, weight decay, ...) are those of the configuration,
         whatever the file had; the schedule, where the file has none, is that after `step` steps;
@@ -248,7 +248,7 @@ class Tuning:
         return without
 
     def _reschedule(self, done: int) -> None:
-        """The rates after `done` steps, of the configuration's options."""
+        """Set the rates after `done` steps, of the configuration's options."""
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             own = {"params": group["params"], **options}
             group.clear()  # of the names that a file has for them too, which a new run has not
@@ -260,7 +260,7 @@ class Tuning:
 
 
 def rate_factor(config: TrainConfig, done: int, *, steps: int, epoch: int) -> float:
-    """What the learning rate is multiplied with after `done` of `steps` steps."""
+    """Return the factor of the learning rate after `done` of `steps` steps."""
     if done < config.warmup:
         return (done + 1) / (config.warmup + 1)
     if config.schedule == "step":
@@ -279,14 +279,14 @@ def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of the part that this process has; NaN where one is NaN."""
+    """Return the largest absolute value of this process's part; NaN if a value is NaN."""
     part = tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
     part = part.coalesce().values() if part.is_sparse else part
     return torch.linalg.vector_norm(part, math.inf) if part.numel() else part.new_zeros(())
 
 
 def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
-    """That of a device; before torch 2.3 there is one for CUDA alone."""
+    """Return the scaler of a device; before torch 2.3 there is one for CUDA alone."""
     if hasattr(torch.amp, "GradScaler"):
         return torch.amp.GradScaler(device, enabled=is_enabled)
     if is_enabled and device != "cuda":

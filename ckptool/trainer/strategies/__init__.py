@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def strategy_of(config: TrainConfig, observer: Observer) -> Strategy:
-    """The one that `config.strategy` names, not opened yet."""
+    """Return the strategy that `config.strategy` names, not opened yet."""
     home, name = _HOMES[config.strategy]
     module = import_module(f"{__name__}.{home}")
     return cast(Strategy, getattr(module, name)(config, observer))

@@ -40,7 +40,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are called one after the other, each once, in its own order.
+    """Return the parts of a model that are called one after the other, each once, in its order.
 
     Those are its children, and for a list of layers the layers; of a model with one child alone
     that child's. A model without children is one block.
@@ -60,7 +60,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def tied(blocks: list[nn.Module]) -> set[int]:
-    """The `id` of every parameter that more than one block has: an embedding and a head, often."""
+    """Return the `id` of every parameter that more than one block has, as embedding and head."""
     uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
     return {number for number, times in uses.items() if times > 1}
 
@@ -126,7 +126,7 @@ class Strategy:
     tuning: Tuning
 
     def __init__(self, config: TrainConfig, observer: Observer) -> None:
-        """Nothing is opened yet."""
+        """Open nothing yet."""
         self.config, self.observer = config, observer
         self.world = World()
         self._feed: Iterator[tuple[Any, Any]] | None = None
@@ -135,7 +135,7 @@ class Strategy:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the processes, choose the device; undone at the end.
+        """Connect the processes and choose the device; undone at the end.
 
         Raises:
             TrainingError: there is no such device, or the other processes cannot be reached.
@@ -158,14 +158,14 @@ class Strategy:
         return True
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
-        """Work for the process that goes through the epochs, until that calls `end`: with what.
+        """Work for the process that goes through the epochs, and return what it gives to `end`.
 
         `votes` gives those of this process, which are summed with the others'.
         """
         raise NotImplementedError
 
     def end(self, outcome: Any) -> None:
-        """Nothing comes any more: `serve` returns `outcome`, where processes serve this one."""
+        """Give `outcome` to the processes that `serve` this one: no step comes any more."""
 
     @property
     def processes(self) -> int:
@@ -216,7 +216,7 @@ class Strategy:
         ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
 
     def values(self, path: str) -> dict[str, Any]:
-        """What `save` was given beside model and optimizer; of any other file nothing.
+        """Return the values that were given to `save`; of any other file nothing.
 
         Raises:
             UnreadableFile: it cannot be opened as a checkpoint.
@@ -235,7 +235,7 @@ class Strategy:
             return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
 
     def whole_module(self) -> nn.Module:
-        """The model inside its wrapper, to be pickled as one object; all processes call it.
+        """Return the model inside its wrapper, to be pickled; all processes call it.
 
         Raises:
             TrainingError: such a wrapper cannot be pickled.
@@ -243,7 +243,7 @@ class Strategy:
         return self.model
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's state dict with its wrapper's names, and the optimizer's, whole.
+        """Return the state dicts of model, with its wrapper's names, and optimizer, whole.
 
         All processes call it.
         """
@@ -252,7 +252,7 @@ class Strategy:
     # A step.
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """The rows of a global batch that this process computes."""
+        """Return the rows of a global batch that this process computes."""
         return share(rows, self.world.rank, self.world.size)
 
     @property
@@ -264,11 +264,11 @@ class Strategy:
         return 1.0
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around one batch of a step: gradients are exchanged in the last alone."""
+        """Wrap one batch of a step: gradients are exchanged in the last alone."""
         return nullcontext()
 
     def step(self, step: Step) -> list[StepResult]:
-        """Take one step, or hand it out; returned is what has been done by now, in order.
+        """Take one step, or hand it out, and return the steps done by now, in order.
 
         Raises:
             TrainingError: the loss is no number any more; the weights are those before the step.
@@ -276,7 +276,7 @@ class Strategy:
         return [self.update(step, self.backward(step))]
 
     def backward(self, step: Step) -> float:
-        """Leave the gradients of this process's share; its samples' losses, summed."""
+        """Compute the gradients of this process's share, and return the sum of its losses."""
         loss_sum = 0.0
         for position, rows in enumerate(step.batches):
             mine = self.share(rows)
@@ -288,7 +288,7 @@ class Strategy:
         return loss_sum
 
     def update(self, step: Step, loss_sum: float) -> StepResult:
-        """Take the gradients that are there into the weights; `loss_sum` is this process's."""
+        """Apply the gradients; `loss_sum` is this process's."""
         broken = float(not self.tuning.has_finite_gradients)
         loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
         self.require_finite(loss_sum, step, broken=bool(broken))
@@ -296,7 +296,7 @@ class Strategy:
         return StepResult(step.number, loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def settled(self) -> list[StepResult]:
-        """Wait for the steps that are handed out: what `step` has not returned yet."""
+        """Wait for the steps that are handed out, and return those that `step` has not returned."""
         return []
 
     def clip(self, limit: float) -> None:
@@ -322,7 +322,7 @@ class Strategy:
     # Losses.
 
     def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
-        """What the steps are over; called once, after `wrap`.
+        """Take the data of the steps; called once, after `wrap`.
 
         Raises:
             TrainingError: there are more processes than a batch has samples.
@@ -334,7 +334,7 @@ class Strategy:
     def feeding(
         self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
     ) -> Iterator[None]:
-        """Around the steps of an epoch from step `first` on: have their batches prepared ahead."""
+        """Prepare the batches of an epoch ahead, from step `first` on."""
         rows = [self.share(one) for step in steps for one in step]
         self._feed = self._batches(self._train, rows, epoch, first * self.config.accumulate)
         try:
@@ -356,7 +356,7 @@ class Strategy:
         )
 
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
-        """The mean loss of some training samples; of none it is 0, and has zeros as gradients."""
+        """Return the mean loss of some samples; of none it is 0, with zeros as gradients."""
         batch = next(self._feed or self._batches(self._train, [rows]))
         return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
@@ -365,7 +365,7 @@ class Strategy:
         return moved(batch, self.device)
 
     def validated(self) -> float | None:
-        """The mean loss over all validation samples, in evaluation mode; None without any."""
+        """Return the mean loss of the validation samples, in evaluation mode; None without any."""
         if self._validation is None or len(self._validation) == 0:
             return None
         was_training = self.model.training
@@ -397,7 +397,7 @@ class Strategy:
             return _scalar(self._loss(outputs, targets)) if rows else 0 * sum_of(outputs)
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Around a forward pass: tell what the model, or each replica of it, is given and gives.
+        """Report inputs and outputs of the model, or of each replica, in a forward pass.
 
         Replicas have the hooks of their model, and each calls them in a thread of its own.
         """
@@ -409,7 +409,6 @@ class Strategy:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """What a loss gave, if there is a way from it to the weights."""
     if not isinstance(loss, torch.Tensor):
         fault = f"a {type(loss).__name__}, and no tensor"
     elif loss.numel() != 1:

@@ -91,7 +91,7 @@ class DistributedDataParallel(Strategy):
         return float(self.world.size)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients stay in this process until the last batch of a step."""
+        """Keep gradients in this process until the last batch of a step."""
         wrapper = cast("nn.parallel.DistributedDataParallel", self.model)
         return nullcontext() if is_last else wrapper.no_sync()
 

@@ -68,7 +68,7 @@ class FullyShardedDataParallel(Strategy):
         model.register_forward_pre_hook(_take_buffers)
 
     def save(self, path: str, values: Mapping[str, Any]) -> None:
-        """One file, for which all parts are gathered; with `sharded` a folder of parts."""
+        """Write one file, for which all parts are gathered, or with `sharded` a folder of parts."""
         if not self.config.sharded:
             super().save(path, values)
             return
@@ -81,37 +81,37 @@ class FullyShardedDataParallel(Strategy):
         return float(self.world.size)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Whole gradients stay in this process until the last batch of a step deals them out."""
+        """Keep whole gradients in this process until the last batch of a step."""
         model = cast("FSDPModule", self.model)
         model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def whole_module(self) -> nn.Module:
-        """There is none: each process has parts, and classes that torch made while it sharded."""
+        """Refuse: each process has parts, and classes that torch made while it sharded."""
         raise TrainingError(
             "a model of strategy 'fsdp' cannot be pickled as one object: each process has parts",
             hint="--save full gathers them",
         )
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Both state dicts, their parts gathered, in every process."""
+        """Return both state dicts, their parts gathered, in every process."""
         model, optimizer = super().wrapped_state()
         return whole(model), whole(optimizer)
 
 
 def whole(tree: Any) -> Any:
-    """A tree with every tensor of which each process has a part gathered; all of them call it."""
+    """Return the tree with every spread tensor gathered; all processes call it."""
     return tree_map(lambda one: _gathered(one) if is_spread(one) else one, tree)
 
 
 def _gathered(part: Any) -> torch.Tensor:
-    """The whole tensor, without the rows that even parts out among the processes."""
+    """Return the whole tensor, without the rows that pad the parts."""
     full: torch.Tensor = part.full_tensor()
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
 def _take_buffers(model: nn.Module, _: Any) -> None:
-    """Before a forward pass: the buffers of rank 0 for all, as DistributedDataParallel has it."""
+    """Send the buffers of rank 0 to all before a forward pass, as DistributedDataParallel does."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)
 

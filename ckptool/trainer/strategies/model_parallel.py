@@ -47,11 +47,11 @@ class ModelParallel(Strategy):
         return self.devices[0]
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Nothing: the stages tell, by hooks that stay."""
+        """Do nothing: the hooks of the stages report."""
         return nullcontext()
 
     def wrap(self, model: nn.Module) -> None:
-        """Move every block to its device, and hang hooks on it that move what it is called with.
+        """Move every block to its device, with a hook that moves its arguments there.
 
         What is the model's own, and in no block, is on the first device, as are the inputs.
 
@@ -75,7 +75,7 @@ class ModelParallel(Strategy):
             self._trace(blocks, places)
 
     def _places(self, blocks: Sequence[nn.Module]) -> list[int]:
-        """Which device each block is on.
+        """Return the number of the device of each block.
 
         One that shares parameters with an earlier one is where that is, as a head that has the
         weights of the embedding: a tensor is on one device.
@@ -99,7 +99,7 @@ class ModelParallel(Strategy):
         return places
 
     def _trace(self, blocks: Sequence[nn.Module], places: Sequence[int]) -> None:
-        """Tell what each stage, the blocks in a row on one device, is given and gives."""
+        """Report what each stage, the blocks in a row on one device, is given and gives."""
         borders = [0, *(at for at in range(1, len(places)) if places[at] != places[at - 1])]
         for first, after in pairwise([*borders, len(places)]):
             stage = _Stage(self.observer, self.devices[places[first]])
@@ -108,7 +108,7 @@ class ModelParallel(Strategy):
 
 
 def stages(sizes: Sequence[int], count: int) -> list[int]:
-    """Of blocks in a row, which of `count` stages each is in: the largest stage is the smallest.
+    """Return the stage of each block, of `count` stages, so that the largest one is smallest.
 
     Every stage has a block with parameters. A block without any is in the stage of the one before.
     """
@@ -119,7 +119,7 @@ def stages(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _cuts(weights: Sequence[int], count: int) -> list[int]:
-    """The first items of all parts but the first, the sum of the heaviest part being least."""
+    """Return the first items of all parts but the first, so that the heaviest part is lightest."""
     sums = [0, *accumulate(weights)]
     best: list[tuple[float, tuple[int, ...]]] = [(one, ()) for one in sums]  # of one part, by end
     for _ in range(1, count):
@@ -156,9 +156,9 @@ class _Stage:
         self._inputs: tuple[int, ...] = ()
 
     def given(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first block."""
+        """Take the inputs of the first block."""
         self._inputs = shape((args, kwargs))
 
     def gave(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        """After the last one."""
+        """Report the outputs of the last block."""
         self._observer.tell(Traced(False, str(self._device), self._inputs, shape(outputs)))

@@ -43,13 +43,13 @@ class InFlight:
     """
 
     def __init__(self, limit: int) -> None:
-        """No gradient is to be older than `limit` when it is applied."""
+        """Begin with nothing; no gradient may be older than `limit` when it is applied."""
         self._limit = limit
         self._began: dict[int, int] = {}
         self.applied = 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of steps in flight."""
         return len(self._began)
 
     @property
@@ -63,11 +63,11 @@ class InFlight:
         return self.applied - min(self._began.values()) + len(self._began) <= self._limit
 
     def begin(self, number: int) -> None:
-        """Step `number` is handed out with the weights of now."""
+        """Note that step `number` is handed out with the weights of now."""
         self._began[number] = self.applied
 
     def end(self, number: int) -> int:
-        """The gradient of step `number` is applied; its age."""
+        """Count the gradient of step `number` as applied, and return its age."""
         age = self.applied - self._began.pop(number)
         self.applied += 1
         return age
@@ -131,7 +131,7 @@ _post = _Post()
 
 
 def launched_as() -> tuple[int, int]:
-    """Rank and number of processes, as a launcher has it.
+    """Return rank and number of processes, as a launcher has set them.
 
     Raises:
         TrainingError: none has started this process, or it has started a single one, or this torch
@@ -158,7 +158,7 @@ class Workers:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """All of them have nothing to do yet."""
+        """Begin with all workers free."""
         self.free = set(ranks)
         self.outcome: Any = None
         self._all_here = True
@@ -166,7 +166,7 @@ class Workers:
     @classmethod
     @contextmanager
     def connected(cls, size: int) -> Iterator[Workers]:
-        """The workers of a run of `size` processes, which end with it.
+        """Connect the workers of a run of `size` processes, which end with it.
 
         Raises:
             TrainingError: they cannot be reached.
@@ -183,14 +183,14 @@ class Workers:
             _release(size, _Released(workers._all_here, workers.outcome, failure))
 
     def hand_out(self, task: Task) -> None:
-        """To the first worker that is free."""
+        """Send the task to the first worker that is free."""
         rank = min(self.free)
         self.free.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
         answer.add_done_callback(lambda done: _post.inbox.put((rank, _answer(rank, done))))
 
     def next(self, *, waits: bool) -> Answer | None:
-        """The next answer; None: there is none yet, and this does not wait.
+        """Return the next answer; None: there is none yet, and `waits` is false.
 
         Raises:
             PeerLost: a worker has failed, or is gone; the message has its traceback.
@@ -210,13 +210,13 @@ class Service:
     """A worker's side: takes tasks until the server has no more."""
 
     def __init__(self) -> None:
-        """Not released yet."""
+        """Begin as not released."""
         self._end: _Released | None = None
 
     @classmethod
     @contextmanager
     def connected(cls, rank: int, size: int) -> Iterator[Service]:
-        """The server of a run of `size` processes; it is told of what is raised inside.
+        """Connect to the server of `size` processes, which hears of what is raised inside.
 
         Raises:
             TrainingError: it cannot be reached.
@@ -235,7 +235,7 @@ class Service:
             _leave(is_graceful=service._end is not None and service._end.all_here)
 
     def tasks(self) -> Iterator[tuple[Task, Callable[[Answer], None]]]:
-        """Every task, and what to call with its answer.
+        """Yield every task, with the function that takes its answer.
 
         Raises:
             PeerLost: the server is gone.
@@ -258,25 +258,25 @@ class Service:
 
 @async_execution  # type: ignore[untyped-decorator]
 def _ask(task: Task) -> Future[Answer]:
-    """In a worker: put the task where its main thread finds it."""
+    """Put the task where the worker's main thread finds it."""
     answer: Future[Answer] = Future()
     _post.inbox.put((task, answer.set_result))
     return answer
 
 
 def _end_service(released: _Released) -> None:
-    """In a worker: there is nothing more to do."""
+    """Tell the worker that there is nothing more to do."""
     _post.inbox.put(released)
 
 
 @async_execution  # type: ignore[untyped-decorator]
 def _until_over() -> Future[_Released]:
-    """In the server: is answered at its end, and fails where it has none."""
+    """Return the end of the server, in a future that fails if the server is lost."""
     return _post.over
 
 
 def _take_failure(rank: int, why: PeerLost) -> None:
-    """In the server: a worker says that it ends."""
+    """Tell the server that a worker ends."""
     _post.inbox.put((rank, why))
 
 
@@ -307,7 +307,7 @@ def _connect(name: str, rank: int, size: int) -> None:
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Where the launcher has the processes of this attempt meet, for rpc."""
+    """Yield the launcher's store for this attempt, for rpc."""
     query = parse_qs(urlsplit(url).query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
     store, *_numbers = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
@@ -330,7 +330,7 @@ def _release(size: int, released: _Released) -> None:
 
 
 def _leave(*, is_graceful: bool) -> None:
-    """Graceful: all wait for all; otherwise for nobody, as one of them does not come."""
+    """Leave rpc: if graceful, all wait for all; otherwise for nobody, as one does not come."""
     with suppress(RuntimeError):
         rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
 
@@ -427,7 +427,7 @@ class ParameterServer(Strategy):
         return device_of(self.config.device, local_rank=local_rank() - is_beside_server)
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """All of them, or in a worker those of the part that it was handed."""
+        """Return all rows, or in a worker those of the part that it was handed."""
         return share(rows, *self._part)
 
     # The server.
@@ -455,7 +455,7 @@ class ParameterServer(Strategy):
         return self._collected(lambda: not len(self._in_flight))
 
     def end(self, outcome: Any) -> None:
-        """Have the workers be told it when they are let go."""
+        """Give the outcome to the workers when they are released."""
         self._workers.outcome = outcome
 
     def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
@@ -480,7 +480,7 @@ class ParameterServer(Strategy):
     # A worker.
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
-        """Compute gradients until the server needs no more; what it says that the run came to.
+        """Compute gradients until the server needs no more, and return the outcome of the run.
 
         Raises:
             PeerLost: the server is gone.
@@ -515,7 +515,7 @@ class ParameterServer(Strategy):
 
 
 def _added(answers: Sequence[Answer]) -> Answer:
-    """What all parts of a step come to, in their own order, whichever came first."""
+    """Return the sum of all parts of a step, in their own order, whichever came first."""
     first, *others = sorted(answers, key=lambda one: one.part)
     for other in others:
         first = replace(

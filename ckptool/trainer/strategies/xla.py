@@ -117,7 +117,7 @@ class Xla(Strategy):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Around one batch: run both passes as one program, or each value read runs them anew."""
+        """Run both passes of a batch as one program, or each value read runs them anew."""
         yield
         self._xla.sync()
 
@@ -128,10 +128,10 @@ class Xla(Strategy):
         return result
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """On the CPU: a file with tensors of a TPU is of no use elsewhere."""
+        """Return both on the CPU: a file with tensors of a TPU is of no use elsewhere."""
         model, optimizer = super().wrapped_state()
         return moved(model, _CPU), moved(optimizer, _CPU)
 
     def whole_module(self) -> nn.Module:
-        """A copy on the CPU."""
+        """Return a copy on the CPU."""
         return copy.deepcopy(self.model).to(_CPU)
