@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ckptool.diagnosis.complaint import (
     Choice,
@@ -115,10 +115,19 @@ def _not_numbers(kind: str, word: str, problems: Sequence[Problem]) -> Found:
 
 
 def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
-    """Infinities: in weights, and where they may be meant."""
+    """Yield infinities in weights, and apart from them buffers that look like masks."""
+    from ckptool.tensors.nonfinite import is_infinity_or_zero
+
     found = [one for one in problems if one.kind == "inf" and _counts(patient, one.place)]
     found = [one for one in found if not _MASK.search(one.place)]
-    meant = _meant(patient, [one.place for one in found]) if found else set()
+    buffers = {
+        name_of(path): tensor
+        for part in (patient.models if found else ())
+        for path, tensor in part.tensors()
+        if str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
+    }
+    places = {one.place for one in found} & buffers.keys()
+    meant = {place for place in places if is_infinity_or_zero(buffers[place])}
     wrong = [one for one in found if one.place not in meant]
     if wrong:
         yield _not_numbers("infinite", "infinite values", wrong)
@@ -132,19 +141,6 @@ def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
             "data yet; elsewhere what is computed with it becomes NaN",
         )
         yield Found(complaint)
-
-
-def _meant(patient: Patient, places: Collection[str]) -> set[str]:
-    """Those that are buffers of a model, and have nothing but infinities and zeros."""
-    from ckptool.tensors.nonfinite import is_infinity_or_zero
-
-    tensors = {
-        name_of(path): tensor
-        for part in patient.models
-        for path, tensor in part.tensors()
-        if str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
-    }
-    return {one for one in places if one in tensors and is_infinity_or_zero(tensors[one])}
 
 
 def _counts(patient: Patient, name: str) -> bool:

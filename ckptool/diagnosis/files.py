@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Iterator
 
 from ckptool.checkpoint import TORCH_REFUSES
@@ -38,9 +37,8 @@ _COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
 """A hint that is a command, or ends with one, which gets the checkpoint itself."""
-_HEADER = "safetensors says: Error while deserializing header: "
-_CENTRAL = "PytorchStreamReader failed reading zip archive: failed finding central directory"
-_NO_DATA = "PytorchStreamReader failed locating file data.pkl: file not found"
+_CENTRAL = " reading zip archive: failed finding central directory"
+_HEADER = "safetensors says: Error while deserializing header"
 
 
 def layout(patient: Patient) -> Iterator[Found]:
@@ -132,7 +130,7 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
         why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
         yield Found(Complaint("misnamed", "fails", what, (), why), {"format": "torch-zip"})
     else:
-        why = f"{_HEADER}header too large; torch.load opens it"
+        why = f"{_HEADER}: header too large; torch.load opens it"
         fix = {"format": "torch-zip" if patient.is_training else "safetensors"}
         yield Found(Complaint("misnamed", "fails", what, (), why), fix)
 
@@ -253,43 +251,22 @@ def _kind(error: CheckpointError) -> str:
 
 
 def _says(error: CheckpointError, path: str) -> str:
-    """What the library says that would be asked to load the file."""
+    """Return what the library says that would be asked to load the file."""
     if os.path.isdir(path):
         return A_FOLDER
     if isinstance(error, FileMissing):
         return "what is in the missing file stays as the model was initialised, or loading fails"
-    head = _head(path)
     if path.lower().endswith(".safetensors"):
-        return _of_safetensors(path, head)
+        return _HEADER
+    head = _head(path)
     if not head:
         return "torch.load raises an EOFError without a message (before 2.6: Ran out of input)"
     if head.startswith(b"PK\x03\x04"):
-        kinds = NotACheckpoint, UnsupportedFormat, TruncatedFile
-        if isinstance(error, kinds) and zipfile.is_zipfile(path):
-            return (
-                f"torch.load says: {_NO_DATA}; of other zips: file in archive is not in a "
-                'subdirectory, or: Expected hasRecord("version") to be true'
-            )
-        return f"torch.load says: {_CENTRAL}; or it fails on the pickle"
+        detail = _CENTRAL if isinstance(error, TruncatedFile) else ""
+        return f"torch.load says: PytorchStreamReader failed{detail}; or it fails on the pickle"
     if head[:1] == b"\x80":
         return "torch.load fails on the pickle, or where a storage ends too early"
     return _operand(head[:1])
-
-
-def _of_safetensors(path: str, head: bytes) -> str:
-    """The message of safetensors about a file that it does not open (safetensors/src/tensor.rs)."""
-    length, size = int.from_bytes(head[:8], "little"), os.path.getsize(path)
-    if size < 8:
-        text = "header too small"
-    elif length > 100_000_000:
-        text = "header too large"
-    elif 8 + length > size:
-        text = "invalid header length"
-    elif head[8:9] == b"{":
-        text = "incomplete metadata, file not fully covered"
-    else:
-        text = "invalid JSON in header"
-    return _HEADER + text
 
 
 def _operand(first: bytes) -> str:

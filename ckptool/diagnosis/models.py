@@ -22,6 +22,7 @@ from ckptool.diagnosis.complaint import (
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
 from ckptool.inspection.obstacles import calls, missing_weights, needed_import
+from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
@@ -49,8 +50,6 @@ _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
 """Submodules from which wrappers are taken off: each takes a rule."""
-_LONGEST = 1000
-"""Characters of a name of which every part is looked at."""
 _EVERYWHERE = ("torch", "builtins", "collections", "numpy")
 """Packages whose classes are found wherever a file is loaded."""
 _RANDOM = frozenset({"uint8", "uint32"})
@@ -334,7 +333,7 @@ def _collision(sections: Iterable[Section]) -> str:
 def _submodules(models: list[Section]) -> Iterator[Found]:
     """Submodules below which there is nothing but `module.`."""
     names = [name for section in models for name in unwrapped(section).values()]
-    paths = _parallel(filter(counts, names))[:_MOST_PARTS]
+    paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
     if not paths:
         return
     before = tuple(f"{path}.module." for path in paths)
@@ -349,24 +348,8 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
         f"{quoted_names(own[:1])}; a model that has a layer of that name loads it (--like "
         "REFERENCE knows)",
     )
-    yield Found(complaint, {"rename": tuple(_without(f"{path}.module.", path) for path in paths)})
-
-
-def _parallel(names: Iterable[str]) -> list[str]:
-    """Paths below which every name goes on with `module`, outermost ones first."""
-    parts: dict[str, set[str]] = {}
-    for name in names:
-        path = ""
-        for part in name.split(".") if len(name) <= _LONGEST else ():
-            parts.setdefault(path, set()).add(part)
-            path = below(path, part)
-    return [p for p, held in parts.items() if p and held == {"module"} and f"{p}.module" in parts]
-
-
-def _without(before: str, after: str = "") -> str:
-    """The rule that puts one beginning of names in the place of another."""
-    new = after.replace("\\", r"\\")
-    return f"^{re.escape(before)}=>{new}{'.' if new else ''}"
+    rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
+    yield Found(complaint, {"rename": tuple(rules)})
 
 
 def _adapters(section: Section) -> Iterator[Found]:
@@ -398,7 +381,7 @@ def _adapters(section: Section) -> Iterator[Found]:
         if own
         else "",
     )
-    yield Found(complaint, None if own else {"rename": (_without(_PEFT),)})
+    yield Found(complaint, None if own else {"rename": (f"^{escaped(_PEFT)}=>",)})
 
 
 def _lightning(patient: Patient) -> Iterator[Found]:
@@ -420,7 +403,7 @@ def _lightning(patient: Patient) -> Iterator[Found]:
         "it loads into that LightningModule; load_state_dict into the model alone says: "
         f"Unexpected key(s) in state_dict: ... {quoted_names(names[:1])}",
     )
-    yield Found(complaint, None, (Choice({"rename": (_without(prefix),)}, "renamed"),))
+    yield Found(complaint, None, (Choice({"rename": (f"^{escaped(prefix)}=>",)}, "renamed"),))
 
 
 def versions(patient: Patient) -> Iterator[Found]:

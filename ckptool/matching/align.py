@@ -30,7 +30,9 @@ __all__ = [
     "align",
     "common_module",
     "ends",
+    "escaped",
     "is_average_counter",
+    "literal",
     "proposals",
     "wrapped_submodules",
 ]
