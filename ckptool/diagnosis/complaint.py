@@ -66,7 +66,7 @@ class Complaint:
     """What helps where no command does, or beside it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The complaint as `ckptool.doctor/1` has it."""
+        """Return the complaint as an entry of `ckptool.doctor/1`."""
         return {
             "kind": self.kind,
             "severity": self.severity,
@@ -164,13 +164,13 @@ class Patient:
         return bool(self.models) and not kinds.isdisjoint(("optimizer", "scheduler"))
 
     def is_compared(self, section: Section) -> bool:
-        """Whether the names of a state dict are judged by the reference, and by nothing else."""
+        """Return True if the reference alone decides which names a state dict should have."""
         model = self.model
         return self.reference is not None and model is not None and section.holder is model.holder
 
 
 def tensors_of(section: Section) -> dict[str, TensorRef]:
-    """The tensors of a model's section by their own names, as in the file."""
+    """Return the tensors of a model's section by their names in the state dict."""
     return {
         name: value
         for name, value in section.node.items()
@@ -179,9 +179,9 @@ def tensors_of(section: Section) -> dict[str, TensorRef]:
 
 
 def unwrapped(section: Section) -> dict[str, str]:
-    """The names of a model's section as in the file, each with what it is without wrappers.
+    """Map each name of a model's section to the name without wrappers.
 
-    They stay as they are where two of them would become one.
+    If two names would become equal, all keep their wrappers.
     """
     names = wrapped_names(section.node)
     try:
@@ -192,18 +192,18 @@ def unwrapped(section: Section) -> dict[str, str]:
 
 
 def metadata_of(section: Section) -> dict[str, object] | None:
-    """The `_metadata` of a state dict, None where it has none."""
+    """Return the `_metadata` of a state dict, or None."""
     found = section.node.metadata if isinstance(section.node, OrderedMap) else None
     return found if isinstance(found, dict) else None
 
 
 def below(path: str, name: str) -> str:
-    """`layer.weight`, and `weight` for an empty path."""
+    """Return `layer.weight`, or `weight` if the path is empty."""
     return f"{path}.{name}" if path else name
 
 
 def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
-    """Names as a complaint shows them: repeated layers folded, of many the first."""
+    """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
     found = families((name, None) for name in names)
     left = sum(len(family.names) for family in found[most:])
     more = (f"and {left:,} more",) if left else ()
@@ -211,7 +211,7 @@ def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
 
 
 def quoted_names(names: Iterable[str]) -> str:
-    """Names as torch quotes them in its errors, the first few."""
+    """Return the first few names as torch quotes them in its errors."""
     given = list(names)
     shown = ", ".join(f'"{printable(name)}"' for name in given[:_MOST_QUOTED])
     return shown + (", ..." if len(given) > _MOST_QUOTED else "")

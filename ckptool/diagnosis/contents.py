@@ -144,7 +144,7 @@ def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
 
 
 def _counts(patient: Patient, name: str) -> bool:
-    """Whether a tensor is one of a model or an optimizer: a best score so far may be infinite."""
+    """Return True for a tensor of a model or optimizer: another one (best loss) may be infinite."""
     parts = [part.name for part in (*patient.models, *patient.optimizers)]
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
@@ -189,7 +189,7 @@ def _bloat(patient: Patient) -> Iterator[Found]:
 
 
 def _aliases(patient: Patient) -> Iterator[Found]:
-    """Names that the file mentions as tied to another, and has no tensor under."""
+    """Yield a complaint about names that a safetensors file has only as ties in its metadata."""
     kept = {
         name: str(one.storage.key)
         for section in patient.models
@@ -209,7 +209,7 @@ def _aliases(patient: Patient) -> Iterator[Found]:
 
 
 def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
-    """What `safetensors.torch.save_file` refuses of the weights."""
+    """Yield complaints about weights that `safetensors.torch.save_file` refuses."""
     model = patient.model
     if model is None:
         return
@@ -303,7 +303,7 @@ def _names(patient: Patient, tags: list[str]) -> list[str]:
 
 
 def _error(tag: str, gpus: int) -> str:
-    """What torch says about a tag for which there is no device."""
+    """Return torch's error for a device tag that this machine lacks."""
     kind, _, index = tag.partition(":")
     word = kind.upper()
     if kind == "cuda" and gpus:

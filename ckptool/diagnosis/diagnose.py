@@ -68,7 +68,7 @@ class Diagnosis(Result):
         return next((one.where for one in self.complaints if one.kind == "malicious"), ())
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.doctor/1`."""
+        """Return the document `ckptool.doctor/1`."""
         return {
             "schema": "ckptool.doctor/1",
             "file": self.file,
@@ -159,7 +159,7 @@ def _checked(patient: Patient) -> Iterator[Found]:
 
 
 def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
-    """The complaints with their commands; a damaged file, or a part of one, is not worth any."""
+    """Build the diagnosis; a damaged or partial file gets no command."""
     hopeless = any(one.complaint.kind in _HOPELESS for one in found)
     planner = Planner(patient, [] if hopeless else found)
     plan = planner.plan()
@@ -187,7 +187,7 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
 
 
 def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Complaint:
-    """A complaint with the commands that mend it, or with the reason why none does."""
+    """Return a complaint with its commands, or with the reason why no command helps."""
     complaint = found.complaint
     if hopeless:
         remedy = "first get weights that load" if found.fix is not None else ""
@@ -203,6 +203,6 @@ def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Com
 
 
 def _place(complaint: Complaint) -> tuple[int, int, bool]:
-    """Where a complaint stands: the worst first, then what the plan mends, notes last."""
+    """Return the sort key of a complaint: worst first, then mended by the plan, notes last."""
     first = _FIRST.get(complaint.kind, 0)
     return first, _RANK[complaint.severity], not complaint.commands

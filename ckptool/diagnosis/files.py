@@ -101,7 +101,6 @@ def _runs(found: tuple[str, ...], remedy: str) -> Complaint:
 
 
 def _part(patient: Patient) -> Iterator[Found]:
-    """Weights that are in other files, or nowhere."""
     part = missing_weights(patient.checkpoint)
     if part is not None:
         severity: Severity = "fails" if part.certain else "note"
@@ -113,7 +112,7 @@ def _part(patient: Patient) -> Iterator[Found]:
 
 
 def _misnamed(patient: Patient) -> Iterator[Found]:
-    """A name that promises another format, and a safetensors file that does not name its own."""
+    """Yield complaints about a wrong ending, and about a header without `format: pt`."""
     checkpoint = patient.checkpoint
     what = misnamed(checkpoint)
     if what is None:
@@ -136,7 +135,7 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
 
 
 def _refused(patient: Patient) -> Iterator[Found]:
-    """What torch refuses about a zip's records, and about the pickle whatever it holds."""
+    """Yield what torch refuses about zip records and pickle opcodes, whatever the data is."""
     checkpoint, details = patient.checkpoint, patient.checkpoint.details
     for note in details.notes:
         if note.startswith(TORCH_REFUSES):
@@ -167,7 +166,6 @@ _ABOUT_PICKLE = ("pickle ", "no torch loads ")
 
 
 def _compressed(patient: Patient) -> Iterator[Found]:
-    """Records that somebody's zip program has deflated."""
     names = [
         name_of(path)
         for path, tensor in patient.checkpoint.tensors()
@@ -185,7 +183,6 @@ def _compressed(patient: Patient) -> Iterator[Found]:
 
 
 def _python2(patient: Patient) -> Iterator[Found]:
-    """Strings of Python 2 that are no UTF-8."""
     found = [
         (path, text)
         for path, leaf in walk(patient.checkpoint.root)

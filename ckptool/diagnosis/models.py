@@ -101,7 +101,7 @@ def level(patient: Patient) -> Iterator[Found]:
 
 
 def _one_level_down(patient: Patient, model: Section) -> Found:
-    """The weights below a key: right for a training, a failure for `load_state_dict` alone."""
+    """Return the complaint about weights under a key: a note if a training saved them so."""
     root = patient.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
     beside = patient.is_training
@@ -129,7 +129,6 @@ def _way(section: Section) -> str:
 
 
 def _several(patient: Patient) -> Found:
-    """Several candidates, between which the user has to choose."""
     named = [section for section in patient.models if section.name]
     shown = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
@@ -148,12 +147,12 @@ def _several(patient: Patient) -> Found:
 
 
 def _word(section: Section) -> str:
-    """The part of a section's name that fits into the name of a file."""
+    """Return the part of a section's name that can stand in a file name."""
     return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
 
 
 def _none(patient: Patient) -> Found:
-    """No model: right for the file of an optimizer or scheduler, a failure for anything else."""
+    """Return the complaint about a file without a model: a note for an optimizer or scheduler."""
     root = patient.checkpoint.root
     parts = [
         part for part in patient.checkpoint.sections if part.kind not in ("values", "state_dict")
@@ -193,7 +192,7 @@ def _none(patient: Patient) -> Found:
 
 
 def _held(root: Any, tensors: int) -> str:
-    """What a file holds that has no part with a name of its own."""
+    """Describe a file without named parts: `a dict of 3 entries, with 2 tensors`."""
     if isinstance(root, TensorRef):
         return "one tensor"
     if isinstance(root, (dict, list, tuple)):
@@ -321,7 +320,7 @@ def _wrappers(sections: list[Section]) -> Iterator[Found]:
 
 
 def _collision(sections: Iterable[Section]) -> str:
-    """Why the wrappers cannot come off, where they cannot."""
+    """Return why the wrappers cannot be removed; an empty text if they can."""
     try:
         for section in sections:
             strip_names(wrapped_names(section.node))
@@ -331,7 +330,6 @@ def _collision(sections: Iterable[Section]) -> str:
 
 
 def _submodules(models: list[Section]) -> Iterator[Found]:
-    """Submodules below which there is nothing but `module.`."""
     names = [name for section in models for name in unwrapped(section).values()]
     paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
     if not paths:
@@ -353,7 +351,7 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
 
 
 def _adapters(section: Section) -> Iterator[Found]:
-    """What PEFT puts before the names of the model that it adapts, and inside its layers."""
+    """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(_PEFT)]
     adapted = [name for name in names if ADAPTER.search(name)]
@@ -385,7 +383,7 @@ def _adapters(section: Section) -> Iterator[Found]:
 
 
 def _lightning(patient: Patient) -> Iterator[Found]:
-    """A LightningModule's own attribute before every name; which one, only its class says."""
+    """Yield a note if one attribute of a LightningModule begins every name."""
     root, model = patient.checkpoint.root, patient.model
     if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
         return
@@ -439,7 +437,7 @@ def versions(patient: Patient) -> Iterator[Found]:
 
 
 def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
-    """BatchNorm asks for versions; where its counter is missing it keeps the model's silently."""
+    """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
     paths = [name.rpartition(".")[0] for name in tensors if _last(name) == "running_mean"]
     uncounted = [path for path in paths if below(path, "num_batches_tracked") not in tensors]
     why = "BatchNorm takes the state for that of torch before 0.4.1"

@@ -94,9 +94,9 @@ class Planner:
         return Plan(self._command(options, target), target, options, frozenset(mended), obstacle)
 
     def choice(self, choice: Choice, plan: Plan) -> str | None:
-        """The command of a choice, together with what the plan does; None where it would fail.
+        """Return the command of a choice combined with the plan, or None if it would fail.
 
-        Every choice starts from the source: the plan need not have run.
+        The command reads the source: the plan need not have run.
         """
         chosen = {} if choice.word else {"format": "safetensors"}
         for base in (plan.options, {}):
@@ -133,7 +133,7 @@ class Planner:
         return state
 
     def _format(self, options: Options) -> str:
-        """The format of the target: the one asked for, else the one that the file's name says."""
+        """Return the target format: the option, else safetensors or torch as the source is."""
         if "format" in options:
             return str(options["format"])
         checkpoint = self._patient.checkpoint
@@ -141,7 +141,7 @@ class Planner:
         return "safetensors" if flat else "torch-zip"
 
     def _target(self, word: str, format: str, instead: str) -> str:
-        """A name that is neither there nor given to another command."""
+        """Return a file name that neither exists nor is the target of another command."""
         base = default_target(self._patient.checkpoint.path, instead, format, sharded=True)
         if not word:
             base = f"{base.removesuffix(f'.{instead}.safetensors')}.safetensors"
@@ -158,7 +158,7 @@ class Planner:
 
 
 def _merged(options: Options, more: Options) -> dict[str, Any]:
-    """Options together; patterns and rules after one another, each once."""
+    """Return both options; patterns and rules are concatenated without duplicates."""
     made = dict(options)
     for name, value in more.items():
         old = made.get(name, ())

@@ -186,7 +186,7 @@ def _above(name: str) -> str:
 
 
 def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:
-    """Names that the reference has otherwise, and by which rules they become its own."""
+    """Yield a complaint about names that rules turn into those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
     for renaming in report.renamed:
@@ -322,7 +322,7 @@ def _where(section: Section) -> str:
 
 
 def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Complaint]:
-    """The optimizer beside the model that it is said to have trained."""
+    """Compare an optimizer's state with the parameters of its model."""
     order = [key for group in groups_of(section) for key in group]
     states = shapes_in(section)
     foreign = Counter(states.values()) - Counter(weights.values())
