@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from os.path import islink
 
 from ckptool.errors import CheckpointError
 from ckptool.files import FileSource
@@ -58,11 +59,11 @@ _Identity = tuple[int, int]
 
 
 def checkpoints_in(folder: str, limits: Limits) -> list[str]:
-    """The checkpoints in a folder and the folders in it, sorted by name; shards by their index.
+    """Return the checkpoints in a folder and its subfolders, sorted; shards by their index.
 
-    What begins with a dot is passed by. A file that has several names is given once: under one
-    that says what it should be, of these under its own and not that of a link. Links are followed,
-    each folder is entered once.
+    Names that begin with a dot are skipped. A file with several names is returned once: by a
+    checkpoint's name, and by its own rather than a link's. Links are followed, each folder is
+    entered once.
     """
     files: dict[_Identity, str] = {}
     shards: set[_Identity] = set()
@@ -72,24 +73,24 @@ def checkpoints_in(folder: str, limits: Limits) -> list[str]:
             whole.append(path)
             continue
         if _INDEX.fullmatch(path):
-            shards |= _identities(os.path.dirname(path), shards_named_by(path))
+            for name in shards_named_by(path):
+                with suppress(OSError):
+                    shards.add(_identity(os.path.join(os.path.dirname(path), name)))
         known = files.get(identity)
         files[identity] = path if known is None else min(known, path, key=_worth)
-    single = [
-        path for identity, path in files.items() if identity not in shards and _may_be_one(path)
-    ]
-    return sorted((*whole, *single))
+    single = (path for identity, path in files.items() if identity not in shards)
+    return sorted((*whole, *filter(_may_be_one, single)))
 
 
 def _worth(path: str) -> tuple[bool, bool, str]:
-    """The less, the better a name of a file is."""
-    return not should_be_one(path), os.path.islink(path), path
+    """Return the sort key of a file's names: the best one first."""
+    return not should_be_one(path), islink(path), path
 
 
 def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
-    """Files below a folder with what the system knows them by; None for what stands for itself.
+    """Yield files below a folder with device and inode, and folders to open as a whole with None.
 
-    That is an unzipped checkpoint, and what cannot be looked at: whoever opens it says why.
+    None also stands for what cannot be looked at: whoever opens it says why.
     """
     entered: set[_Identity] = set()
     todo, linked = [folder], list[str]()
@@ -105,18 +106,16 @@ def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | Non
             yield here, None
             continue
         is_part = _part_of(here, limits)
-        if is_part or _is_unzipped(here, limits):
+        if is_part:
             yield here, None
-            if not is_part:
-                continue
         for path in (os.path.join(here, name) for name in names if not name.startswith(".")):
             if is_part and is_part(path):
                 continue
             if os.path.isdir(path):
-                (linked if os.path.islink(path) else todo).append(path)
+                (linked if islink(path) else todo).append(path)
             elif os.path.isfile(path):
                 yield path, _identity(path)
-            elif os.path.islink(path) and should_be_one(path):
+            elif islink(path) and should_be_one(path):
                 yield path, None
 
 
@@ -126,7 +125,7 @@ def _identity(path: str) -> _Identity:
 
 
 def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
-    """Return what tells the files of a folder that is one checkpoint; None of any other folder."""
+    """Return the test for a part of a folder that is one checkpoint; None for another folder."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognise(probe):
             return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
@@ -136,32 +135,15 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
             return of_model
         if is_step(probe):
             return is_part
+        archive = probe.ask(open_archive)
+        if archive is not None and os.path.realpath(archive.path) == os.path.realpath(folder):
+            is_unzipped = any(known.recognise(probe) for known in candidates(probe))
+            return (lambda path: True) if is_unzipped else None
     return None
 
 
-def _is_unzipped(folder: str, limits: Limits) -> bool:
-    """Whether the folder itself holds the records of one checkpoint."""
-    try:
-        with closing(Probe(folder, limits)) as probe:
-            archive = probe.ask(open_archive)
-            if archive is None or os.path.realpath(archive.path) != os.path.realpath(folder):
-                return False
-            return any(known.recognise(probe) for known in candidates(probe))
-    except CheckpointError:
-        return False
-
-
-def _identities(folder: str, names: Iterable[str]) -> set[_Identity]:
-    """What the system knows the files of these names by, as far as they are there."""
-    found = set()
-    for name in names:
-        with suppress(OSError):
-            found.add(_identity(os.path.join(folder, name)))
-    return found
-
-
 def _may_be_one(path: str) -> bool:
-    """Whether the name or the first bytes speak for it."""
+    """Return True if the name or the first bytes are a checkpoint's."""
     if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
     if path.endswith(".index"):
@@ -175,9 +157,9 @@ def _may_be_one(path: str) -> bool:
 
 
 def should_be_one(path: str) -> bool:
-    """Whether a file is to be a checkpoint, whatever it is: by its name, or as the remains of one.
+    """Return True if a file should be a checkpoint: by its name, or as the rest of a failed save.
 
-    A file that cannot be read is none: whoever opens it says why.
+    False for a file that cannot be read.
     """
     name = os.path.basename(path)
     if _NAMED_SO.fullmatch(name):
@@ -198,7 +180,7 @@ def should_be_one(path: str) -> bool:
 
 
 def _is_note(head: bytes, size: int) -> bool:
-    """Whether it is a short text: a server's answer in the place of the file."""
+    """Return True for a short text: a server's answer in the place of the file."""
     if size > _MOST_TEXT:
         return False
     text = head.decode("utf-8", "replace")
