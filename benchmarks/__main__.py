@@ -93,6 +93,7 @@ def inputs(size: int, tensors: int, peers: Path | None) -> Inputs:
         make("zero", FOLDER / f"zero-{size}", size),
         FOLDER,
         make("folder", FOLDER / f"folder-{size}", size),
+        make("shards", FOLDER / "shards", HOLLOW // 10),
         make("files", FOLDER / "files", 1000),
         size,
         peers,

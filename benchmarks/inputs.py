@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "HALF", "LAYERS", "hollow", "large", "many", "marking", "renamed", "shapes", "single", "zero",
+    "HALF", "LAYERS", "hollow", "large", "many", "marking", "renamed", "shapes", "shards", "single",
+    "zero",
 ]  # fmt: skip
 
 LAYERS = 37
@@ -158,6 +159,32 @@ def _save_part(rank: int, path: str, size: int) -> None:
         Path(f"{path}.store").unlink(missing_ok=True)
 
 
+SHARDS = 64
+
+
+def shards(folder: Path, size: int) -> None:
+    """An index and its shards of `size` bytes and 225 tensors; the tensors are holes."""
+    import json
+
+    names = list(shapes(size))
+    placed = {
+        name: f"model-{i * SHARDS // len(names):05}.safetensors" for i, name in enumerate(names)
+    }
+    folder.mkdir()
+    for shard in set(placed.values()):
+        header, end = {}, 0
+        for name, shape in shapes(size).items():
+            if placed[name] == shard:
+                start, end = end, end + math.prod(shape) * HALF
+                header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        with (folder / shard).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+    index = json.dumps({"weight_map": placed})
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
 def files(folder: Path, count: int) -> None:
     """`count` files: the fixtures that are pickles or hold some, over and over."""
     import shutil
@@ -213,6 +240,7 @@ if __name__ == "__main__":
         "large": large,
         "many": many,
         "renamed": renamed,
+        "shards": shards,
         "single": single,
         "zero": zero,
     }

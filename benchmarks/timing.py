@@ -39,6 +39,12 @@ class Command:
         return cls("ckptool " + words[0], (sys.executable, "-m", "ckptool", *words), ends)
 
     @classmethod
+    def far(cls, verb: str, source: Path, *arguments: object) -> Command:
+        """The command line on a file at an address, on a slow line."""
+        words = (sys.executable, "-m", "benchmarks.line", verb, str(source), *map(str, arguments))
+        return cls(f"ckptool {verb} http://", words, tells=True)
+
+    @classmethod
     def system(cls, label: str, *arguments: object) -> Command:
         """A program of the system."""
         return cls(label, tuple(map(str, arguments)))

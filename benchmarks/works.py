@@ -43,6 +43,8 @@ class Inputs:
     folder: Path
     dcp: Path
     """A folder of `torch.distributed.checkpoint`, by four processes."""
+    shards: Path
+    """A folder of an index and 64 shards whose tensors take no room."""
     files: Path
     """A folder of a thousand small files, as torch of many versions and numpy wrote them."""
     size: int
@@ -55,6 +57,7 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
     """Every row, the quick ones first."""
     return (
         *list_rows(inputs),
+        *far_rows(inputs),
         *edit_rows(inputs.edited),
         *strip_rows(inputs),
         *rewrite_rows(inputs.large, inputs.folder),
@@ -68,6 +71,33 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
         *fill_rows(inputs.large, inputs.size),
         *match_rows(inputs.many, inputs.renamed),
         *(peer_rows(inputs, inputs.peers) if inputs.peers else ()),
+    )
+
+
+def far_rows(inputs: Inputs) -> Iterator[Row]:
+    """Files on another machine, 50 ms and 100 MB/s away."""
+    hollow, shards = inputs.edited[HOLLOW], inputs.shards / "model.safetensors.index.json"
+    yield Row(
+        f"`list` over http, {words(HOLLOW)}",
+        hollow,
+        (Command.far("list", hollow),),
+        most_seconds=0.5,
+        hollow=True,
+    )
+    yield Row(
+        "`list` over http, an index of 64 shards",
+        shards,
+        (Command.far("list", shards),),
+        most_seconds=1.0,
+    )
+    size, output = inputs.size // 5, inputs.folder / "far.safetensors"
+    yield Row(
+        f"`convert` over http, {words(size)}",
+        inputs.edited[size],
+        (Command.far("convert", inputs.edited[size], output),),
+        output=output,
+        most_seconds=1.2 * size / (100 * MB),
+        most_bytes=300 * MB,
     )
 
 
