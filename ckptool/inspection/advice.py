@@ -51,7 +51,7 @@ class Needs:
 
 
 def load_commands(needs: Needs) -> dict[str, str]:
-    """Shell commands for a machine with one GPU (`one_gpu`) and without (`cpu`), and to `resume`.
+    """Return shell commands for a machine with one GPU (`one_gpu`), without (`cpu`), to `resume`.
 
     A machine that needs no command is left out.
     """
@@ -83,7 +83,7 @@ def _joined(*words: str) -> str:
 
 
 def format_notes(file: str) -> tuple[str, ...]:
-    """What names the format in the header of a safetensors file, which some libraries ask for."""
+    """Return the note of a safetensors header without `format`, which some libraries ask for."""
     command = convert_command(file, f"{os.path.splitext(file)[0]}.named.safetensors", {})
     return (
         "its header does not say format: pt, which transformers and mlx ask for: "
@@ -92,14 +92,14 @@ def format_notes(file: str) -> tuple[str, ...]:
 
 
 def choice_notes(needs: Needs) -> tuple[str, ...]:
-    """What `NAME` stands for in the commands, where the user has to choose."""
+    """Return the note that says which names can stand for `NAME` in the commands."""
     if not needs.model_only or not needs.choices:
         return ()
     return (f"several state dicts; {CHOICE} is the one to go on with: {listed(needs.choices)}",)
 
 
 def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
-    """What `compact` would leave out: bytes that no tensor reaches, and dead ones."""
+    """Return the note on the bytes that `compact` would drop: unused and dead ones."""
     facts = [f"{_bytes_are('of the storages', unseen)} seen by no tensor"] if unseen > 0 else []
     facts += [f"{_bytes_are('', dead)} dead"] if dead > 0 else []
     in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target

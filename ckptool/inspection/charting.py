@@ -40,7 +40,7 @@ def bars(
     diff: Diff,
     norms: Mapping[str, float | None],
 ) -> tuple[Bar, ...]:
-    """A bar for each tensor of A, in its order; what only B has stands where it does there.
+    """Return a bar for each tensor of A, in its order, with those of B alone in between.
 
     Args:
         a: The first checkpoint.
@@ -69,7 +69,7 @@ def bars(
 def _merged(
     a: Checkpoint, drawn: Mapping[Path, Bar], after: Mapping[Path | None, list[Bar]]
 ) -> Iterator[Bar]:
-    """The bars of A, each followed by what only B has behind it."""
+    """Yield the bars of A, each followed by the tensors that B alone has behind it."""
     yield from after.get(None, ())
     for path, _ in a.tensors():
         if path in drawn:
@@ -78,7 +78,7 @@ def _merged(
 
 
 def _drawn(alignment: Alignment, diff: Diff, norms: Mapping[str, float | None]) -> dict[Path, Bar]:
-    """Tensors that A has, by their path there."""
+    """Return the bars of A's tensors by path."""
     changed = {row.a.name: row for row in diff.changed if row.counts}
     renamed = {row.a.name for row in diff.renamed}
     drawn = {
@@ -102,7 +102,7 @@ def _compared(entry: Entry, changed: Changed | None, norms: Mapping[str, float |
 
 
 def relative_change(difference: Difference | None, norm: float | None) -> float | None:
-    """How long the difference of two tensors is as a vector, against the first of them.
+    """Return the length of the difference of two tensors, relative to the first one.
 
     0.01 says that a hundredth of it has changed. Infinite where the first is all zero, or where
     NaN or infinite elements have come or gone; None where the values were not compared, or the

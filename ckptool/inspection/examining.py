@@ -72,7 +72,7 @@ def examine(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> tuple[Verdict, tuple[HashedTensor, ...] | None]:
-    """The verdict on one checkpoint, and with `hashes` the content hash of every tensor.
+    """Return the verdict on a checkpoint, and with `hashes` the content hash of every tensor.
 
     `values` looks for NaN and infinities as well. `progress` is told of each part of the work anew.
 
@@ -144,7 +144,7 @@ class _Look:
         self.at_content(checkpoint, probe, wrong, values=values, hashes=hashes)
 
     def at_name(self, probe: Probe) -> None:
-        """Hold the file against the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
+        """Compare the file with the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
 
         Digits alone may be a date, and letters alone a word.
         """
@@ -308,11 +308,11 @@ class _Look:
         return wrong
 
     def begin(self, total: int) -> None:
-        """Begin a part of the work that takes so many bytes."""
+        """Start a part of the work that reads `total` bytes."""
         self.done, self.total = 0, total
 
     def told(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Report that `count` more bytes are read."""
         self.done += count
         if self.progress is not None:
             self.progress(self.done, self.total)
@@ -323,7 +323,7 @@ def _below(shard: str, place: str) -> str:
 
 
 def _ends_well(source: Source) -> bool:
-    """Whether a compressed record ends as it should, and any other."""
+    """Return True if a record is not compressed, or its compressed data ends correctly."""
     try:
         return not isinstance(source, InflatedSource) or source.ends_well()
     except CorruptFile:
@@ -331,13 +331,13 @@ def _ends_well(source: Source) -> bool:
 
 
 def _numbers(tensor: TensorRef) -> list[TensorRef]:
-    """The arrays of floating numbers that a tensor is made of, mostly itself."""
+    """Return the floating-point arrays that a tensor is made of, usually the tensor itself."""
     parts = [tensor] if tensor.has_content else tensor.tensors_inside()
     return [part for part in parts if part.has_content and is_floating(part.dtype)]
 
 
 def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings:
-    """Bytes that are not those that were written, with the tensors that lie in them."""
+    """Return the records whose checksum is wrong, with the tensors in them."""
     if not wrong:
         return Findings()
     names: dict[tuple[int, int], list[str]] = {}

@@ -32,7 +32,7 @@ class TreeNode:
     children: tuple[TreeNode, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.tree/1` nests it."""
+        """Return the node as `ckptool.tree/1` nests it."""
         own = self.tensor
         return {
             "label": self.label,
@@ -56,7 +56,7 @@ class _Module:
 
 
 def tree(listing: Listing) -> TreeNode:
-    """The tensors of a listing by module; the root has the file's name as label.
+    """Return the tensors of a listing by module; the label of the root is the file's name.
 
     Siblings whose names are numbers are folded where their subtrees agree in names, dtypes,
     devices and shapes.
@@ -79,7 +79,7 @@ def _parts(row: TensorRow) -> Iterable[str]:
 
 
 def _fold(label: str, module: _Module, known: dict[Any, int]) -> tuple[TreeNode, int]:
-    """The node of a module, and a number that equal subtrees share."""
+    """Return the node of a module, and a number that equal subtrees share."""
     folded = [(name, *_fold(name, child, known)) for name, child in module.children.items()]
     own = module.tensor
     shape = (own.dtype, own.shape, own.device) if own else None
@@ -98,7 +98,7 @@ def _fold(label: str, module: _Module, known: dict[Any, int]) -> tuple[TreeNode,
 
 
 def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterable[TreeNode]:
-    """Numbered siblings with equal subtrees as one node, where the first of them stood."""
+    """Merge numbered siblings with equal subtrees into the first of them."""
     groups: dict[Any, list[TreeNode]] = {}
     for name, node, number in folded:
         groups.setdefault(number if _is_index(name) else name, []).append(node)

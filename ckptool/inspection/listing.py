@@ -55,7 +55,7 @@ class TensorRow:
     16 hexadecimal digits of a `Fingerprints`."""
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
-        """The row as `ckptool.list/1` has it; `sha256` is there when `hashed`."""
+        """Return the row of `ckptool.list/1`; `sha256` is there when `hashed`."""
         row = {
             "path": self.path,
             "name": self.name,
@@ -81,7 +81,7 @@ class ValueRow:
     value: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.list/1` has it."""
+        """Return the row of `ckptool.list/1`."""
         return {"path": self.path, "name": self.name, "type": self.type, "value": self.value}
 
 
@@ -98,7 +98,7 @@ class ObjectRow:
     """Of all that it is made of, where asked; the tensors that are listed left out."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.list/1` has it."""
+        """Return the row of `ckptool.list/1`."""
         return {"path": self.path, "name": self.name, "class": self.class_name}
 
 
@@ -121,7 +121,7 @@ class Listing(Result):
     """The known quantisers of its weights."""
 
     def __len__(self) -> int:
-        """How many tensors there are."""
+        """Return the number of tensors."""
         return len(self.tensors)
 
     def __iter__(self) -> Iterator[TensorRow]:
@@ -129,7 +129,7 @@ class Listing(Result):
         return iter(self.tensors)
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a tensor of that name, or that row."""
+        """Return True if there is a tensor of that name, or that row."""
         return any(key in (row.name, row) for row in self.tensors)
 
     @overload
@@ -152,7 +152,7 @@ class Listing(Result):
         return found[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.list/1`."""
+        """Return the document `ckptool.list/1`."""
         return {
             "schema": "ckptool.list/1",
             "file": self.file,
@@ -167,12 +167,12 @@ class StorageNames:
     """An identifier for each storage: its key, made unique where several files use one key."""
 
     def __init__(self) -> None:
-        """Nothing is named yet."""
+        """Start empty."""
         self._names: dict[int, str] = {}
         self._used: dict[str, int] = {}
 
     def __call__(self, storage: Storage | None) -> str | None:
-        """The identifier of `storage`, the same whenever it is asked for."""
+        """Return the identifier of `storage`, always the same one."""
         if storage is None:
             return None
         name = self._names.get(id(storage))
@@ -280,7 +280,7 @@ def tensor_row(
     sha256: str | None = None,
     tied: bool = False,
 ) -> TensorRow:
-    """The row of one tensor."""
+    """Return the row of one tensor."""
     return TensorRow(
         json_path(path),
         name_of(path),
@@ -330,7 +330,7 @@ class _Hashes:
         return digest
 
     def more_of(self, path: Path, node: Any) -> str | None:
-        """A digest of an object, or of a tensor that is more than its elements."""
+        """Return a digest of an object, or of a tensor that is more than its elements."""
         if isinstance(node, TensorRef) and not self._is_made_of_parts(node):
             return None
         self._place = path
@@ -361,7 +361,7 @@ class RepeatedBytes:
     """Bytes read again and again because strides repeat them: a few of them can say exabytes."""
 
     def __init__(self, limits: Limits) -> None:
-        """Nothing is read yet."""
+        """Start empty."""
         self._most = limits.max_repeated_bytes
         self._sum = 0
 

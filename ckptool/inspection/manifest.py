@@ -45,7 +45,7 @@ class HashedTensor:
     sha256: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.manifest/1` has it."""
+        """Return the entry of `ckptool.manifest/1`."""
         return {
             "path": self.path,
             "name": self.name,
@@ -60,7 +60,7 @@ Files = Mapping[str, Sequence[HashedTensor]]
 
 
 def manifest_name(file: str, manifest: str) -> str:
-    """How a file is called in a manifest: relative to the manifest's folder, with slashes."""
+    """Return a file's name in a manifest: relative to the manifest's folder, with slashes."""
     folder = os.path.dirname(os.path.abspath(manifest))
     try:
         return os.path.relpath(file, folder).replace(os.sep, "/")
@@ -71,7 +71,7 @@ def manifest_name(file: str, manifest: str) -> str:
 def hashed_tensors(
     checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: Told | None = None
 ) -> tuple[HashedTensor, ...]:
-    """Every listed tensor with its content hash, ties read once, several tensors at a time.
+    """Return every listed tensor with its content hash; ties are read once, in two threads.
 
     `told` is called with bytes done, now and then.
 
@@ -98,7 +98,7 @@ def _hashed(path: Path, tensor: TensorRef, sha256: str | None) -> HashedTensor:
 
 
 def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
-    """The hash of each, in order; those that threads cannot read side by side one by one."""
+    """Yield the hash of each tensor, in order; threads read only sources that can be shared."""
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     jobs = list(_jobs(tensors))
@@ -114,7 +114,7 @@ def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
 
 
 def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
-    """The tensors in order, some at a time: as many as make a thread worth its while."""
+    """Yield the tensors in order, in groups that are worth a thread's while."""
     for shared, alike in groupby(tensors, key=_is_shared):
         job: list[TensorRef] = []
         for tensor in alike:
@@ -160,7 +160,7 @@ def write_manifest(path: str, files: Files) -> None:
 
 
 def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
-    """What a manifest says; None where there is no such file yet.
+    """Return the tensors of each file in a manifest; None if there is no such file yet.
 
     Raises:
         UsageError: it is something else, which must not be written over.

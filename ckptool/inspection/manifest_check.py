@@ -36,7 +36,7 @@ class _Pairs(NamedTuple):
 
 
 def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
-    """What differs: a tensor missing, one too many, another dtype, shape or content.
+    """Return how the tensors differ: missing, extra, or another dtype, shape or content.
 
     Names are held against each other as they are, else with section and wrappers off
     (`state_dict/module.fc.weight` is `fc.weight`). Where a file is laid out otherwise than the
@@ -107,7 +107,7 @@ def _paired(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> _P
 def _left(
     groups: Mapping[_Place, _Group], paired: Container[_Place], moved: bool
 ) -> tuple[list[HashedTensor], Counter[str]]:
-    """What has no counterpart; of a file laid out otherwise, whole containers are counted apart."""
+    """Return tensors without counterpart, and counts of those in containers laid out elsewhere."""
     lone: list[HashedTensor] = []
     elsewhere: Counter[str] = Counter()
     for place, group in groups.items():

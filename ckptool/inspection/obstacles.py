@@ -106,7 +106,7 @@ def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def misnamed(checkpoint: Checkpoint) -> str | None:
-    """What a file is, where the ending of its name says otherwise; None where it agrees."""
+    """Return what a file is if the ending of its name says otherwise, else None."""
     name = checkpoint.path.lower()
     known = format_of(checkpoint.format)
     if known.tensors_only and name.endswith(TORCH_ENDINGS):
@@ -124,7 +124,7 @@ def unnamed(checkpoint: Checkpoint) -> bool:
 
 
 def missing_weights(checkpoint: Checkpoint) -> Part | None:
-    """What a file lacks, which holds a part of a model's weights or none; None where all is there.
+    """Return which weights are missing from the file, or None if it is complete.
 
     Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
@@ -134,7 +134,7 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
 
 
 def _packed(checkpoint: Checkpoint) -> Part | None:
-    """Weights of a TorchScript in a form that only its program reads, or that it did not write."""
+    """Detect TorchScript weights that are packed or were never written."""
     details = checkpoint.details
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
         text = "weights are missing: torch.jit.optimize_for_inference wrote none of what it packed"
@@ -181,7 +181,7 @@ def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
 
 
 def _rank(checkpoint: Checkpoint) -> Part | None:
-    """One rank's file of several: its content, its name or the files beside it say so."""
+    """Detect one rank's file of several, by its content, its name or the files beside it."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     if len(root) > 1 and all(map(is_rank, root)):
@@ -221,7 +221,7 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
-    """Reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
+    """Yield reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
     if os.path.isdir(checkpoint.path):
         yield "it is a folder, which torch.load does not open"
     known = format_of(checkpoint.format)
@@ -239,7 +239,7 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
-    """What the pickle names and `weights_only=True` refuses, though nothing in the tree needs it.
+    """Return names that `weights_only=True` refuses though nothing in the tree needs them.
 
     Functions by which older torch made tensors are an example: a rewrite names today's. Empty where
     `objects` block a file of the tree (`symbolic.encoder.blockers`), which are reported instead.
@@ -267,7 +267,7 @@ def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def restored_devices(root: Any) -> tuple[str, ...]:
-    """The tags of all tensors and storages, in order of first use.
+    """Return the device tags of all tensors and storages, in order of first use.
 
     They are those that `torch.load` must find a device for: arrays have none.
     """

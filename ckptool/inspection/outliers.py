@@ -38,7 +38,7 @@ class Oddity:
 
 
 def own_flags(measures: Measures) -> tuple[str, ...]:
-    """What is odd about a tensor by itself: `nan`, `inf`, `all-zero`, `constant`.
+    """Return the flags of a tensor by itself: `nan`, `inf`, `all-zero`, `constant`.
 
     A single element is neither of the last two.
     """
@@ -52,7 +52,7 @@ def own_flags(measures: Measures) -> tuple[str, ...]:
 
 
 def outliers(subjects: Sequence[Subject]) -> Iterator[tuple[int, Oddity]]:
-    """The odd ones among tensors of one role, each by its place.
+    """Yield the flags of tensors that differ from the others of one role, by position.
 
     Of one role are tensors whose names differ only in numbers, with as many dimensions:
     `layers.{0..31}.mlp.weight`. Numbers are compared among those of one shape.
@@ -71,7 +71,7 @@ def outliers(subjects: Sequence[Subject]) -> Iterator[tuple[int, Oddity]]:
 
 
 def _grouped(members: Iterable[int], by: Callable[[int], Hashable]) -> list[list[int]]:
-    """Groups of members that are alike, those that are too few left out."""
+    """Return groups of equal members that are large enough to compare."""
     groups: dict[Hashable, list[int]] = {}
     for member in members:
         groups.setdefault(by(member), []).append(member)
@@ -121,5 +121,5 @@ def _other_numbers(
 
 
 def _is_far(own: float, usual: float) -> bool:
-    """Whether a figure is odd; of one that is zero other flags tell."""
+    """Return True if a figure is far from the others; zeros have flags of their own."""
     return own > 0 and not usual / TIMES <= own <= usual * TIMES

@@ -101,7 +101,7 @@ def report(
 def _measured(
     checkpoint: Checkpoint, key: str | None, progress: Progress | None, notes: list[str]
 ) -> tuple[TensorStats, ...] | None:
-    """Figures of each tensor below `key`; None, and a note, where there is no torch for them."""
+    """Return the figures of each tensor below `key`, or None and a note without torch."""
     from ckptool.inspection.stats import stats
 
     try:
@@ -114,7 +114,7 @@ def _measured(
 def _tensors(
     checkpoint: Checkpoint, key: str | None, found: Sequence[TensorStats] | None
 ) -> Iterator[ReportedTensor]:
-    """The tensors below `key`, each with what is known of its values."""
+    """Yield the tensors below `key`, each with its known figures."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
     chosen = [
         (path, tensor) for path, tensor in checkpoint.tensors() if path[: len(below)] == below
@@ -145,7 +145,7 @@ def _compared(
     structure: bool,
     progress: Progress | None,
 ) -> Report:
-    """The report with what another file has otherwise."""
+    """Return the report with the differences from another file."""
     from ckptool.inspection.aligning import align
     from ckptool.inspection.charting import bars
     from ckptool.inspection.diffing import diff

@@ -112,7 +112,7 @@ class Stream:
     """Calls that run something, with those that `deeds` has no room for."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.scan/1` has it."""
+        """Return the entry of `ckptool.scan/1`."""
         return {
             "where": self.where,
             "offset": self.offset,
@@ -162,7 +162,7 @@ class Scan(Result):
         return self.verdict in VERDICTS[: 1 if strict else 2]
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.scan/1` has it."""
+        """Return the entry of `ckptool.scan/1`."""
         return {
             "file": self.file,
             "verdict": self.verdict,
@@ -318,7 +318,7 @@ class _Scanner:
     def _pickles(
         self, data: ByteRange, where: str, start: int = 0, raw: _Raw | None = None
     ) -> set[str]:
-        """Judge pickles one behind the other; the keys of the storages that they name.
+        """Judge consecutive pickles, and return the keys of the storages that they name.
 
         `raw` says how many bytes stand behind a pickle, and that nothing else may.
         """

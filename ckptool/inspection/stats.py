@@ -65,7 +65,7 @@ class TensorStats:
         return self.row.name
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.stats/1` has it."""
+        """Return the row of `ckptool.stats/1`."""
         row, measures = self.row, self.measures
         figures = {name: _figure(measures, field) for name, field in _FIGURES.items()}
         drawn = measures.histogram if measures else None
@@ -122,7 +122,7 @@ class DtypeRange:
     maximum: Number | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.stats/1` has it."""
+        """Return the entry of `ckptool.stats/1`."""
         return {
             "dtype": self.dtype,
             "tensors": self.tensors,
@@ -145,7 +145,7 @@ class Totals:
     dtypes: tuple[DtypeRange, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.stats/1` has them."""
+        """Return the entry of `ckptool.stats/1`."""
         return {
             "tensors": self.tensors,
             "elements": self.elements,
@@ -171,7 +171,7 @@ class Stats(Result):
     """Over all of them."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.stats/1`."""
+        """Return the document `ckptool.stats/1`."""
         return {
             "schema": "ckptool.stats/1",
             "file": self.file,
@@ -181,7 +181,7 @@ class Stats(Result):
         }
 
     def sorted_by(self, column: str) -> Stats:
-        """The same in the order of a column: the largest number first, names from A to Z.
+        """Return the same rows in the order of a column: largest number first, names from A to Z.
 
         Raises:
             UsageError: it is none of `SORTABLE`.
@@ -196,7 +196,7 @@ class Stats(Result):
         return replace(self, tensors=(*sorted(known, key=value, reverse=True), *rest))
 
     def folded(self) -> Stats:
-        """The same with a row for tensors whose names differ only in numbers.
+        """Return the same with one row for tensors whose names differ only in numbers.
 
         Of equal type, shape, device and kind; figures are of all their elements together.
         """
@@ -313,7 +313,7 @@ class _Measuring:
         self._done = self._all = 0
 
     def rows(self, leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorStats]:
-        """A row for each tensor, in order."""
+        """Yield a row for each tensor, in order."""
         keys = [tensor.place for _, tensor in leaves]
         each_once = dict(zip(keys, (tensor for _, tensor in leaves), strict=True))
         uses = Counter(keys)
@@ -346,7 +346,7 @@ class _Measuring:
 
 
 def _totals(rows: Iterable[TensorStats]) -> Totals:
-    """Over the rows that have figures and are no tie of one before."""
+    """Return the totals of the rows with figures, ties counted once."""
     found = [(row.row.dtype, row.measures) for row in rows if row.measures and row.tie is None]
     every = [measures for _, measures in found]
     types = dict.fromkeys(dtype for dtype, _ in found)
@@ -381,7 +381,7 @@ _SAID: dict[str, Callable[[Measures], str]] = {
 
 
 def _folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
-    """A row for each family of tensors of equal type, shape, device and kind, in order."""
+    """Yield a row for each family of tensors of equal type, shape, device and kind, in order."""
     by_name: dict[str, list[TensorStats]] = {}
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
@@ -419,7 +419,7 @@ def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
 
 
 def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
-    """Which of the tensors are odd by themselves, where not all are."""
+    """Yield which of the tensors are odd by themselves, if not all are."""
     for flag, said in _SAID.items():
         odd = [(one.name, one.measures) for one in members if one.measures and flag in one.flags]
         if len(odd) == len(members):
@@ -431,7 +431,7 @@ def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
 
 
 def _together(parts: Sequence[Measures]) -> Measures:
-    """The figures of all elements of several tensors.
+    """Return the figures of all elements of several tensors.
 
     The histogram is drawn from theirs: each bin is put where its middle lies.
     """

@@ -72,7 +72,7 @@ class SectionInfo:
     nbytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.info/1` has it."""
+        """Return the entry of `ckptool.info/1`."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -127,7 +127,7 @@ class Info(Result):
         return not self.blockers
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.info/1`."""
+        """Return the document `ckptool.info/1`."""
         version = {"torch_version": self.torch_version} if self.torch_version else {}
         return {
             "schema": "ckptool.info/1",
@@ -231,7 +231,7 @@ def _section_info(section: Section) -> SectionInfo:
 
 
 def _bytes_here(tensor: TensorRef) -> int:
-    """What this file has of it: one rank's part of a tensor that is spread, else all parts."""
+    """Return the bytes of a tensor in this file: of a distributed one, this rank's part."""
     if tensor.storage is not None or not tensor.parts:
         return tensor.nbytes
     if tensor.is_spread:
@@ -291,7 +291,7 @@ def _needs(
 
 
 def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The options that make plain data and keep all tensors of a model, tried on the header."""
+    """Return the options, tried on the header, that make plain data and keep all weights."""
     for drop, options in ((False, ("plain",)), (True, ("plain", "drop_objects"))):
         try:
             made = to_plain(checkpoint, drop=drop)

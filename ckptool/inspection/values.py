@@ -18,7 +18,7 @@ _PLAIN = (str, int, float, complex, type(None))
 
 
 def json_path(path: Path) -> tuple[str | int, ...]:
-    """The path with every key that is neither a string nor an integer as its repr."""
+    """Return the path with every key that is neither a string nor an integer as its repr."""
     for key in path:
         if type(key) is not str and type(key) is not int:
             return tuple(k if type(k) in (str, int) else _key_repr(k) for k in path)
@@ -26,7 +26,7 @@ def json_path(path: Path) -> tuple[str | int, ...]:
 
 
 def _key_repr(key: Any) -> str:
-    """Plain data as its repr; an object, whose repr may be as big as the file, by its class."""
+    """Return the repr of plain data; of an object, whose repr may be huge, the class."""
     if isinstance(key, tuple):
         inside = ", ".join(map(_key_repr, key))
         return f"({inside},)" if len(key) == 1 else f"({inside})"
@@ -35,7 +35,7 @@ def _key_repr(key: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """A plain value as JSON holds it: non-finite floats and whatever JSON lacks as their repr."""
+    """Return a plain value as JSON has it: non-finite floats and other types as their repr."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, (bool, int, str)):
@@ -44,18 +44,18 @@ def json_value(value: Any) -> Any:
 
 
 def class_of(node: Any) -> str:
-    """The qualified name of an object's class, as the file tells it."""
+    """Return the qualified name of an object's class, as the file names it."""
     named = getattr(node, "class_name", None)
     return named if isinstance(named, str) else f"builtins.{type(node).__name__}"
 
 
 def is_value(node: Any) -> bool:
-    """Whether a leaf is listed among the values."""
+    """Return True for a leaf that is listed among the values."""
     return isinstance(node, _PLAIN)
 
 
 def summarise(node: Any, most: int = 60) -> str:
-    """A node in a few words: a value's repr, a tensor's type and shape, a container's length."""
+    """Return a node in a few words: a value's repr, a tensor's type and shape, a length."""
     if isinstance(node, TensorRef):
         return f"tensor {node.dtype} {shape_text(node.shape)} on {node.device}"
     if isinstance(node, Opaque):
@@ -72,7 +72,7 @@ def summarise(node: Any, most: int = 60) -> str:
 
 
 def _object(node: Opaque, most: int) -> str:
-    """`pathlib.PosixPath('out', 'run1')` where the arguments are plain, else the class alone."""
+    """Return `pathlib.PosixPath('out', 'run1')` if the arguments are plain, else the class."""
     if is_set(node):
         return _set(node, most)
     arguments = node.args if isinstance(node.args, tuple) else ()
@@ -82,7 +82,7 @@ def _object(node: Opaque, most: int) -> str:
 
 
 def set_items(node: Opaque) -> Iterator[Any]:
-    """The items of a set (`is_set`), however its pickle protocol spells it."""
+    """Yield the items of a set (`is_set`), however its pickle protocol spells it."""
     if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
         yield from node.args[0]
     for kind, value in node.steps:
@@ -91,7 +91,7 @@ def set_items(node: Opaque) -> Iterator[Any]:
 
 
 def _set(node: Opaque, most: int) -> str:
-    """`{'a', 'b'}` in an order that does not change from run to run, `set of 1,000`."""
+    """Return `{'a', 'b'}` in an order that is the same in every run, or `set of 1,000`."""
     items = list(set_items(node))
     name = node.class_name.rpartition(".")[2]
     if not items or len(items) > _FEW or not all(is_value(item) for item in items):
@@ -101,12 +101,12 @@ def _set(node: Opaque, most: int) -> str:
 
 
 def shape_text(shape: tuple[int | None, ...]) -> str:
-    """`[2, 3]`, with `?` for a ragged dimension."""
+    """Return `[2, 3]`, with `?` for a ragged dimension."""
     return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def shortened(value: Any, most: int) -> str:
-    """The beginning of the repr of plain data, at most `most` characters."""
+    """Return the beginning of the repr of plain data, at most `most` characters."""
     if isinstance(value, (str, bytes, bytearray)) and len(value) > most:
         text = repr(value[:most])
     else:
@@ -115,5 +115,5 @@ def shortened(value: Any, most: int) -> str:
 
 
 def shortened_text(text: str, most: int) -> str:
-    """The beginning of a text that is longer than `most` characters."""
+    """Return the first `most` characters of a longer text."""
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -72,7 +72,7 @@ class Verdict(Result):
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """A file of the document `ckptool.verify/1`."""
+        """Return the file's entry of `ckptool.verify/1`."""
         return {
             "file": self.file,
             "format": self.format or None,
@@ -91,7 +91,7 @@ class Verdict(Result):
 
 
 def problem_of(error: CheckpointError, *, contradicted: bool = False) -> Problem | None:
-    """An error about a file as a problem of it; None for one that says nothing about the file.
+    """Return an error as a problem of the file; None if it says nothing about the content.
 
     `contradicted`: an index, or the rest of the file, says that it should be readable.
     """

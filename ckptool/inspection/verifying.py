@@ -44,7 +44,7 @@ class ManifestOutcome:
     """Why it was not written: a `problem` in a file, or an `error` before one was looked at."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.verify/1` has it."""
+        """Return the entry of `ckptool.verify/1`."""
         return {
             "file": self.file,
             "action": self.action,
@@ -112,7 +112,7 @@ class Verifier:
         self._reason: str | None = None
 
     def each(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[Verdict | CheckpointError]:
-        """The verdict on every path, of folders on every checkpoint in them, or why there is none.
+        """Yield a verdict on every path, of folders on every checkpoint in them, or an error.
 
         A folder in which there is no checkpoint is looked at as if it should be one. What is not
         read beside others (shards of DCP) is a problem of the folder that it lies in.
@@ -146,7 +146,7 @@ class Verifier:
             return error
 
     def verify(self, path: str | os.PathLike[str], *, alone: bool = False) -> Verdict:
-        """The verdict on one checkpoint.
+        """Return the verdict on one checkpoint.
 
         `alone`: it is the only one, so that a manifest of one file is about it, whatever its name.
 
@@ -169,7 +169,7 @@ class Verifier:
     def _with_manifest(
         self, verdict: Verdict, tensors: tuple[HashedTensor, ...], manifest: str, *, alone: bool
     ) -> Verdict:
-        """What a manifest says of a file; nothing, where it is yet to be written."""
+        """Return the verdict with the problems that the manifest reveals."""
         name = manifest_name(verdict.file, manifest)
         if alone and len(self._listed) == 1:
             name = next(iter(self._listed))
@@ -219,7 +219,7 @@ class Verifier:
 
 
 def _is_other(result: Verdict | CheckpointError) -> bool:
-    """Whether what was looked at is no checkpoint that can be read, but something else."""
+    """Return True if the file is no checkpoint that ckptool reads."""
     if isinstance(result, CheckpointError):
         return isinstance(result, UnsupportedFormat)
     return any(problem.kind == NOT_ONE for problem in result.problems)
