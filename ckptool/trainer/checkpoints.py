@@ -29,12 +29,12 @@ from ckptool.files.atomic import atomic_output
 from ckptool.files.folders import remove_folder, settle_folders
 from ckptool.files.journal import occupied
 from ckptool.files.system import worded
-from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
 from ckptool.trainer.events import Note, Observer, Resumed, Saved
 from ckptool.trainer.metrics import Metrics
+from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
 
@@ -312,9 +312,7 @@ class Checkpoints:
         """Add `belongings` to every checkpoint that has room for more than weights."""
         self._config, self._strategy, self._observer = config, strategy, observer
         self._batches, self._belongings = batches, belongings
-        self._ranks = Ranks(
-            default_group(), error=WriteError, undone="training cannot go on", call="Trainer.fit"
-        )
+        self._ranks = ranks("training cannot go on", WriteError)
         self._saved_at = time.monotonic()
 
     @contextmanager
@@ -443,12 +441,7 @@ class Resuming:
         """Read nothing yet."""
         self._config, self._strategy = config, strategy
         self._batches, self._observer = batches, observer
-        self._ranks = Ranks(
-            default_group(),
-            error=TrainingError,
-            undone="training does not begin",
-            call="Trainer.fit",
-        )
+        self._ranks = ranks("training does not begin", TrainingError)
 
     def found(self) -> str | None:
         """Return the checkpoint to resume from; in the folder of a run, the newest whole one.

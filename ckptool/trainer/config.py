@@ -80,6 +80,7 @@ _NOT_NEGATIVE = frozenset(
 )
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
+    "ema": {"save": "full"},
     "momentum": {"optimizer": "sgd"},
     "step_size": {"schedule": "step"},
     "gamma": {"schedule": "step"},
@@ -163,11 +164,6 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
                 f"{spelled(name, values[name])} is not for "
                 f"{spelled('strategy', values['strategy'])}"
             )
-    if values["ema"] is not None and values["save"] != "full":
-        raise UsageError(
-            f"{spelled('ema', values['ema'])} is for {spelled('save', 'full')}, and this is "
-            f"{spelled('save', values['save'])}: no other holds the average"
-        )
     if values["keep"] != known["keep"].default and not (
         values["save_every"] or values["save_seconds"]
     ):

@@ -19,7 +19,7 @@ from ckptool.factories import FACTORY, a_class, at_home, named, run
 from ckptool.trainer.config import TrainConfig, csv_path
 from ckptool.trainer.tables import Table, read_table
 from ckptool.trainer.tuning import seed_all
-from ckptool.words import printable
+from ckptool.words import listed, printable
 
 __all__ = ["Batches", "Dataset", "Loss", "Rows", "TrainData", "collated", "data_of", "prepared"]
 
@@ -83,15 +83,10 @@ class Batches:
         """Yield the steps of `epoch` (from 0), from `first` on: lists of batches of row numbers."""
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch & (1 << 63) - 1)
         order = torch.randperm(self.samples, generator=generator).tolist()
-        batches = list(in_batches(order, self.batch_size))
+        size = self.batch_size
+        batches = [order[start : start + size] for start in range(0, self.samples, size)]
         for step in range(first, self.steps):
             yield batches[step * self.accumulate : (step + 1) * self.accumulate]
-
-
-def in_batches(rows: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Yield the rows in their order, `size` at a time."""
-    for start in range(0, len(rows), size):
-        yield list(rows[start : start + size])
 
 
 def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
@@ -233,10 +228,10 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     try:
         batch: tuple[Any, Any] = tuple(default_collate(pairs))
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        said = " ".join(str(error).split())
-        listed = ", ".join([*map(str, rows[:4]), *(["..."] if len(rows) > 4 else [])])
+        said, shown = " ".join(str(error).split()), ", ".join(map(str, rows[:4]))
         raise TrainingError(
-            f"samples {listed} of the dataset cannot be stacked to one batch: {said}",
+            f"samples {shown}{', ...' * (len(rows) > 4)} of the dataset cannot be stacked to one "
+            f"batch: {said}",
             hint="give every sample the same shapes and types",
         ) from error
     inputs, targets = (as_dtype(one, dtype) for one in batch)
@@ -412,7 +407,17 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
             hint="5 rows at least",
         )
     learned, held = (table.values[rows] for rows in split(samples, config.seed))
-    mean, std = _statistics(learned, table, path)
+    std, mean = torch.std_mean(learned, dim=0, correction=0)
+    same = (learned == learned[0]).all(0)
+    mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)
+    bad = ~(mean.isfinite() & std.isfinite() & (std > 0))
+    if bad.any():
+        name = table.columns[int(bad.nonzero()[0])]
+        raise TrainingError(
+            f"the numbers in column {printable(name)!r} are too large or too close to each other "
+            "to be standardised",
+            file=path,
+        )
     features = [number for number in range(len(table.columns)) if number != target]
 
     def rows(values: torch.Tensor) -> Rows:
@@ -443,27 +448,8 @@ def _target(table: Table, name: str | None, path: str) -> int:
     if name in columns:
         return columns.index(name)
     alike = difflib.get_close_matches(name, columns, n=1) or columns[-1:]
-    shown = ", ".join(map(printable, columns[:12]))
-    more = f" and {len(columns) - 12} others" if len(columns) > 12 else ""
     raise TrainingError(
-        f"has no column named {printable(name)!r}, but {shown}{more}",
+        f"has no column named {printable(name)!r}, but {listed(columns)}",
         file=path,
         hint=f"--target {printable(alike[0])}",
     )
-
-
-def _statistics(
-    learned: torch.Tensor, table: Table, path: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and deviation of each column; of a constant column, its value and 1."""
-    std, mean = torch.std_mean(learned, dim=0, correction=0)
-    same = (learned == learned[0]).all(0)
-    mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)
-    for column, *found in zip(table.columns, mean.tolist(), std.tolist(), strict=True):
-        if not (abs(found[0]) < torch.inf and 0 < found[1] < torch.inf):
-            raise TrainingError(
-                f"the numbers in column {printable(column)!r} are too large or too close to zero "
-                "to be standardised",
-                file=path,
-            )
-    return mean, std

@@ -135,12 +135,9 @@ def ended_at_once() -> Iterator[None]:
 class Signals:
     """Which of the two has come; a vote for each, that processes add up."""
 
-    def __init__(self, *, is_patient: bool | None = None) -> None:
-        """`is_patient`: a second Ctrl-C is the same one, which a launcher has sent on.
-
-        None: where one has started this process. A terminal sends Ctrl-C to launcher and workers.
-        """
-        self._is_patient = "LOCAL_RANK" in os.environ if is_patient is None else is_patient
+    def __init__(self) -> None:
+        """Begin with none; a launcher and its terminal may both send a worker Ctrl-C."""
+        self._is_patient = "LOCAL_RANK" in os.environ
         self._came: set[int] = set()
         is_torch = "TORCHELASTIC_RUN_ID" in os.environ
         self._launcher = os.getppid() if is_torch else None
@@ -271,27 +268,18 @@ def launch(
             run(*words)
         except SignalException as ended:
             failures = [one for one in _left(Path(folder), {}) if not one.is_lost_peer]
-            return _outcome(failures) if failures else 128 + int(ended.sigval)
+            return failures[0].as_exit_code() if failures else 128 + int(ended.sigval)
         except ChildFailedError as failed:
-            return _outcome(_left(Path(folder), failed.failures))
+            return _left(Path(folder), failed.failures)[0].as_exit_code()
         except RendezvousError as error:
-            reason = _first_words(error.__cause__ or error)
+            text = str(error.__cause__ or error)
+            is_taken = "EADDRINUSE" in text or "in use" in text
+            reason = "it is taken" if is_taken else text.partition("\n")[0]
             raise TrainingError(
                 f"processes cannot meet at port {port} of {_HERE}: {reason}",
                 hint="another --port, or none: a free one is taken then",
             ) from error
     return 0
-
-
-def _first_words(error: BaseException) -> str:
-    text = str(error)
-    if "EADDRINUSE" in text or "in use" in text:
-        return "it is taken"
-    return "it may not be used" if "EACCES" in text else text.splitlines()[0]
-
-
-def _outcome(failures: Sequence[_Failure]) -> int:
-    return min(failures, key=lambda one: one.order).as_exit_code()
 
 
 def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
@@ -318,14 +306,13 @@ def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
 
 
 def _left(folder: Path, failures: Mapping[int, Any]) -> list[_Failure]:
-    """Return the failures in the error files below `folder`, and how all others failed."""
-    left = {}
-    for path in folder.glob("**/error.json"):
-        left[int(path.parent.name)] = _read(path)
-    for rank, failure in failures.items():
-        if rank not in left:
-            left[rank] = _Failure(rank, int(failure.exitcode), float(failure.timestamp))
-    return list(left.values())
+    """Return the failures in the error files below `folder`, and all others, the cause first."""
+    left = {
+        rank: _Failure(rank, int(failure.exitcode), float(failure.timestamp))
+        for rank, failure in failures.items()
+    }
+    left |= {int(path.parent.name): _read(path) for path in folder.glob("**/error.json")}
+    return sorted(left.values(), key=lambda one: one.order)
 
 
 def _read(path: Path) -> _Failure:
@@ -363,14 +350,12 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     done: a handler of Python's that raises while the interpreter ends prints that.
     """
     path = os.environ.get(_ERROR_FILE)
-    if not path:
-        with ended_at_once():
-            yield
-        return
     try:
         with ended_at_once():
             yield
     except Exception as error:
+        if not path:
+            raise
         is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))
         sentence, hint = in_words(error)
         if is_unforeseen:
@@ -390,7 +375,8 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         beside.replace(path)
         raise SystemExit(2) from error
     finally:
-        leave_to_system()
+        if path:
+            leave_to_system()
 
 
 @contextmanager

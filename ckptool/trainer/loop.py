@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable
 
 from ckptool.errors import TrainingError
-from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.checkpoints import Checkpoints, Progress
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
 from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.metrics import Metrics, Scalars
+from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
 __all__ = ["Loop"]
@@ -41,12 +41,7 @@ class Loop:
         self._progress, self._checkpoints = progress, checkpoints
         self._observer, self._signals = observer, signals
         self._metrics = Metrics(config.out)
-        self._ranks = Ranks(
-            default_group(),
-            error=TrainingError,
-            undone="training cannot go on",
-            call="Trainer.fit",
-        )
+        self._ranks = ranks("training cannot go on", TrainingError)
         self.stopped: int | None = None
         """The signal that ended it, if one did."""
 
@@ -64,8 +59,11 @@ class Loop:
             if (why := self._over) is not None:
                 self._observer.tell(Note(f"nothing is left to train: {why}"))
             while self._over is None:
-                if not self._epoch():
+                self._train_epoch()
+                if self.stopped is not None:
                     return
+                if progress.position == self._batches.steps:
+                    self._end_epoch()
             if progress.position:
                 self._end_within_epoch()
             self._require_a_step()
@@ -104,54 +102,45 @@ class Loop:
             return f"{progress.since_best} epochs have brought no {bound} loss{than}"
         return None
 
-    def _epoch(self) -> bool:
-        """Train the rest of an epoch; return False if a signal has ended it in the middle."""
-        progress = self._progress
-        began = time.monotonic() - progress.seconds
-        self._strategy.model.train()
-        number, is_first = progress.step, self._strategy.world.is_first
-        first = progress.position
+    def _train_epoch(self) -> None:
+        """Take the steps that are left of an epoch, and save between them when it is time."""
+        config, strategy, progress = self._config, self._strategy, self._progress
+        first, began = progress.position, time.monotonic() - progress.seconds
         steps = list(self._batches.of_epoch(progress.epoch, first))
-        with self._strategy.feeding(steps, epoch=progress.epoch, first=first):
-            for rows in steps:
-                if self._config.max_steps is not None and number >= self._config.max_steps:
-                    break
-                number += 1
-                progress.rate = self._strategy.tuning.rate
-                votes = [*self._signals.votes, float(is_first and self._checkpoints.is_due)]
-                done = self._strategy.step(Step(number, rows, votes))
-                self._take(done)
+        if config.max_steps is not None:
+            steps = steps[: max(0, config.max_steps - progress.step)]
+        strategy.model.train()
+        with strategy.feeding(steps, epoch=progress.epoch, first=first):
+            for number, batches in enumerate(steps, progress.step + 1):
+                progress.rate = strategy.tuning.rate
+                done = strategy.step(Step(number, batches, self._votes))  # forward and backward too
+                self._count(done)
                 progress.seconds = time.monotonic() - began
-                if not self._between(done, number):
-                    return False
-        self._take(self._strategy.settled())
+                votes = done[-1].votes if done else []
+                self.stopped = Signals.asked(votes)
+                is_due = config.save_every is not None and number % config.save_every == 0
+                if self.stopped is not None:
+                    self._count(strategy.settled())
+                    self._checkpoints.write("last", progress)
+                    return
+                if is_due or any(votes[2:]):
+                    self._count(strategy.settled())
+                    self._checkpoints.numbered(progress)
+        self._count(strategy.settled())
         progress.seconds = time.monotonic() - began
-        if progress.position == self._batches.steps:
-            self._end_epoch()
-        return True
 
-    def _take(self, results: Iterable[StepResult]) -> None:
+    @property
+    def _votes(self) -> list[float]:
+        """What this process knows of signals, and rank 0 of the time to save."""
+        is_due = self._strategy.world.is_first and self._checkpoints.is_due
+        return [*self._signals.votes, float(is_due)]
+
+    def _count(self, results: Iterable[StepResult]) -> None:
         for result in results:
             self._progress.take(result)
             loss = result.loss_sum / result.samples
             epoch, step = self._progress.epoch + 1, self._progress.step
             self._observer.tell(Stepped(epoch, step, loss, result.samples, result.staleness))
-
-    def _between(self, done: list[StepResult], number: int) -> bool:
-        """Between two steps: save where it is time to; False where a signal asks for the end."""
-        votes = done[-1].votes if done else []
-        asked = Signals.asked(votes)
-        every = self._config.save_every
-        is_due = (every is not None and number % every == 0) or any(votes[2:])
-        if asked is None and not is_due:
-            return True
-        self._take(self._strategy.settled())
-        if asked is not None:
-            self._checkpoints.write("last", self._progress)
-            self.stopped = asked
-            return False
-        self._checkpoints.numbered(self._progress)
-        return True
 
     def _end_epoch(self) -> None:
         """Evaluate, write the figures, save: what a kill leaves undone is done again."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.ranks import Ranks, default_group
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -25,6 +25,7 @@ __all__ = [
     "connected",
     "local_rank",
     "of_this_attempt",
+    "ranks",
     "require_launcher",
     "team",
 ]
@@ -63,10 +64,6 @@ class World:
         """Return the plain values of all processes, by rank."""
         return [value]
 
-    def told(self, value: Any) -> Any:
-        """Return the value of rank 0 in all of them."""
-        return value
-
 
 class Processes(World):
     """Those of the default process group."""
@@ -88,11 +85,10 @@ class Processes(World):
         dist.all_gather_object(values, value)
         return values
 
-    def told(self, value: Any) -> Any:
-        """Return the value of rank 0 in all of them."""
-        values = [value]
-        dist.broadcast_object_list(values, device=self._device)
-        return values[0]
+
+def ranks(undone: str, error: type[CheckpointError]) -> Ranks:
+    """Return the processes that call `Trainer.fit`, to do steps together or not at all."""
+    return Ranks(default_group(), error=error, undone=undone, call="Trainer.fit")
 
 
 def local_rank() -> int:

@@ -315,7 +315,7 @@ def test_a_model_that_is_none_yet_is_told(tmp_path, model, told):
         ({"keep": 5}, "keep=5 is for checkpoints by step, and none is asked for"),
         (
             {"save": "module", "ema": 0.9},
-            "ema=0.9 is for save='full', and this is save='module': no other holds the average",
+            "ema=0.9 is for save='full', and this is save='module'",
         ),
     ],
 )

@@ -17,16 +17,14 @@ from ckptool.trainer.processes import connected, local_rank
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["Distributed", "DistributedDataParallel"]
 
 _TRIAL = 2
 """Samples of a trial: normalisation over a batch takes no single one."""
 
 
-class DistributedDataParallel(Strategy):
-    """Every process has the whole model, and a share of each batch; names begin with `module.`."""
-
-    name: ClassVar[str] = "ddp"
+class Distributed(Strategy):
+    """A process a device, each with a share of each batch; torch's wrapper averages gradients."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -38,6 +36,17 @@ class DistributedDataParallel(Strategy):
     def device(self) -> torch.device:
         """That of this process: the GPU of its number on this machine, or the CPU."""
         return device_of(self.config.device, local_rank=local_rank())
+
+    @property
+    def gradient_scale(self) -> float:
+        """The wrapper divides the sum of gradients by the number of processes."""
+        return float(self.world.size)
+
+
+class DistributedDataParallel(Distributed):
+    """Every process has the whole model, and a share of each batch; names begin with `module.`."""
+
+    name: ClassVar[str] = "ddp"
 
     def wrap(self, model: nn.Module) -> None:
         """Take the model; batch norm is of each process's share, or of all with SyncBatchNorm.
@@ -84,11 +93,6 @@ class DistributedDataParallel(Strategy):
             )
             self._loss_of(next(self._batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             self.module.zero_grad()
-
-    @property
-    def gradient_scale(self) -> float:
-        """DDP divides the sum of gradients by the number of processes."""
-        return float(self.world.size)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Keep gradients in this process until the last batch of a step."""

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ckptool.errors import TrainingError, WriteError
-from ckptool.loading.ranks import Ranks, default_group, is_spread
+from ckptool.loading.ranks import is_spread
 from ckptool.trainer import sharded
-from ckptool.trainer.devices import device_of
-from ckptool.trainer.processes import connected, local_rank
-from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
+from ckptool.trainer.processes import ranks
+from ckptool.trainer.strategies.base import blocks_of, tied
+from ckptool.trainer.strategies.ddp import Distributed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(Strategy):
+class FullyShardedDataParallel(Distributed):
     """Rows of every parameter are dealt out over the processes; names stay the model's own.
 
     A block's parameters are gathered for its forward pass, and once more for its backward pass;
@@ -36,15 +36,10 @@ class FullyShardedDataParallel(Strategy):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the processes that the launcher has started."""
+        """Connect the processes, if torch has `fully_shard`."""
         _require_fully_shard()
-        with connected(self.device) as self.world:
+        with super().opened():
             yield
-
-    @property
-    def device(self) -> torch.device:
-        """That of this process: the GPU of its number on this machine, or the CPU."""
-        return device_of(self.config.device, local_rank=local_rank())
 
     def wrap(self, model: nn.Module) -> None:
         """Shard each block by itself, then what is left as one: each is gathered in one go.
@@ -72,13 +67,8 @@ class FullyShardedDataParallel(Strategy):
         if not self.config.sharded:
             super().save(path, values)
             return
-        ranks = Ranks(default_group(), error=WriteError, undone="nothing is written", call="fit")
-        sharded.write(path, self.module, self.tuning.optimizer, values, ranks)
-
-    @property
-    def gradient_scale(self) -> float:
-        """FSDP divides the sum of gradients by the number of processes."""
-        return float(self.world.size)
+        together = ranks("nothing is written", WriteError)
+        sharded.write(path, self.module, self.tuning.optimizer, values, together)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Keep whole gradients in this process until the last batch of a step."""
